@@ -1,0 +1,1 @@
+"""Hydra's configuration tree, shipped in the wheel as ``wordrun.conf``."""

@@ -1,0 +1,37 @@
+"""wordrun: train GPT-style language models with one command, on a laptop, a SLURM cluster or a PBS supercomputer.
+
+From Python::
+
+    import wordrun
+
+    cfg = wordrun.compose(["data=sample", "train.max_iters=20"])
+    with wordrun.Trainer(cfg) as trainer:
+        trainer.train()
+        print(trainer.generate("ROMEO:"))
+
+Importing this package does nothing else: no torch, no MPI, no files, no logging.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wordrun.composer import compose as compose
+    from wordrun.train.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Trainer", "__version__", "compose"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that `launch --help` pays neither for Hydra nor for torch.
+    if name == "compose":
+        from wordrun.composer import compose
+
+        return compose
+    if name == "Trainer":
+        from wordrun.train.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'wordrun' has no attribute {name!r}")

@@ -1,0 +1,207 @@
+"""From overrides to one typed, checked Config, through Hydra; and from Hydra's errors to ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from wordrun.config import BACKENDS, DTYPES, SCHEMAS, Config, check
+from wordrun.errors import ConfigError, nearest
+
+# What Hydra and OmegaConf raise for a wrong override.
+REFUSALS = (HydraException, OmegaConfBaseException, ValueError)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where the configuration tree begins; Hydra's --config-path, --config-name and --config-dir change it."""
+
+    name: str = "config"
+    path: str | None = None
+    extra_dir: str | None = None
+
+
+def compose(overrides: Sequence[str] = (), *, tree: Tree | None = None, world_size: int = 1) -> Config:
+    """Return the Config that ``overrides`` (as on the command line) make, checked.
+
+    Args:
+        overrides: such as ``["data=sample", "train.max_iters=20"]``.
+        tree: where the configuration tree begins, if not at wordrun's own.
+        world_size: number of data-parallel ranks, for the checks that depend on it.
+
+    Raises:
+        ConfigError: names every problem at once.
+    """
+    tree = tree or Tree()
+    try:
+        composed = _compose(list(overrides), tree)
+    except REFUSALS as error:
+        raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, world_size))) from None
+    return to_config(composed, world_size=world_size)
+
+
+def to_config(composed: DictConfig, *, run_dir: str | None = None, world_size: int = 1) -> Config:
+    """Return the checked Config of a composed tree; ``run_dir`` defaults to ``hydra.run.dir``.
+
+    Raises:
+        ConfigError: names every unknown key and every impossible value.
+    """
+    problems = [message for _, message in _undeclared(composed)]
+    if composed.get("run_dir"):
+        problems.append(f"run_dir={composed.run_dir} cannot be set by itself: use hydra.run.dir={composed.run_dir}")
+    try:
+        directory = run_dir or str(composed.hydra.run.dir)
+        with open_dict(composed):
+            del composed["hydra"]
+        cfg = OmegaConf.to_object(composed)
+        assert isinstance(cfg, Config)
+        cfg.run_dir = directory
+        check(cfg, world_size)
+    except (OmegaConfBaseException, ConfigError) as error:
+        problems += str(error).splitlines() if isinstance(error, ConfigError) else [str(error).splitlines()[0]]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    cfg.train.dtype = DTYPES[cfg.train.dtype]
+    return cfg
+
+
+def register() -> None:
+    """Put the schema, and the alias group that lets ``train.backend=NAME`` choose a backend, into Hydra's store."""
+    for name, resolver in (("run_id", run_id), ("data_home", data_home)):
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, resolver)
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, options in SCHEMAS.items():
+        for option, node in options.items():
+            store.store(group=f"schema/{group}", name=option, node=node)
+    for backend in BACKENDS:
+        content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
+        for spelling in dict.fromkeys((backend, backend.lower())):
+            store.store(group="train.backend", name=spelling, package="_global_", node=content)
+
+
+def run_id() -> str:
+    """Return the name of this run: ``launch``'s where it has chosen one, else the time and four random digits."""
+    return os.environ.get("WORDRUN_RUN_ID") or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+
+
+def data_home() -> str:
+    """Return the folder that holds the data sets: ``$WORDRUN_DATA_HOME``, or the user's cache."""
+    return os.environ.get("WORDRUN_DATA_HOME") or os.path.expanduser("~/.cache/wordrun")
+
+
+def _compose(overrides: list[str], tree: Tree) -> DictConfig:
+    register()
+    if tree.extra_dir:
+        overrides = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]", *overrides]
+    backup = GlobalHydra.instance().hydra  # a caller may be inside an application of its own
+    GlobalHydra.instance().clear()
+    start = (
+        initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
+        if tree.path
+        else initialize_config_module("wordrun.conf", version_base="1.3")
+    )
+    try:
+        with start:
+            return hydra_compose(tree.name, overrides, return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().hydra = backup
+
+
+def _undeclared(composed: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield name and message of each key that no dataclass declares.
+
+    Hydra accepts ``+train.typo=1``, even on a typed config, and the value would be lost.
+    """
+    known = sorted(_keys(composed))
+
+    def walk(node: DictConfig, prefix: str) -> Iterator[tuple[str, str]]:
+        cls = OmegaConf.get_type(node)
+        declared = {f.name for f in fields(cls)} if is_dataclass(cls) else None
+        for key in node:
+            name = f"{prefix}{key}"
+            if name == "hydra":
+                continue
+            if declared is not None and key not in declared:
+                yield name, f"unknown option '{name}'{nearest(name, known)}"
+            elif OmegaConf.is_dict(node) and not OmegaConf.is_missing(node, key):
+                child = node._get_node(key)
+                if isinstance(child, DictConfig):
+                    yield from walk(child, f"{name}.")
+
+    yield from walk(composed, "")
+
+
+def _keys(composed: DictConfig) -> Iterator[str]:
+    for section in (f.name for f in fields(Config)):
+        node = composed.get(section)
+        if isinstance(node, DictConfig):
+            cls = OmegaConf.get_type(node)
+            yield from (f"{section}.{f.name}" for f in fields(cls))
+
+
+def _diagnose(overrides: list[str], tree: Tree, whole: Exception, world_size: int) -> list[str]:
+    """Return a message for every override that cannot be applied, and for what is wrong with the rest."""
+    problems: list[str] = []
+    good: list[str] = []
+    try:
+        base = _compose([], tree)
+    except REFUSALS:
+        return [f"the configuration tree itself does not compose: {whole}"]
+    for override in overrides:
+        try:
+            base = _compose([*good, override], tree)
+            good.append(override)
+        except REFUSALS as error:
+            problems.append(_translate(override, error, base))
+    if not problems:
+        return [str(whole).splitlines()[0]]
+    try:
+        to_config(base, world_size=world_size)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    return problems
+
+
+def _translate(override: str, error: Exception, base: DictConfig) -> str:
+    """Return our message for the one ``override`` that Hydra refuses with ``error``."""
+    key, _, value = override.partition("=")
+    name = key.lstrip("+~").partition("@")[0]
+    text = str(error)
+    options = re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL)
+    if options:
+        known = options[1].partition("Config search path:")[0].split()
+        offered = list(BACKENDS) if name == "train.backend" else known
+        return f"{name}={value}: unknown {name.split('.')[-1]} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
+    if "=" not in override:
+        return f"'{override}' is no override: write KEY=VALUE, or --help for the options"
+    if name in SCHEMAS or name == "train.backend":
+        return f"{override}: {text.splitlines()[0]} (choose one by {name}=NAME)"
+    known = sorted({*_keys(base), *SCHEMAS})
+    if name not in known and name.partition(".")[0] != "hydra":
+        return f"unknown option '{name}'{nearest(name, known)}"
+    # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
+    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+    kind = re.search(r"converted to (\w+)|not a valid (\w+)", f"{text} {error.__cause__}")
+    if kind:
+        name_of_kind = kind[1] or kind[2]
+        return f"{name}={value} should be {wanted.get(name_of_kind, name_of_kind)}"
+    return f"{override}: {text.splitlines()[0]}"
+
+
+def as_yaml(cfg: Any) -> str:
+    """Return ``cfg`` (a Config or a part of one) as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))

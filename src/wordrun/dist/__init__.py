@@ -1,0 +1,17 @@
+"""Make any torch script distributed, whoever started its processes::
+
+    import torch
+    import wordrun.dist as dist
+
+    with dist.session() as world:
+        model = torch.nn.Linear(8, 8).to(world.device)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        print(world)
+
+``session`` is ``setup``, ``guard`` and ``cleanup`` in one. Importing this module imports neither torch nor mpi4py.
+"""
+
+from wordrun.dist.setup import abort, cleanup, guard, identify, session, setup, share
+from wordrun.dist.world import World, discover
+
+__all__ = ["World", "abort", "cleanup", "discover", "guard", "identify", "session", "setup", "share"]

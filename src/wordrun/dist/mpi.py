@@ -1,0 +1,97 @@
+"""MPI as the judge: it knows the size of the job and who shares a node, whatever the variables say."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from wordrun.dist.world import World
+from wordrun.errors import WorldError
+
+MPI_LAUNCHERS = ("pals", "openmpi", "hydra", "mvapich", "mpi")
+
+
+def at_work(world: World) -> bool:
+    """Say whether an MPI launcher started this process (srun only where it speaks PMI or PMIx to its tasks)."""
+    if world.launcher == "srun":
+        return any(os.environ.get(name) for name in ("PMI_FD", "PMI_RANK", "PMIX_RANK"))
+    return world.launcher in MPI_LAUNCHERS
+
+
+@cache
+def communicator() -> Any:
+    """Return mpi4py's COMM_WORLD; the first call starts MPI.
+
+    Raises:
+        WorldError: mpi4py is missing or finds no MPI library.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise WorldError(
+            f"an MPI launcher started this process, but mpi4py cannot load MPI: {reason}. On a laptop: "
+            "pip install 'wordrun[mpich]'. On a cluster: load its MPI module and reinstall mpi4py against it "
+            "(pip install --no-binary=mpi4py --force-reinstall mpi4py)."
+        ) from error
+    return MPI.COMM_WORLD
+
+
+def judge(world: World) -> World:
+    """Return ``world`` with what MPI says of it; every rank must call this.
+
+    Raises:
+        WorldError: the launcher's size is not MPI's, which means that mpiexec and libmpi do not belong together.
+    """
+    from mpi4py import MPI
+
+    comm = communicator()
+    if world.launcher != "mpi" and comm.size != world.size:
+        raise WorldError(
+            f"{world.launcher} started {world.size} ranks ({world.source}), but MPI sees {comm.size}: "
+            "the launcher and the MPI library do not belong together.\n"
+            f"  launcher: {_launcher_path()}\n  library:  {_library_path()}\n"
+            "Use the mpiexec that comes with the library (under srun: --mpi=pmi2, pmix or cray_shasta, "
+            "as `srun --mpi=list` offers), or rebuild mpi4py against the launcher's MPI."
+        )
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank, local_size = shared.rank, shared.size
+    # The first rank of each node stands for it: names alone would merge nodes that are called the same.
+    first = shared.bcast(comm.rank, root=0)
+    shared.Free()
+    everyone = comm.allgather((first, socket.gethostname()))
+    nodes = list(dict.fromkeys(everyone))
+    return replace(
+        world,
+        rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size,
+        node=nodes.index((first, socket.gethostname())), nodes=len(nodes), hosts=tuple(host for _, host in nodes),
+        source=f"{world.source}, agreed with MPI",
+    )  # fmt: skip
+
+
+def _launcher_path() -> str:
+    told = os.environ.get("WORDRUN_LAUNCHER_PATH")
+    if told:
+        return told
+    try:
+        parent = Path(f"/proc/{os.getppid()}/exe").resolve(strict=True)
+    except OSError:
+        parent = None
+    return f"{parent} (parent process)" if parent else f"{shutil.which('mpiexec')} (first mpiexec in PATH)"
+
+
+def _library_path() -> str:
+    from mpi4py import MPI
+
+    version = MPI.Get_library_version().strip().splitlines()[0]
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return version
+    paths = {line.split()[-1] for line in mapped.splitlines() if "/libmpi" in line}
+    return f"{', '.join(sorted(paths)) or 'unknown'} ({version})"

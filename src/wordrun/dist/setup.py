@@ -1,0 +1,322 @@
+"""Join the other ranks, and leave together: ``setup``, ``cleanup``, and ``guard`` for the bad days."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from wordrun.dist import mpi
+from wordrun.dist.world import World, discover
+from wordrun.errors import UserError, WorldError
+from wordrun.log import LOGGER
+
+if TYPE_CHECKING:
+    import torch
+
+# A rank that fails because another one did waits this long for the launcher to end it before it gives up alone.
+SECONDARY_WAIT_S = 5.0
+
+
+@dataclass
+class _Joined:
+    """What this process holds while it is part of a job."""
+
+    world: World | None = None
+    store: Any = None
+    users: int = 0
+    owns_group: bool = False
+
+
+_joined = _Joined()
+
+
+def identify(env: Mapping[str, str] | None = None) -> World:
+    """Return who this process is, by its launcher's variables and, under an MPI launcher, by MPI.
+
+    Under MPI every rank must call this, and before torch is imported (some sites' MPI insists on that order).
+    """
+    world = discover(env)
+    return mpi.judge(world) if mpi.at_work(world) else world
+
+
+def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
+    """Return rank 0's ``value`` on every rank; all must call this, before ``setup`` or after.
+
+    For small, picklable things. It goes over MPI where that is at work and else over the rendezvous store.
+    """
+    if world.size == 1:
+        return value
+    if mpi.at_work(world):
+        return mpi.communicator().bcast(value, root=0)
+    store = _open_store(world, timeout_s)
+    key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
+    if world.rank == 0:
+        store.set(key, pickle.dumps(value))
+    return pickle.loads(store.get(key))  # the store is this job's own
+
+
+def setup(
+    world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None
+) -> World:
+    """Join the process group and return this process's World; every rank must call this.
+
+    The device is set before the group is made and bound to it, so that no collective lands on device 0 of
+    every rank. Calls nest: the group ends with the last ``cleanup``.
+
+    Args:
+        world: who this process is, where ``identify`` has already said so.
+        device: ``auto`` (the accelerator if there is one, else the CPU), ``cpu``, ``cuda`` or ``xpu``.
+        timeout_s: seconds after which a collective that some rank never reached fails.
+        seed: seeds Python's, NumPy's and torch's random streams with this number, the same on all ranks.
+
+    Raises:
+        WorldError: the ranks cannot meet, or the device is not there.
+    """
+    if _joined.world is None:
+        world = world or identify()
+        _join(world, device, timeout_s)
+        atexit.register(_leave)
+    _joined.users += 1
+    if seed is not None:
+        seed_everything(seed)
+    assert _joined.world is not None
+    return _joined.world
+
+
+def cleanup() -> None:
+    """Undo one ``setup``; the last one destroys the process group."""
+    _joined.users = max(0, _joined.users - 1)
+    if _joined.users == 0:
+        _leave()
+        atexit.unregister(_leave)
+
+
+@contextlib.contextmanager
+def session(*, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> Iterator[World]:
+    """Join the other ranks for the length of a ``with`` block; an exception in it ends the whole job."""
+    world = identify()
+    with guard(world):
+        world = setup(world, device=device, timeout_s=timeout_s, seed=seed)
+        yield world
+        cleanup()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's (all devices') random streams."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def guard(world: World) -> Iterator[None]:
+    """End the whole job when this rank raises, with this rank's traceback printed once.
+
+    A ``UserError`` is shown as its message alone and ends the job with its own exit status; any other exception
+    with a traceback, rank and host, and status 1. Ranks that fail as a consequence stay quiet.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            abort(world, error.code if isinstance(error.code, int) else 1)
+        raise
+    except KeyboardInterrupt:
+        abort(world, 130)
+    except UserError as error:
+        _report(world, str(error))
+        abort(world, error.exit_status)
+    except Exception:
+        _report(world, f"failed on host {world.host}\n{traceback.format_exc().rstrip()}")
+        abort(world, 1)
+
+
+def abort(world: World, status: int) -> None:
+    """End this process and the whole job with ``status``, now."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world.size == 1:
+        _leave()
+        sys.exit(status)
+    if mpi.at_work(world):
+        mpi.communicator().Abort(status)
+    # Not sys.exit: destroying a process group after a failed collective can wait for ever.
+    os._exit(status)
+
+
+def _report(world: World, message: str) -> None:
+    """Print ``message`` unless another rank has failed before this one."""
+    if world.size == 1:
+        print(message, file=sys.stderr, flush=True)
+        return
+    who = f"[rank {world.rank}] "
+    if _joined.store is None:
+        # Nobody to ask who was first. All ranks mostly fail alike this early, so rank 0 speaks for them.
+        time.sleep(1.0 if world.rank else 0.0)
+    else:
+        try:
+            _joined.store.set_timeout(timedelta(seconds=5))
+            first = _joined.store.add("wordrun/failures", 1) == 1
+        except Exception:  # rank 0 holds the store, and has died without a word
+            message, first = f"lost contact with rank 0: {message.splitlines()[-1]}", True
+            time.sleep(1.0)
+        if not first:
+            time.sleep(SECONDARY_WAIT_S)
+            return
+    print(who + message, file=sys.stderr, flush=True)
+
+
+def _join(world: World, device: str, timeout_s: int) -> None:
+    import torch.distributed
+
+    chosen = _choose_device(device, world)
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index)
+    world = replace(world, device=str(chosen))
+    _joined.world = world
+    _joined.owns_group = not torch.distributed.is_initialized()
+    if not _joined.owns_group:
+        return
+    store = _open_store(world, timeout_s)
+    try:
+        torch.distributed.init_process_group(
+            _group_backend(chosen),
+            store=torch.distributed.PrefixStore("wordrun/group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if chosen.type != "cpu" else None,
+        )
+    except Exception:
+        _joined.world = None
+        raise
+
+
+def _leave() -> None:
+    if _joined.world is not None and _joined.owns_group:
+        import torch.distributed
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    _joined.world, _joined.store, _joined.users = None, None, 0
+
+
+def _choose_device(kind: str, world: World) -> torch.device:
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    have = found.type if found is not None and found.type in ("cuda", "xpu") else "cpu"
+    if kind == "auto":
+        kind = have
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != have:
+        raise WorldError(
+            f"train.device={kind}, but torch {torch.__version__} finds {'no accelerator' if have == 'cpu' else have} "
+            f"on {world.host}: use train.device=auto, or install a torch built for {kind}"
+        )
+    count = torch.accelerator.device_count()
+    if count != 1 and world.local_size > count:
+        LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
+    # One visible device is number 0 whatever the local rank: the launcher has already dealt them out.
+    return torch.device(kind, 0 if count == 1 else world.local_rank % count)
+
+
+def _group_backend(device: torch.device) -> str:
+    import torch.distributed
+
+    if device.type == "cpu":
+        return "gloo"
+    if device.type == "cuda":
+        return "nccl"
+    if torch.distributed.is_backend_available("xccl"):
+        return "xccl"
+    try:
+        import oneccl_bindings_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        raise WorldError(
+            "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed: "
+            "load the site's frameworks module"
+        ) from error
+    return "ccl"
+
+
+def _open_store(world: World, timeout_s: int) -> Any:
+    """Return the key-value store at which the ranks meet; rank 0 holds it."""
+    if _joined.store is None:
+        import torch.distributed
+
+        timeout = timedelta(seconds=timeout_s)
+        if world.size == 1:
+            _joined.store = torch.distributed.HashStore()
+        elif mpi.at_work(world):
+            _joined.store = _store_over_mpi(world, timeout)
+        else:
+            _joined.store = _store_over_env(world, timeout)
+    return _joined.store
+
+
+def _store_over_mpi(world: World, timeout: timedelta) -> Any:
+    """Rank 0 opens the store first and then tells its port: no race for a port that was free a moment ago."""
+    import torch.distributed
+
+    decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are leftovers of an earlier job
+    address = (os.environ.get("MASTER_ADDR") if decided else "") or (
+        "127.0.0.1" if world.nodes == 1 else world.hosts[0]
+    )
+    store = None
+    port: int | str = 0
+    if world.rank == 0:
+        wanted = int(os.environ.get("MASTER_PORT") or 0) if decided else 0
+        for candidate in dict.fromkeys((wanted, 0)):
+            try:
+                store = torch.distributed.TCPStore(
+                    address, candidate, world.size, is_master=True, timeout=timeout, wait_for_workers=False
+                )
+                port = store.port
+                break
+            except Exception as error:  # torch raises DistNetworkError or RuntimeError by version
+                port = str(error).splitlines()[0]
+    port = mpi.communicator().bcast(port, root=0)
+    if isinstance(port, str):
+        raise WorldError(f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}")
+    if store is None:
+        store = torch.distributed.TCPStore(address, port, world.size, is_master=False, timeout=timeout)
+    return store
+
+
+def _store_over_env(world: World, timeout: timedelta) -> Any:
+    """Meet at MASTER_ADDR:MASTER_PORT, as torchrun and ``launch`` export them."""
+    import torch.distributed
+
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:
+        raise WorldError(
+            f"{world.size} ranks ({world.source}) but no MASTER_ADDR and MASTER_PORT to meet at: "
+            "start them with `launch`, which decides both"
+        )
+    if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
+        raise WorldError(f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: name the first host")
+    try:
+        store, _, _ = next(
+            torch.distributed.rendezvous("env://", rank=world.rank, world_size=world.size, timeout=timeout)
+        )
+    except Exception as error:
+        raise WorldError(
+            f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
+            f"{address}:{port}: {str(error).splitlines()[0]}. Leave MASTER_PORT unset and `launch` finds a free one."
+        ) from error
+    return store

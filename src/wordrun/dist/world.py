@@ -1,0 +1,223 @@
+"""Who am I among the ranks? Read from the environment alone: no torch, no MPI.
+
+One family of variables is read at a time, the first in ``FAMILIES`` that is present, because mixed
+families are how a nested process comes to think that it is rank 0 of everything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from wordrun.errors import WorldError
+
+# Step ids from here up are no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class World:
+    """One process's place among all processes of the job."""
+
+    rank: int = 0
+    """Index among all processes, 0 to size - 1."""
+    size: int = 1
+    """Number of processes in the job."""
+    local_rank: int = 0
+    """Index among the processes of this node; chooses the device."""
+    local_size: int = 1
+    """Number of processes on this node."""
+    node: int = 0
+    """Index of this node."""
+    nodes: int = 1
+    """Number of nodes."""
+    hosts: tuple[str, ...] = ()
+    """Names of the nodes in rank order, as far as they are known; at least this one."""
+    device: str = "cpu"
+    """Torch device of this process, such as ``cuda:3``; settled by ``setup()``."""
+    launcher: str = "none"
+    """Who started the processes: torchrun, srun, pals, openmpi, hydra, mvapich, mpi, local or none."""
+    source: str = "none of the known launchers' variables is set"
+    """Which variables said so."""
+
+    @property
+    def host(self) -> str:
+        """Name of this node."""
+        return self.hosts[self.node] if self.node < len(self.hosts) else socket.gethostname()
+
+    def __str__(self) -> str:
+        return (
+            f"[device='{self.device}'][rank={self.rank}/{self.size - 1}]"
+            f"[local_rank={self.local_rank}/{self.local_size - 1}][node={self.node}/{self.nodes - 1}]"
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """The variables of one launcher. A name that is empty is one that the launcher does not set."""
+
+    launcher: str
+    needs: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node: str = ""
+
+    def present(self, env: Mapping[str, str]) -> bool:
+        """Say whether this launcher started the process that has ``env``."""
+        if not all(env.get(name) for name in self.needs):
+            return False
+        return self.launcher != "srun" or _is_task(env)
+
+
+TORCHRUN = Family(
+    "torchrun",
+    needs=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="GROUP_RANK",
+)  # fmt: skip
+LOCAL = Family(
+    "local",
+    needs=("WORDRUN_LAUNCHER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="NODE_RANK",
+)  # fmt: skip
+FAMILIES = (
+    Family(
+        "srun",
+        needs=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE", node="SLURM_NODEID",
+    ),
+    Family(
+        "pals",  # sets no world size under PALS_PMI=pmix (Aurora)
+        needs=("PALS_RANKID", "PALS_LOCAL_RANKID"),
+        rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE", node="PALS_NODEID",
+    ),
+    Family(
+        "openmpi",
+        needs=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        rank="OMPI_COMM_WORLD_RANK", size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Family(
+        "hydra",  # MPICH's and Intel MPI's mpiexec
+        needs=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS",
+    ),
+    Family(
+        "mvapich",
+        needs=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        rank="MV2_COMM_WORLD_RANK", size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+)  # fmt: skip
+# An MPI launcher left one of these, but not a whole family: only MPI itself can say more.
+MPI_TRACES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK")
+
+
+def discover(env: Mapping[str, str] | None = None) -> World:
+    """Return this process's World as far as ``env`` (default: ``os.environ``) tells it.
+
+    The order is torchrun, ``launch`` (``WORDRUN_LAUNCHER`` names the family), srun, PALS, OpenMPI, Hydra,
+    MVAPICH, traces of another MPI launcher (``launcher="mpi"``: ask MPI), and else a single process.
+
+    Raises:
+        WorldError: a family is present but incomplete, contradicts ``WORDRUN_WORLD_SIZE``, or is out of range.
+    """
+    env = os.environ if env is None else env
+    if TORCHRUN.present(env):
+        return _read(TORCHRUN, env)
+    named = env.get("WORDRUN_LAUNCHER", "")
+    for family in (LOCAL, *FAMILIES):
+        if family.launcher == named and family.present(env):
+            return _read(family, env)
+    for family in FAMILIES:
+        if family.present(env):
+            return _read(family, env)
+    traces = [name for name in MPI_TRACES if env.get(name)]
+    if traces:
+        return World(hosts=(socket.gethostname(),), launcher="mpi", source=f"MPI ({', '.join(traces)} set)")
+    return World(hosts=(socket.gethostname(),))
+
+
+def _is_task(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
+
+
+def _read(family: Family, env: Mapping[str, str]) -> World:
+    rank = _number(family.rank, env)
+    local_rank = _number(family.local_rank, env)
+    node = _number(family.node, env) if env.get(family.node) else None
+    local_size = _local_size(family, env, node or 0)
+    size, size_source = _size(family, env, local_size)
+    hosts = tuple(env["WORDRUN_HOSTS"].split(",")) if env.get("WORDRUN_HOSTS") else ()
+    if node is None:
+        # No variable of this launcher says so; right for ranks laid out evenly in blocks, and MPI corrects it.
+        node = (rank - local_rank) // local_size
+    nodes = len(hosts) or max(node + 1, -(-size // local_size))
+    world = World(
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes,
+        hosts=hosts or ((socket.gethostname(),) if nodes == 1 else ()),
+        launcher=family.launcher, source=f"{family.rank}, {size_source}, {family.local_rank}",
+    )  # fmt: skip
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size and 0 <= node < nodes):
+        raise WorldError(
+            f"the variables of {family.launcher} contradict each other: "
+            f"rank {rank} of {size} ({world.source}), local rank {local_rank} of {local_size}, node {node} of {nodes}. "
+            "Start the ranks with `launch`, or unset the variables that an earlier launcher left."
+        )
+    return world
+
+
+def _number(name: str, env: Mapping[str, str]) -> int:
+    text = env.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"{name}='{text}' should be a whole number; start the ranks with `launch`") from None
+
+
+def _local_size(family: Family, env: Mapping[str, str], node: int) -> int:
+    if family.launcher == "srun":
+        counts = expand_counts(env.get(family.local_size, ""), family.local_size)
+        return counts[min(node, len(counts) - 1)]
+    return _number(family.local_size, env)
+
+
+def _size(family: Family, env: Mapping[str, str], local_size: int) -> tuple[int, str]:
+    told = env.get("WORDRUN_WORLD_SIZE", "")
+    if env.get(family.size):
+        size = _number(family.size, env)
+        if told and env.get("WORDRUN_LAUNCHER") == family.launcher and int(told) != size:
+            raise WorldError(
+                f"launch started {told} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}: "
+                "another launcher runs inside this one; start the inner command without it"
+            )
+        return size, family.size
+    if told:
+        return _number("WORDRUN_WORLD_SIZE", env), "WORDRUN_WORLD_SIZE"
+    nodefile = env.get("PBS_NODEFILE", "")
+    if nodefile and Path(nodefile).is_file():
+        hosts = dict.fromkeys(Path(nodefile).read_text().split())
+        return local_size * len(hosts), f"{family.local_size} x hosts in PBS_NODEFILE"
+    raise WorldError(
+        f"{family.launcher} says rank {env.get(family.rank)} but not of how many ({family.size} is not set): "
+        "start the ranks with `launch`, or export WORDRUN_WORLD_SIZE"
+    )
+
+
+def expand_counts(text: str, name: str = "counts") -> list[int]:
+    """Return the numbers that SLURM's ``4(x2),3`` stands for: ``[4, 4, 3]``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise WorldError(f"{name}='{text}' is not a list of counts such as 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -1,0 +1,32 @@
+"""Errors that are the user's to mend: shown as one message without a traceback, with an exit status of their own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something outside the program is wrong; the message names it, its value and the remedy."""
+
+    exit_status = 1
+
+
+class ConfigError(UserError, ValueError):
+    """The options contradict each other or name something that does not exist; nothing was started."""
+
+    exit_status = 2
+
+
+class WorldError(UserError):
+    """The launcher's variables, MPI and the machine do not agree on who the ranks are."""
+
+    exit_status = 2
+
+
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
+    names = list(known)
+    by_lower = {name.lower(): name for name in reversed(names)}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
