@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 LOGGER = logging.getLogger("wordrun")
+FOR_FILES = {"for_files": True}
 
 
 class RankFilter(logging.Filter):
@@ -50,42 +51,65 @@ def console() -> Console:
     return Console(width=width, highlight=False)
 
 
-class LogHandle:
-    """Handlers that were added to the wordrun logger; ``close`` removes them."""
+class RaisingFileHandler(logging.FileHandler):
+    """Lets a full disk end the run with an error instead of printing a traceback for every line."""
 
-    def __init__(self, handlers: list[logging.Handler], console: Console) -> None:
-        self.handlers = handlers
-        self.console = console
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Raise what went wrong."""
+        raise  # noqa: PLE0704
+
+
+class LogHandle:
+    """What ``start`` has set up: the screen, and the handlers that ``close`` takes away again."""
+
+    def __init__(self, rank: int, screen: Console) -> None:
+        self.rank = rank
+        self.screen = screen
+        self._handlers: list[logging.Handler] = []
         self._old = (LOGGER.level, LOGGER.propagate)
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
-        for handler in handlers:
-            LOGGER.addHandler(handler)
+
+    def add(self, handler: logging.Handler) -> logging.Handler:
+        """Send what this rank may say to ``handler``, too."""
+        handler.addFilter(RankFilter(self.rank))
+        LOGGER.addHandler(handler)
+        self._handlers.append(handler)
+        return handler
+
+    def add_file(self, path: Path) -> logging.Handler:
+        """Send what this rank may say to the file at ``path``, too."""
+        handler = RaisingFileHandler(path, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+        return self.add(handler)
+
+    def remove(self, handler: logging.Handler) -> None:
+        """Undo ``add``."""
+        LOGGER.removeHandler(handler)
+        handler.close()
+        self._handlers.remove(handler)
 
     def close(self) -> None:
-        """Remove the handlers, close their files and restore the logger."""
-        for handler in self.handlers:
-            LOGGER.removeHandler(handler)
-            handler.close()
-        self.handlers = []
+        """Remove all handlers and restore the logger."""
+        for handler in list(self._handlers):
+            self.remove(handler)
         LOGGER.setLevel(self._old[0])
         LOGGER.propagate = self._old[1]
 
 
-def start(rank: int, file: Path | None = None) -> LogHandle:
-    """Send the wordrun logger to the console and, on rank 0, to ``file``; return the handle that undoes it."""
+def start(rank: int) -> LogHandle:
+    """Send the wordrun logger to the console; return the handle that undoes it.
+
+    On a terminal, records with ``extra=FOR_FILES`` are left out: a progress bar shows the same.
+    """
     screen = console()
-    on_screen: logging.Handler
+    handle = LogHandle(rank, screen)
+    handler: logging.Handler
     if screen.is_terminal:
-        on_screen = RichHandler(console=screen, show_path=False, log_time_format="[%H:%M:%S]", markup=False)
+        handler = RichHandler(console=screen, show_path=False, log_time_format="[%H:%M:%S]", markup=False)
+        handler.addFilter(lambda record: not hasattr(record, "for_files"))
     else:
-        on_screen = logging.StreamHandler(sys.stdout)
-        on_screen.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    handlers = [on_screen]
-    if rank == 0 and file is not None:
-        in_file = logging.FileHandler(file, encoding="utf-8")
-        in_file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
-        handlers.append(in_file)
-    for handler in handlers:
-        handler.addFilter(RankFilter(rank))
-    return LogHandle(handlers, screen)
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handle.add(handler)
+    return handle

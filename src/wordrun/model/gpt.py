@@ -98,26 +98,20 @@ class GPT(nn.Module):
                 module.reset_parameters()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean loss in nats per token where ``targets`` are given, else the logits of the last token.
+        """Return the loss of each sequence where ``targets`` are given, else the logits of the last token.
 
         Args:
             tokens: (B, T) token numbers, T at most block_size.
             targets: (B, T) the tokens that should follow.
 
         Returns:
-            A scalar, or (B, V).
+            (B,) mean over each sequence's tokens in nats, or (B, V).
         """
         x = self.features(tokens)
         if targets is None:
             return self.head(x[:, -1])  # type: ignore[no-any-return]
-        logits = self.head(x)  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    def sequence_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of each sequence, (B,)."""
-        logits = self.head(self.features(tokens))
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-        return losses.view_as(targets).mean(1)
+        logits = self.head(x).float()  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).mean(1)
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return the normalised residual stream (B, T, C) at the end of the blocks."""

@@ -1,0 +1,41 @@
+"""In which precision to compute on which device."""
+
+from __future__ import annotations
+
+import torch
+
+from wordrun.log import LOGGER
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in, and say so where it is not the one that was asked for.
+
+    Args:
+        asked: fp32, bf16, fp16, or auto: bf16 where ``device`` is fast at it, else fp32.
+        device: where the model runs.
+    """
+    if asked == "auto":
+        return torch.bfloat16 if _is_fast(torch.bfloat16, device) else torch.float32
+    dtype = TORCH_DTYPES[asked]
+    if not _is_fast(dtype, device):
+        LOGGER.info(
+            "train.dtype=%s: this %s has no fast %s and would emulate it, so the run computes in fp32",
+            asked, "processor" if device.type == "cpu" else torch.accelerator.current_accelerator(), asked,
+        )  # fmt: skip
+        return torch.float32
+    return dtype
+
+
+def _is_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    if dtype == torch.float32:
+        return True
+    if device.type == "cuda":
+        return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "xpu":
+        return True
+    # torch tells this of x86 only by names with an underscore, which all of 2.8 to 2.13 have.
+    return dtype == torch.bfloat16 and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )

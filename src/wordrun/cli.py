@@ -1,0 +1,182 @@
+"""``python -m wordrun [overrides]``: compose once, tell every rank, train.
+
+Rank 0 alone reads the configuration and the others receive the finished Config, so that all ranks agree on every
+value and on one run directory, and a mistake is printed once.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import main as hydra_main
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from wordrun import dist, log
+from wordrun.composer import Tree, compose, register, to_config
+from wordrun.config import SCHEMAS, SECTIONS, Config, field_docs
+from wordrun.errors import ConfigError, UserError
+
+USAGE = """\
+Train a GPT-style language model.
+
+  wordrun data=sample train=smoke                             a few steps, to see that everything works
+  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
+  wordrun model=gpt2 model.batch_size=4 train.dtype=bf16      a preset, and two options changed
+  wordrun data=text data.path=my.txt train.max_iters=500      your own text
+  wordrun -m optimizer.learning_rate=1e-3,3e-4                a sweep, in one process
+  wordrun experiment=shakespeare --cfg job                    show the config and do nothing
+
+KEY=VALUE sets an option, GROUP=NAME chooses a file under conf/. Hydra's own flags: --hydra-help.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = get_args_parser().parse_args(words)
+    world = _discover()
+    with dist.guard(world):
+        if args.help:
+            return _once(world, lambda: _help(args))
+        if args.multirun:
+            return _sweep(args, words, world)
+        if args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
+            return _once(world, lambda: _hydra(words, _print_nothing))
+        world = dist.identify()
+        status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
+        if status:
+            return int(status)
+        return train(cfg, world)
+
+
+def _discover() -> dist.World:
+    try:
+        return dist.discover()
+    except UserError as error:  # before we know which rank this is
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_status) from None
+
+
+def train(cfg: Config, world: dist.World) -> int:
+    """Train as ``cfg`` says, with this process as ``world.rank``; return the exit status."""
+    # Not at the top: --help should not wait for torch, and MPI has to start before it.
+    from wordrun.train.stop import Interrupted
+    from wordrun.train.trainer import Trainer
+
+    handle = log.start(world.rank)
+    try:
+        with Trainer(cfg, world, handle) as trainer:
+            trainer.train()
+    except Interrupted as error:
+        dist.cleanup()
+        return error.exit_status
+    finally:
+        handle.close()
+    return 0
+
+
+def _tree(args: Namespace) -> Tree:
+    return Tree(args.config_name or "config", args.config_path, args.config_dir)
+
+
+def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
+    try:
+        return 0, compose(args.overrides, tree=_tree(args), world_size=world.size)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_status, None
+
+
+def _once(world: dist.World, action: Any) -> int:
+    """Do what needs no ranks on rank 0 alone."""
+    return action() or 0 if world.rank == 0 else 0
+
+
+def _hydra(words: Sequence[str], task: Any) -> int:
+    """Hand the command line to Hydra's own application, which runs ``task`` for every point of a sweep."""
+    register()
+    old, sys.argv = sys.argv, ["wordrun", *words]
+    try:
+        hydra_main(version_base="1.3", config_path="pkg://wordrun.conf", config_name="config")(task)()
+    finally:
+        sys.argv = old
+    return 0
+
+
+def _print_nothing(composed: DictConfig) -> None:
+    """Stand in for the task when Hydra only shows something."""
+
+
+def _sweep(args: Namespace, words: Sequence[str], world: dist.World) -> int:
+    if world.size > 1:
+        raise ConfigError(
+            f"-m runs its points one after another in one process, but here are {world.size} ranks "
+            f"({world.launcher}): put launch inside, as in\n"
+            "  for s in 1 2 3; do launch -n 2 python -m wordrun train.seed=$s; done"
+        )
+    for point in _points(args.overrides):
+        compose(point, tree=_tree(args))  # a mistake in the last point should not cost the first ones
+
+    def task(composed: DictConfig) -> None:
+        with dist.guard(world):
+            status = train(to_config(composed, run_dir=str(Path(HydraConfig.get().runtime.output_dir))), world)
+            if status:
+                raise SystemExit(status)
+
+    return _hydra(words, task)
+
+
+def _points(overrides: list[str]) -> list[list[str]]:
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        batches: list[list[list[str]]] = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except (HydraException, ValueError):
+        return []  # a glob needs the tree to be expanded, and Hydra reports on the others itself
+    return [point for batch in batches for point in batch]
+
+
+def _help(args: Namespace) -> None:
+    """Print the groups with their choices, and every option with its value and meaning."""
+    cfg = compose(args.overrides, tree=_tree(args))
+    lines = [USAGE, "Groups (* chosen by train.backend):"]
+    for group, options in _groups().items():
+        lines.append(f"  {group + ('*' if group == 'backend' else ''):<12}{' '.join(options)}")
+    for section in SECTIONS:
+        node = getattr(cfg, section)
+        lines.append(f"\n{section}: {type(node).__doc__}")
+        docs = {name: text for cls in reversed(type(node).__mro__) if is_dataclass(cls)
+                for name, text in field_docs(cls).items()}  # fmt: skip
+        for option in fields(node):
+            value = getattr(node, option.name)
+            setting = f"{section}.{option.name}={'null' if value is None else _shown(value)}"
+            lines.append(f"  {setting:<38} {docs[option.name]}")
+    lines.append("\nThe run writes to hydra.run.dir (default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest).")
+    print("\n".join(lines))
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 48 else text[:45] + "..."
+
+
+def _groups() -> dict[str, list[str]]:
+    """Return the config groups and the names of their files."""
+    import importlib.resources
+
+    conf = importlib.resources.files("wordrun.conf")
+    groups = {}
+    for group in (*SCHEMAS, "experiment"):
+        names = sorted(file.name.removesuffix(".yaml") for file in (conf / group).iterdir() if file.name.endswith(".yaml"))
+        groups[group] = names
+    return groups

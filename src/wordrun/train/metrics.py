@@ -1,0 +1,126 @@
+"""The figures of a run: their names, and how they are computed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from wordrun.backend import StepResult
+from wordrun.backend.stopwatch import Stopwatch
+from wordrun.dist.collectives import all_mean
+
+LEGEND = {
+    "step": "optimizer steps done",
+    "loss": "training loss of this step, mean over all ranks [nats/token]",
+    "val_loss": "mean loss over the fixed validation set [nats/token]",
+    "lr": "learning rate of this step",
+    "grad_norm": "norm of all gradients before clipping",
+    "dt": "time of a step, mean since the last line [s]",
+    "dtf": "part of dt in forward passes [s]",
+    "dtb": "part of dt in backward passes, with their communication [s]",
+    "sps": "sequences per second, all ranks",
+    "sps_per_gpu": "sequences per second and rank",
+    "tps": "tokens per second, all ranks",
+    "tps_per_gpu": "tokens per second and rank",
+    "mfu": "share of the devices' peak FLOP/s that the model uses [%]",
+    "tokens": "tokens seen since the start, all ranks",
+    "time": "wall time since the start [s]",
+}
+"""Names in metrics.jsonl, in W&B and on the console."""
+
+# Dense peak in FLOP/s (half precision with fp32 accumulation, fp32 without TF32), from the vendors' data sheets.
+# The first name that occurs in the device's name counts, so that longer names come first.
+PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
+    ("B200", 2250e12, 75e12),
+    ("H200", 989e12, 67e12),
+    ("H100 PCIe", 756e12, 51e12),
+    ("H100 NVL", 835e12, 60e12),
+    ("H100", 989e12, 67e12),
+    ("A100", 312e12, 19.5e12),
+    ("A40", 149.7e12, 37.4e12),
+    ("A30", 165e12, 10.3e12),
+    ("A10", 125e12, 31.2e12),
+    ("L40S", 362e12, 91.6e12),
+    ("L40", 181e12, 90.5e12),
+    ("L4", 121e12, 30.3e12),
+    ("V100", 125e12, 15.7e12),
+    ("MI300X", 1307e12, 163.4e12),
+    ("MI250X", 191.5e12, 23.9e12),  # one of its two dies, which is one device
+    ("Max 1550", 419e12, 22.9e12),  # one of its two tiles, which is one device under ZE_FLAT_DEVICE_HIERARCHY=FLAT
+)
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of a device in ``dtype``, or None where the table does not know it."""
+    for name, half, single in PEAK_FLOPS:
+        if name in device_name:
+            return single if dtype == torch.float32 else half
+    return None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model name of ``device``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "xpu":
+        return torch.xpu.get_device_name(device)
+    return "cpu"
+
+
+class Meter:
+    """Turns steps into one line of metrics. Between lines it reads nothing from the device."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, sequences_per_step: int, block_size: int,
+        flops_per_token: int, ranks: int,
+    ) -> None:  # fmt: skip
+        self.clock = Stopwatch(device)
+        self.device = device
+        self.sequences_per_step, self.block_size = sequences_per_step, block_size
+        self.flops_per_token, self.ranks = flops_per_token, ranks
+        self.peak = peak_flops(device_name(device), dtype)
+        self._begin = time.monotonic()
+        self._steps = 0
+
+    def count_step(self) -> None:
+        """Count one step into the next line."""
+        self._steps += 1
+
+    def tokens(self, step: int) -> int:
+        """Return the tokens seen in ``step`` steps by all ranks."""
+        return step * self.sequences_per_step * self.block_size
+
+    def seconds(self) -> float:
+        """Return the wall seconds since the start."""
+        return time.monotonic() - self._begin
+
+    def line(self, step: int, result: StepResult, lr: float) -> dict[str, Any]:
+        """Return the metrics of ``step`` and of the time since the last line; every rank must call this."""
+        seconds = self.clock.read()
+        steps, self._steps = max(1, self._steps), 0
+        mine = [sum(seconds.values()) / steps, seconds["forward"] / steps, seconds["backward"] / steps]
+        figures = all_mean(torch.tensor([result.loss.item(), *mine], device=self.device))
+        loss, dt, dtf, dtb = figures.tolist()
+        sps = self.sequences_per_step / dt
+        mfu = None
+        if self.peak:
+            mfu = 100 * sps * self.block_size * self.flops_per_token / (self.ranks * self.peak)
+        return {
+            "step": step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
+            "dt": dt, "dtf": dtf, "dtb": dtb, "sps": sps, "sps_per_gpu": sps / self.ranks,
+            "tps": sps * self.block_size, "tps_per_gpu": sps * self.block_size / self.ranks, "mfu": mfu,
+            "tokens": self.tokens(step), "time": self.seconds(),
+        }  # fmt: skip
+
+
+def one_line(metrics: dict[str, Any], max_iters: int) -> str:
+    """Return ``metrics`` as a line for people."""
+    parts = [f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"lr {metrics['lr']:.2e}"]
+    parts += [f"grad_norm {metrics['grad_norm']:.2f}"]
+    parts += [f"{name} {metrics[name] * 1000:.1f}ms" for name in ("dt", "dtf", "dtb")]
+    parts += [f"sps {metrics['sps']:.1f}", f"tps {metrics['tps']:,.0f}", f"tps_per_gpu {metrics['tps_per_gpu']:,.0f}"]
+    if metrics["mfu"] is not None:
+        parts.append(f"mfu {metrics['mfu']:.1f}%")
+    return "  ".join(parts)

@@ -1,0 +1,33 @@
+"""The optimizer and its learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from wordrun.config import OptimizerConfig
+
+
+def adamw(cfg: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2019) over ``model``, fused, with decay on matrices alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in ("cpu", "cuda", "xpu", "mps") for p in parameters)
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
+
+
+def learning_rate(cfg: OptimizerConfig, step: int, max_iters: int) -> float:
+    """Return the learning rate of ``step``, which counts from 0: linear warm-up, then half a cosine down to min_lr."""
+    peak = cfg.learning_rate
+    lowest = peak / 10 if cfg.min_lr is None else cfg.min_lr
+    end = cfg.lr_decay_iters or max_iters
+    if step < cfg.warmup_iters:
+        return peak * (step + 1) / (cfg.warmup_iters + 1)
+    if not cfg.decay_lr:
+        return peak
+    done = min(1.0, (step - cfg.warmup_iters) / max(1, end - cfg.warmup_iters))
+    return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,69 @@
+"""Stopping early, at a step that all ranks agree on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+# How long a signal may wait to be noticed: the ranks compare notes about this often.
+AGREE_EVERY_S = 0.5
+
+
+class StopSignal:
+    """Notes SIGINT and SIGTERM, so that the run ends after a whole step with its files written.
+
+    A second signal of the same kind acts as it always does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.signal: int = 0
+        self.every = 1
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """Catch the signals for the length of a ``with`` block; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.signal = number
+            signal.signal(number, old[signal.Signals(number)])
+
+        for number in old:
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def pace(self, seconds_per_step: float) -> None:
+        """Compare notes every so many steps; ``seconds_per_step`` must be the same on every rank."""
+        self.every = max(1, int(AGREE_EVERY_S / seconds_per_step))
+
+    def agreed(self, step: int) -> bool:
+        """Say whether some rank has seen a signal; every rank must call this before every step."""
+        if dist.get_world_size() > 1:
+            if step % self.every:
+                return False
+            seen = torch.tensor(self.signal, device=self.device)
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+            self.signal = int(seen.item())
+        return self.signal != 0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run early, after its files were written."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_status = 128 + number

@@ -1,0 +1,300 @@
+"""The trainer: one readable loop, whatever the backend."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from wordrun import backend as backends
+from wordrun import dist, log
+from wordrun.backend.base import StepResult
+from wordrun.config import Config, accumulation, check
+from wordrun.data import corpus as corpora
+from wordrun.data.loader import Batch, FixedSet, Sequences
+from wordrun.data.sources import locate
+from wordrun.dist.collectives import all_sum
+from wordrun.dist.setup import seed_everything
+from wordrun.errors import ConfigError, UserError
+from wordrun.log import LOGGER
+from wordrun.model import build as build_model
+from wordrun.model.generate import generate
+from wordrun.train import optim, streams
+from wordrun.train.hooks import Bar, Evaluate, Hook, Log, Sample
+from wordrun.train.metrics import Meter, device_name
+from wordrun.train.profile import profiled
+from wordrun.train.run import Run
+from wordrun.train.stop import Interrupted, StopSignal
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    """Training loss of the last logged step, nats per token."""
+    val_loss: float | None
+    best_val_loss: float | None
+
+
+class Trainer:
+    """Trains, evaluates and generates, as a config says.
+
+    Every rank of the job makes one; in a notebook the one process is the job. ``close`` (or a ``with`` block,
+    or the garbage collector) takes back the process group, the log handlers and the random streams.
+    """
+
+    def __init__(self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None) -> None:
+        self.cfg = cfg
+        old_streams = streams.capture()
+        self.world = dist.setup(
+            world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed
+        )
+        self.log = log_handle or log.start(self.world.rank)
+        self.close = weakref.finalize(self, _close, self.log if log_handle is None else None, old_streams)
+        self.step = 0
+        self.metrics: dict[str, Any] = {}
+        self.lr = 0.0
+        self.result: StepResult
+        self.run: Run
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        cfg, world = self.cfg, self.world
+        check(cfg, world.size)
+        source = dist.share(locate(cfg.data) if world.rank == 0 else None, world)
+        self.corpus = corpora.load(cfg.data, source)
+        vocab_size = self.corpus.tokenizer.vocab_size
+        if cfg.model.vocab_size is not None and cfg.model.vocab_size < vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={cfg.model.vocab_size} is less than the {vocab_size} tokens of data={cfg.data.name}: "
+                "leave it out, or use at least that many"
+            )
+        self.corpus.tokenizer.encode(cfg.train.sample_prompt)
+        self.backend = backends.build(
+            cfg, world, build_model(cfg.model, vocab_size), partial(optim.adamw, cfg.optimizer)
+        )
+        self.model = self.backend.model
+        rank, size = self.backend.dp_rank, self.backend.dp_size
+        self.gas = accumulation(cfg, size)
+        self.sequences = Sequences(self.corpus.train, cfg.model.block_size, cfg.train.seed)
+        self.validation = FixedSet(
+            self.corpus.val, cfg.model.block_size, cfg.model.batch_size, cfg.train.eval_iters, rank, size
+        )
+        # The weights came from the same stream everywhere; dropout must not.
+        self.rank_seed = cfg.train.seed + 1 + rank
+        seed_everything(self.rank_seed)
+        self.stop = StopSignal(self.backend.device)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in one optimizer step over all ranks: the global batch size."""
+        return self.cfg.model.batch_size * self.backend.dp_size * self.gas
+
+    def train(self) -> Summary:
+        """Train to the end and return how it went; every rank must call this.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM came; the run directory is complete up to the last whole step.
+        """
+        cfg = self.cfg
+        with self._session() as hooks:
+            while self.step < cfg.train.max_iters and not self.stop.agreed(self.step):
+                self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters)
+                self.result = self._train_step()
+                self.step += 1
+                for hook in hooks:
+                    hook.after_step(self)
+            if self.step < cfg.train.max_iters:
+                raise Interrupted(self.stop.signal)
+            for hook in hooks:
+                hook.at_end(self)
+        return self.summary()
+
+    def _train_step(self) -> StepResult:
+        self.meter.clock.start()
+        batches = self._micro_batches()
+        self.meter.clock.lap("data")
+        try:
+            return self.backend.train_step(batches, self.lr, self.meter.clock)
+        except Exception as error:
+            if self.cfg.train.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                reason = str(error).strip().splitlines()[0]
+                raise UserError(
+                    f"train.compile=true: torch.compile cannot compile the model here ({reason}): "
+                    "install a C++ compiler (g++), or use train.compile=false"
+                ) from error
+            raise
+
+    def _micro_batches(self) -> list[Batch]:
+        """Return this rank's share of the step's sequences, a batch for each micro-step.
+
+        The step takes the next ``sequences_per_step`` sequences of the run. Which rank and which micro-step
+        gets which of them does not change what the step learns.
+        """
+        size, rank, ranks = self.cfg.model.batch_size, self.backend.dp_rank, self.backend.dp_size
+        first = self.step * self.sequences_per_step
+        return [
+            self.sequences.batch(first + (micro * ranks + rank) * size, size).to(self.backend.device)
+            for micro in range(self.gas)
+        ]
+
+    def evaluate(self) -> float:
+        """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
+        training = self.model.training
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        for i in range(len(self.validation)):
+            batch, weights = self.validation[i]
+            losses = self.backend.losses(batch.to(self.backend.device))
+            total += torch.stack(((losses.cpu().double() * weights).sum(), weights.sum()))
+        self.model.train(training)
+        loss_sum, count = all_sum(total.float().to(self.backend.device)).tolist()
+        return float(loss_sum / count)
+
+    def generate(
+        self, prompt: str | None = None, length: int | None = None, *, temperature: float | None = None,
+        top_k: int | None = None, seed: int | None = None,
+    ) -> str:  # fmt: skip
+        """Return ``prompt`` and what the model makes follow it; every rank must call this.
+
+        What is left out is as the config says: train.sample_prompt, sample_tokens, temperature, top_k, seed.
+        """
+        train = self.cfg.train
+        tokens = torch.from_numpy(self.corpus.tokenizer.encode(train.sample_prompt if prompt is None else prompt))
+        if not len(tokens):
+            raise ConfigError("the prompt is empty: begin with something, such as a line break")
+        with self.backend.autocast():
+            text = generate(
+                self.model, tokens[None].to(self.backend.device),
+                train.sample_tokens if length is None else length,
+                temperature=temperature or train.temperature, top_k=top_k or train.top_k,
+                seed=train.seed if seed is None else seed,
+            )  # fmt: skip
+        return self.corpus.tokenizer.decode(text[0].cpu().numpy())
+
+    def summary(self) -> Summary:
+        """Return how far the run has come."""
+        seen = self.step * self.sequences_per_step * self.cfg.model.block_size
+        get = self.metrics.get
+        return Summary(
+            steps=self.step, tokens=seen, seconds=self.meter.seconds(),
+            loss=get("loss"), val_loss=get("val_loss"), best_val_loss=get("best_val_loss"),
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[list[Hook]]:
+        """Open what a training run needs, and close it however the run ends."""
+        facts = self._facts()
+        self.run = Run(self.cfg, self.world, facts)
+        file = self.log.add_file(self.run.path / "log.txt") if self.world.rank == 0 else None
+        self._announce(facts)
+        self.meter = Meter(
+            self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
+            self.model.flops_per_token(), self.world.size,
+        )  # fmt: skip
+        hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample()]
+        reason = "finished"
+        self.model.train()
+        try:
+            with self.stop.listen(), profiled(self.cfg.profiler, self.run.path, self.world.rank):
+                for hook in hooks:
+                    hook.at_start(self)
+                yield hooks
+        except BaseException as error:
+            reason = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            for hook in hooks:
+                hook.close()
+            self._finish(reason)
+            if file is not None:
+                self.log.remove(file)
+
+    def _finish(self, reason: str) -> None:
+        """Write how the run ended. A failure here must not hide the one that ended the run."""
+        try:
+            plots = self.run.finish(asdict(self.summary()), reason)
+        except OSError:
+            if reason == "finished":
+                raise
+            return
+        loss = self.metrics.get("val_loss")
+        if reason != "finished":
+            LOGGER.info("%s after %d steps", reason, self.step)
+        if loss is not None:
+            LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
+        for plot in plots:
+            LOGGER.info("plot: %s", _relative(plot))
+        LOGGER.info("run directory: %s", _relative(self.run.path))
+
+    def _facts(self) -> dict[str, Any]:
+        source, tokenizer = self.corpus.source, self.corpus.tokenizer
+        return {
+            "data": {
+                "origin": source.origin, "banner": source.banner, "vocab_size": tokenizer.vocab_size,
+                "train_tokens": len(self.corpus.train), "val_tokens": len(self.corpus.val),
+            },
+            "parameters": self.model.num_parameters(),
+            "device_name": device_name(self.backend.device),
+            "dtype": str(self.backend.dtype).removeprefix("torch."),
+            "global_batch_size": self.sequences_per_step,
+            "gradient_accumulation_steps": self.gas,
+            "seeds": {"weights": self.cfg.train.seed, "data": self.cfg.train.seed, "rank_0": self.cfg.train.seed + 1},
+        }  # fmt: skip
+
+    def _announce(self, facts: dict[str, Any]) -> None:
+        cfg, world, data = self.cfg, self.world, facts["data"]
+        LOGGER.info("%s %s, launcher %s (%s)", world, world.host, world.launcher, world.source)
+        LOGGER.info(
+            "%s: %s parameters, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
+            facts["dtype"], facts["device_name"],
+        )  # fmt: skip
+        LOGGER.info(
+            "data %s: %s; %s training and %s validation tokens, vocabulary %d", cfg.data.name, data["origin"],
+            f"{data['train_tokens']:,}", f"{data['val_tokens']:,}", data["vocab_size"],
+        )  # fmt: skip
+        LOGGER.info(
+            "a step takes %d sequences (%d ranks x %d x %d micro-steps) of %d tokens; %d steps are %.2f epochs",
+            self.sequences_per_step, self.backend.dp_size, cfg.model.batch_size, self.gas, cfg.model.block_size,
+            cfg.train.max_iters, self.sequences.epoch_of(cfg.train.max_iters * self.sequences_per_step),
+        )  # fmt: skip
+        if data["banner"]:
+            LOGGER.warning("%s\n%s\n%s", "*" * 80, data["banner"], "*" * 80)
+        LOGGER.info("run directory: %s", _relative(self.run.path))
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error in a parallel run, leaving the group could wait for ranks that no longer answer.
+        if error is None or self.world.size == 1:
+            self.close()
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
+
+
+def _close(handle: log.LogHandle | None, old_streams: dict[str, Any]) -> None:
+    dist.cleanup()
+    if handle is not None:
+        handle.close()
+    streams.restore(old_streams)
