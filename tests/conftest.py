@@ -1,0 +1,117 @@
+"""Tiers, and what every test may count on.
+
+A test belongs to the tier that its folder names: unit, dist, mpi, slurm or gpu. A tier whose means are missing is
+skipped with what it needs; under ``CI=true`` a tier that ought to run and did not makes the whole run fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+TIERS = ("unit", "dist", "mpi", "slurm", "gpu")
+# What CI's machines have; slurm joins with the schedulers, and no CI machine has a GPU.
+EXPECTED_IN_CI = ("unit", "dist", "mpi")
+
+
+def _missing(tier: str) -> str | None:
+    """Return what ``tier`` lacks on this machine, or None."""
+    if tier == "mpi" and not ((BIN / "mpiexec").exists() or shutil.which("mpiexec")):
+        return "an mpiexec: pip install 'wordrun[mpich]'"
+    if tier == "slurm" and not shutil.which("slurmctld"):
+        return "slurmctld: apt-get install slurm-wlm munge"
+    if tier == "gpu":
+        import torch
+
+        return None if torch.accelerator.is_available() else "an accelerator that torch finds"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its folder's tier, and skip those that this machine cannot run."""
+    missing = {tier: _missing(tier) for tier in TIERS}
+    for item in items:
+        tier = item.path.relative_to(ROOT / "tests").parts[0]
+        item.add_marker(getattr(pytest.mark, tier))
+        if missing[tier]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {missing[tier]}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which tiers ran."""
+    passed = _passed_by_tier(terminalreporter)
+    terminalreporter.section("tiers")
+    for tier in TIERS:
+        state = f"{passed[tier]} passed" if passed[tier] else f"did not run; needs {_missing(tier) or 'tests'}"
+        terminalreporter.write_line(f"{tier:<6} {state}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a whole run in CI in which a tier that ought to run passed nothing."""
+    whole = not session.config.option.keyword and not session.config.option.markexpr and session.config.args == ["tests"]
+    if os.environ.get("CI") != "true" or not whole:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    passed = _passed_by_tier(reporter)
+    if any(not passed[tier] for tier in EXPECTED_IN_CI):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _passed_by_tier(reporter: pytest.TerminalReporter) -> dict[str, int]:
+    passed = dict.fromkeys(TIERS, 0)
+    for report in reporter.stats.get("passed", []):
+        passed[report.nodeid.split("/")[1]] += 1
+    return passed
+
+
+@pytest.fixture(autouse=True)
+def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each test in an empty folder, without the developer's own settings or a launcher's variables."""
+    for name in list(os.environ):
+        if name.startswith(("WORDRUN_", "WANDB_", "PMI_", "SLURM_", "PBS_", "PALS_", "OMPI_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORDRUN_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command() -> Command:
+    """Run a command to its end and return what it printed and its status; fail on a hang."""
+
+    def run(*words: str | Path, timeout: float = 90, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, timeout=timeout, env={**os.environ, **env}
+        )
+
+    return run
+
+
+@pytest.fixture
+def ranks(command: Command) -> Command:
+    """Run a Python script's text (or ``-m module`` words) on N ranks under mpiexec or torchrun."""
+
+    def run(n: int, *words: str | Path, under: str = "mpiexec", timeout: float = 90, **env: str) -> subprocess.CompletedProcess[str]:
+        starters: dict[str, Sequence[str | Path]] = {
+            "mpiexec": ("mpiexec", "-n", str(n), sys.executable),
+            "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port", "0"),
+        }  # fmt: skip
+        return command(*starters[under], *words, timeout=timeout, **env)
+
+    return run
