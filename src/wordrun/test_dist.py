@@ -1,0 +1,186 @@
+"""Smoke check: can these ranks find each other, exchange the right values, and train together?
+
+    launch -n 2 python -m wordrun.test_dist
+
+Prints a line per rank, checks each collective on every rank, trains a small network under DDP on made-up data,
+and shows where the time went. The exit status is non-zero, with the name of the check, if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from wordrun import dist
+from wordrun.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CheckError(UserError):
+    """A check that failed, with its name, rank and values."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks with ``argv`` (default: the command line) and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m wordrun.test_dist", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu (default auto)")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds before a stuck collective fails (default 120)")
+    parser.add_argument("--no-profile", action="store_true", help="leave out the PyInstrument profile")
+    args = parser.parse_args(argv)
+
+    begin = time.perf_counter()
+    with dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
+        print(f"{world} {world.host}", flush=True)
+        for name, check in CHECKS.items():
+            _say(world, f"{name}: ok ({_timed(check, name, world):.1f} ms)")
+        profile = _profiled(lambda: train(world, args.steps), world, show=not args.no_profile)
+        _say(world, f"{profile}passed on {world.size} ranks in {time.perf_counter() - begin:.1f} s")
+    return 0
+
+
+def _say(world: dist.World, text: str) -> None:
+    if world.rank == 0:
+        print(text, flush=True)
+
+
+def _timed(check: Callable[[dist.World], None], name: str, world: dist.World) -> float:
+    begin = time.perf_counter()
+    try:
+        check(world)
+    except AssertionError as error:
+        raise CheckError(f"check {name} failed on {world.host}: {error}") from None
+    except Exception as error:
+        raise CheckError(f"check {name} failed on {world.host}: {type(error).__name__}: {error}") from error
+    return 1000 * (time.perf_counter() - begin)
+
+
+def _expect(found: torch.Tensor, expected: Sequence[float]) -> None:
+    assert found.tolist() == list(expected), f"got {found.tolist()}, expected {list(expected)}"
+
+
+def _mine(world: dist.World, value: float) -> torch.Tensor:
+    import torch
+
+    return torch.full((3,), float(value), device=world.device)
+
+
+def all_reduce(world: dist.World) -> None:
+    """The sum of 1 + rank arrives on every rank."""
+    import torch.distributed as td
+
+    x = _mine(world, 1 + world.rank)
+    td.all_reduce(x)
+    _expect(x, [world.size * (world.size + 1) / 2] * 3)
+
+
+def reduce(world: dist.World) -> None:
+    """The sum of 1 + rank arrives on the last rank."""
+    import torch.distributed as td
+
+    x, root = _mine(world, 1 + world.rank), world.size - 1
+    td.reduce(x, dst=root)
+    if world.rank == root:
+        _expect(x, [world.size * (world.size + 1) / 2] * 3)
+
+
+def broadcast(world: dist.World) -> None:
+    """The last rank's values arrive on every rank."""
+    import torch.distributed as td
+
+    x, root = _mine(world, 10 + world.rank), world.size - 1
+    td.broadcast(x, src=root)
+    _expect(x, [10 + root] * 3)
+
+
+def all_gather(world: dist.World) -> None:
+    """Every rank gets every rank's values, in the order of ranks."""
+    import torch
+    import torch.distributed as td
+
+    parts = [torch.empty(3, device=world.device) for _ in range(world.size)]
+    td.all_gather(parts, _mine(world, world.rank))
+    _expect(torch.cat(parts), [float(rank) for rank in range(world.size) for _ in range(3)])
+
+
+def scatter(world: dist.World) -> None:
+    """Rank 0 gives every rank its own part."""
+    import torch.distributed as td
+
+    parts = [_mine(world, 100 + rank) for rank in range(world.size)] if world.rank == 0 else None
+    x = _mine(world, -1)
+    td.scatter(x, parts, src=0)
+    _expect(x, [100 + world.rank] * 3)
+
+
+def barrier(world: dist.World) -> None:
+    """Nobody leaves before everybody has arrived."""
+    import torch.distributed as td
+
+    arrived = [f"wordrun/test_dist/arrived/{rank}" for rank in range(world.size)]
+    store = td.PrefixStore("smoke", td.distributed_c10d._get_default_store())
+    if world.rank == 0:
+        time.sleep(0.05)  # the others have to wait for somebody
+    store.set(arrived[world.rank], "1")
+    td.barrier()
+    assert store.check(arrived), "a rank left the barrier before all had arrived"
+
+
+def train(world: dist.World, steps: int = 100) -> None:
+    """Train a small network under DDP: the loss falls, and the weights stay equal on all ranks."""
+    import torch
+    import torch.distributed as td
+    from torch.nn.parallel import DistributedDataParallel
+
+    from wordrun.dist.collectives import all_mean
+
+    torch.manual_seed(0)
+    truth = torch.randn(16, 4, device=world.device)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)).to(world.device)
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1 + world.rank)  # each rank its own data
+    losses = []
+    for step in range(1, steps + 1):
+        x = torch.randn(32, 16, device=world.device)
+        loss = (replica(x) - torch.tanh(x @ truth)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(all_mean(loss).item())
+        if step in (1, steps) or step % 25 == 0:
+            _say(world, f"train: step {step}/{steps} loss {losses[-1]:.4f}")
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(weights) for _ in range(world.size)]
+    td.all_gather(everyone, weights)
+    differing = [rank for rank, other in enumerate(everyone) if not torch.equal(other, weights)]
+    if differing:
+        raise CheckError(f"check train failed on {world.host}: weights differ from those of ranks {differing}")
+    if steps >= 20 and losses[-1] > 0.7 * losses[0]:
+        raise CheckError(f"check train failed: the loss did not fall (first {losses[0]:.4f}, last {losses[-1]:.4f})")
+
+
+CHECKS: dict[str, Callable[[dist.World], None]] = {
+    check.__name__: check for check in (all_reduce, reduce, broadcast, all_gather, scatter, barrier)
+}
+
+
+def _profiled(action: Callable[[], None], world: dist.World, show: bool) -> str:
+    """Do ``action`` and return its profile on rank 0, else an empty string."""
+    if world.rank != 0 or not show:
+        action()
+        return ""
+    from pyinstrument import Profiler
+
+    with Profiler() as profiler:
+        action()
+    return profiler.output_text(unicode=True, color=False) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
