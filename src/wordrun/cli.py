@@ -6,10 +6,13 @@ value and on one run directory, and a mistake is printed once.
 
 from __future__ import annotations
 
+import importlib.resources
 import sys
+import textwrap
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from omegaconf import DictConfig
 
 from wordrun import dist, log
 from wordrun.composer import Tree, compose, register, to_config
-from wordrun.config import SCHEMAS, SECTIONS, Config, field_docs
+from wordrun.config import SCHEMAS, SECTIONS, Config, documentation
 from wordrun.errors import ConfigError, UserError
 
 USAGE = """\
@@ -149,34 +152,38 @@ def _points(overrides: list[str]) -> list[list[str]]:
 def _help(args: Namespace) -> None:
     """Print the groups with their choices, and every option with its value and meaning."""
     cfg = compose(args.overrides, tree=_tree(args))
-    lines = [USAGE, "Groups (* chosen by train.backend):"]
+    print(USAGE)
+    print("Groups, and the files to choose from (a backend is chosen by train.backend=NAME):")
     for group, options in _groups().items():
-        lines.append(f"  {group + ('*' if group == 'backend' else ''):<12}{' '.join(options)}")
+        print(textwrap.fill(" ".join(options), 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
     for section in SECTIONS:
         node = getattr(cfg, section)
-        lines.append(f"\n{section}: {type(node).__doc__}")
-        docs = {name: text for cls in reversed(type(node).__mro__) if is_dataclass(cls)
-                for name, text in field_docs(cls).items()}  # fmt: skip
+        print(f"\n{section}: {type(node).__doc__}")
         for option in fields(node):
-            value = getattr(node, option.name)
-            setting = f"{section}.{option.name}={'null' if value is None else _shown(value)}"
-            lines.append(f"  {setting:<38} {docs[option.name]}")
-    lines.append("\nThe run writes to hydra.run.dir (default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest).")
-    print("\n".join(lines))
+            setting = f"  {section}.{option.name}={_shown(getattr(node, option.name))}"
+            meaning = textwrap.wrap(documentation(type(node))[option.name], 76)
+            if len(setting) > 36:
+                print(setting)
+                setting = ""
+            print("\n".join(f"{left:<37}{right}" for left, right in zip_longest([setting], meaning, fillvalue="")))
+    print(
+        "\nThe run writes to hydra.run.dir: outputs/DATA/MODEL-BACKEND/TIME by default; outputs/latest is the newest."
+    )
 
 
 def _shown(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 48 else text[:45] + "..."
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = "null" if value is None else value if isinstance(value, str) else str(value)
+    text = text.encode("unicode_escape").decode() if isinstance(value, str) else text
+    return text if len(text) <= 90 else text[:87] + "..."
 
 
 def _groups() -> dict[str, list[str]]:
     """Return the config groups and the names of their files."""
-    import importlib.resources
-
     conf = importlib.resources.files("wordrun.conf")
     groups = {}
     for group in (*SCHEMAS, "experiment"):
-        names = sorted(file.name.removesuffix(".yaml") for file in (conf / group).iterdir() if file.name.endswith(".yaml"))
-        groups[group] = names
+        files = (file.name for file in (conf / group).iterdir())
+        groups[group] = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
     return groups

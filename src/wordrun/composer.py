@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir, initialize_config_module
@@ -69,12 +69,12 @@ def to_config(composed: DictConfig, *, run_dir: str | None = None, world_size: i
         assert isinstance(cfg, Config)
         cfg.run_dir = directory
         check(cfg, world_size)
+        cfg.train.dtype = DTYPES[cfg.train.dtype]
     except (OmegaConfBaseException, ConfigError) as error:
         problems += str(error).splitlines() if isinstance(error, ConfigError) else [str(error).splitlines()[0]]
     if problems:
         raise ConfigError("\n".join(problems))
-    cfg.train.dtype = DTYPES[cfg.train.dtype]
-    return cfg
+    return cast(Config, cfg)
 
 
 def register() -> None:
@@ -132,7 +132,7 @@ def _undeclared(composed: DictConfig) -> Iterator[tuple[str, str]]:
         cls = OmegaConf.get_type(node)
         declared = {f.name for f in fields(cls)} if is_dataclass(cls) else None
         for key in node:
-            name = f"{prefix}{key}"
+            name = f"{prefix}{key!s}"
             if name == "hydra":
                 continue
             if declared is not None and key not in declared:
@@ -149,7 +149,7 @@ def _keys(composed: DictConfig) -> Iterator[str]:
     for section in (f.name for f in fields(Config)):
         node = composed.get(section)
         if isinstance(node, DictConfig):
-            cls = OmegaConf.get_type(node)
+            cls: Any = OmegaConf.get_type(node)
             yield from (f"{section}.{f.name}" for f in fields(cls))
 
 
@@ -185,7 +185,8 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     if options:
         known = options[1].partition("Config search path:")[0].split()
         offered = list(BACKENDS) if name == "train.backend" else known
-        return f"{name}={value}: unknown {name.split('.')[-1]} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
+        kind = name.rpartition(".")[2]
+        return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
     if "=" not in override:
         return f"'{override}' is no override: write KEY=VALUE, or --help for the options"
     if name in SCHEMAS or name == "train.backend":
@@ -195,10 +196,10 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"unknown option '{name}'{nearest(name, known)}"
     # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
     wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-    kind = re.search(r"converted to (\w+)|not a valid (\w+)", f"{text} {error.__cause__}")
-    if kind:
-        name_of_kind = kind[1] or kind[2]
-        return f"{name}={value} should be {wanted.get(name_of_kind, name_of_kind)}"
+    match = re.search(r"converted to (\w+)|not a valid (\w+)", f"{text} {error.__cause__}")
+    if match:
+        kind = match[1] or match[2]
+        return f"{name}={value} should be {wanted.get(kind, kind)}"
     return f"{override}: {text.splitlines()[0]}"
 
 

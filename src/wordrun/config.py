@@ -231,6 +231,11 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     return docs
 
 
+def documentation(cls: type[Any]) -> dict[str, str]:
+    """Return the documentation of each field of a config dataclass, those of its bases included."""
+    return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
+
+
 def check(cfg: Config, world_size: int = 1) -> None:
     """Raise one ConfigError that names every impossible value and combination of ``cfg``.
 
@@ -252,13 +257,16 @@ def accumulation(cfg: Config, world_size: int) -> int:
 
 
 def _positive(section: str, node: Any, *names: str) -> list[str]:
-    values = ((name, getattr(node, name)) for name in names)
-    return [f"{section}.{name}={value} should be at least 1" for name, value in values if value is not None and value < 1]
+    return _at_least(1, section, node, names, "should be at least 1")
 
 
 def _not_negative(section: str, node: Any, *names: str) -> list[str]:
-    values = ((name, getattr(node, name)) for name in names)
-    return [f"{section}.{name}={value} should not be negative" for name, value in values if value is not None and value < 0]
+    return _at_least(0, section, node, names, "should not be negative")
+
+
+def _at_least(least: int, section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
+    values = [(name, getattr(node, name)) for name in names]
+    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and value < least]
 
 
 def _one_of(key: str, value: str, known: list[str]) -> list[str]:

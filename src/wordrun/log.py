@@ -56,7 +56,7 @@ class RaisingFileHandler(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Raise what went wrong."""
-        raise  # noqa: PLE0704
+        raise
 
 
 class LogHandle:

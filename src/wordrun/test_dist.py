@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu (default auto)")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds before a stuck collective fails (default 120)")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds until a stuck collective fails (default 120)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the PyInstrument profile")
     args = parser.parse_args(argv)
 
@@ -121,9 +121,10 @@ def scatter(world: dist.World) -> None:
 def barrier(world: dist.World) -> None:
     """Nobody leaves before everybody has arrived."""
     import torch.distributed as td
+    from torch.distributed import distributed_c10d as c10d
 
     arrived = [f"wordrun/test_dist/arrived/{rank}" for rank in range(world.size)]
-    store = td.PrefixStore("smoke", td.distributed_c10d._get_default_store())
+    store = c10d.PrefixStore("smoke", c10d._get_default_store())
     if world.rank == 0:
         time.sleep(0.05)  # the others have to wait for somebody
     store.set(arrived[world.rank], "1")

@@ -36,6 +36,4 @@ def _is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type == "xpu":
         return True
     # torch tells this of x86 only by names with an underscore, which all of 2.8 to 2.13 have.
-    return dtype == torch.bfloat16 and (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
+    return dtype == torch.bfloat16 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -26,7 +26,8 @@ def load(data: DataConfig, source: Source) -> Corpus:
     """Read and tokenise ``source``; the last ``data.val_fraction`` of it is the validation split."""
     text = read(source)
     tokenizer = CharTokenizer.of_text(text)
-    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    tokens = tokenizer.encode(text).astype(kind)
+    tokens: NDArray[np.integer] = tokenizer.encode(text).astype(
+        np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    )
     split = int(len(tokens) * (1 - data.val_fraction))
     return Corpus(source, tokenizer, tokens[:split], tokens[split:])

@@ -74,14 +74,15 @@ class Batch:
 class Sequences:
     """The training sequences of one corpus, by their index in the run."""
 
-    def __init__(self, tokens: NDArray[np.integer], block_size: int, seed: int, what: str = "the training text") -> None:
+    def __init__(self, tokens: NDArray[np.integer], block_size: int, seed: int) -> None:
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         # One less than fits, so that an epoch may begin at any offset below block_size.
         self.per_epoch = (len(tokens) - block_size) // block_size
         self._block: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, 0), np.empty(0, np.int64))
         if self.per_epoch < 1:
             raise ConfigError(
-                f"model.block_size={block_size} needs at least {2 * block_size} tokens, but {what} has {len(tokens)}: "
+                f"model.block_size={block_size} needs at least {2 * block_size} tokens, but the training text has {len(tokens)}: "
+                f""
                 f"use model.block_size={max(1, len(tokens) // 2)} or less, or more text"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from wordrun.dist import mpi
+from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError, WorldError
 from wordrun.log import LOGGER
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 # A rank that fails because another one did waits this long for the launcher to end it before it gives up alone.
 SECONDARY_WAIT_S = 5.0
+# The disk's fault, not the program's: a traceback would not help.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass
@@ -58,16 +62,14 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
         return value
     if mpi.at_work(world):
         return mpi.communicator().bcast(value, root=0)
-    store = _open_store(world, timeout_s)
+    store = _store(world, timeout_s)
     key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
     if world.rank == 0:
         store.set(key, pickle.dumps(value))
     return pickle.loads(store.get(key))  # the store is this job's own
 
 
-def setup(
-    world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None
-) -> World:
+def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> World:
     """Join the process group and return this process's World; every rank must call this.
 
     The device is set before the group is made and bound to it, so that no collective lands on device 0 of
@@ -139,6 +141,15 @@ def guard(world: World) -> Iterator[None]:
     except UserError as error:
         _report(world, str(error))
         abort(world, error.exit_status)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            _report(world, f"failed on host {world.host}\n{traceback.format_exc().rstrip()}")
+        else:
+            where = error.filename or "the run directory"
+            _report(
+                world, f"cannot write to {where} on {world.host}: {error.strerror}. What was written before is intact."
+            )
+        abort(world, 1)
     except Exception:
         _report(world, f"failed on host {world.host}\n{traceback.format_exc().rstrip()}")
         abort(world, 1)
@@ -179,8 +190,15 @@ def _report(world: World, message: str) -> None:
     print(who + message, file=sys.stderr, flush=True)
 
 
+def _store(world: World, timeout_s: int) -> Any:
+    if _joined.store is None:
+        _joined.store = open_store(world, timedelta(seconds=timeout_s))
+    return _joined.store
+
+
 def _join(world: World, device: str, timeout_s: int) -> None:
     import torch.distributed
+    from torch.distributed import distributed_c10d as c10d
 
     chosen = _choose_device(device, world)
     if chosen.type != "cpu":
@@ -190,11 +208,11 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     _joined.owns_group = not torch.distributed.is_initialized()
     if not _joined.owns_group:
         return
-    store = _open_store(world, timeout_s)
+    store = _store(world, timeout_s)
     try:
         torch.distributed.init_process_group(
             _group_backend(chosen),
-            store=torch.distributed.PrefixStore("wordrun/group", store),
+            store=c10d.PrefixStore("wordrun/group", store),
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=timeout_s),
@@ -252,71 +270,3 @@ def _group_backend(device: torch.device) -> str:
             "load the site's frameworks module"
         ) from error
     return "ccl"
-
-
-def _open_store(world: World, timeout_s: int) -> Any:
-    """Return the key-value store at which the ranks meet; rank 0 holds it."""
-    if _joined.store is None:
-        import torch.distributed
-
-        timeout = timedelta(seconds=timeout_s)
-        if world.size == 1:
-            _joined.store = torch.distributed.HashStore()
-        elif mpi.at_work(world):
-            _joined.store = _store_over_mpi(world, timeout)
-        else:
-            _joined.store = _store_over_env(world, timeout)
-    return _joined.store
-
-
-def _store_over_mpi(world: World, timeout: timedelta) -> Any:
-    """Rank 0 opens the store first and then tells its port: no race for a port that was free a moment ago."""
-    import torch.distributed
-
-    decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are leftovers of an earlier job
-    address = (os.environ.get("MASTER_ADDR") if decided else "") or (
-        "127.0.0.1" if world.nodes == 1 else world.hosts[0]
-    )
-    store = None
-    port: int | str = 0
-    if world.rank == 0:
-        wanted = int(os.environ.get("MASTER_PORT") or 0) if decided else 0
-        for candidate in dict.fromkeys((wanted, 0)):
-            try:
-                store = torch.distributed.TCPStore(
-                    address, candidate, world.size, is_master=True, timeout=timeout, wait_for_workers=False
-                )
-                port = store.port
-                break
-            except Exception as error:  # torch raises DistNetworkError or RuntimeError by version
-                port = str(error).splitlines()[0]
-    port = mpi.communicator().bcast(port, root=0)
-    if isinstance(port, str):
-        raise WorldError(f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}")
-    if store is None:
-        store = torch.distributed.TCPStore(address, port, world.size, is_master=False, timeout=timeout)
-    return store
-
-
-def _store_over_env(world: World, timeout: timedelta) -> Any:
-    """Meet at MASTER_ADDR:MASTER_PORT, as torchrun and ``launch`` export them."""
-    import torch.distributed
-
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port:
-        raise WorldError(
-            f"{world.size} ranks ({world.source}) but no MASTER_ADDR and MASTER_PORT to meet at: "
-            "start them with `launch`, which decides both"
-        )
-    if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
-        raise WorldError(f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: name the first host")
-    try:
-        store, _, _ = next(
-            torch.distributed.rendezvous("env://", rank=world.rank, world_size=world.size, timeout=timeout)
-        )
-    except Exception as error:
-        raise WorldError(
-            f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
-            f"{address}:{port}: {str(error).splitlines()[0]}. Leave MASTER_PORT unset and `launch` finds a free one."
-        ) from error
-    return store

@@ -29,7 +29,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise UserError(f"tracker=wandb cannot import wandb ({error}): pip install wandb, or tracker=jsonl") from None
+            raise UserError(f"tracker=wandb cannot import it ({error}): pip install wandb, or tracker=jsonl") from None
         logging.getLogger("wandb").setLevel(logging.ERROR)
         self.run_dir = run_dir
         self.mode = choose_mode(options)
@@ -47,7 +47,7 @@ class WandbTracker:
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             if not fall_back or self.mode != "online":
-                raise UserError(f"tracker=wandb cannot start ({reason}): tracker.mode=offline or tracker=jsonl") from error
+                raise UserError(f"W&B cannot start ({reason}): tracker.mode=offline or tracker=jsonl") from error
             LOGGER.warning("W&B refuses to go online (%s); recording offline", reason)
             self.mode = "offline"
             return wandb.init(**settings, mode=self.mode, settings=quiet)

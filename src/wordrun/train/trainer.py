@@ -58,9 +58,7 @@ class Trainer:
     def __init__(self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None) -> None:
         self.cfg = cfg
         old_streams = streams.capture()
-        self.world = dist.setup(
-            world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed
-        )
+        self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
         self.log = log_handle or log.start(self.world.rank)
         self.close = weakref.finalize(self, _close, self.log if log_handle is None else None, old_streams)
         self.step = 0
@@ -82,8 +80,8 @@ class Trainer:
         vocab_size = self.corpus.tokenizer.vocab_size
         if cfg.model.vocab_size is not None and cfg.model.vocab_size < vocab_size:
             raise ConfigError(
-                f"model.vocab_size={cfg.model.vocab_size} is less than the {vocab_size} tokens of data={cfg.data.name}: "
-                "leave it out, or use at least that many"
+                f"model.vocab_size={cfg.model.vocab_size} is too small for data={cfg.data.name}, "
+                f"which has {vocab_size} tokens: leave it out, or use at least {vocab_size}"
             )
         self.corpus.tokenizer.encode(cfg.train.sample_prompt)
         self.backend = backends.build(

@@ -1,0 +1,75 @@
+"""Where the ranks of a job meet before they have a process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from wordrun.dist import mpi
+from wordrun.dist.world import World
+from wordrun.errors import WorldError
+
+
+def open_store(world: World, timeout: timedelta) -> Any:
+    """Return the key-value store at which the ranks meet; rank 0 holds it, and every rank must call this.
+
+    Raises:
+        WorldError: the ranks cannot meet.
+    """
+    if world.size == 1:
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+        return HashStore()
+    return _store_over_mpi(world, timeout) if mpi.at_work(world) else _store_over_env(world, timeout)
+
+
+def _store_over_mpi(world: World, timeout: timedelta) -> Any:
+    """Rank 0 opens the store first and then tells its port: no race for a port that was free a moment ago."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are leftovers of an earlier job
+    address = (os.environ.get("MASTER_ADDR") if decided else "") or (
+        "127.0.0.1" if world.nodes == 1 else world.hosts[0]
+    )
+    store = None
+    port: int | str = 0
+    if world.rank == 0:
+        wanted = int(os.environ.get("MASTER_PORT") or 0) if decided else 0
+        for candidate in dict.fromkeys((wanted, 0)):
+            try:
+                store = TCPStore(
+                    address, candidate, world.size, is_master=True, timeout=timeout, wait_for_workers=False
+                )
+                port = store.port
+                break
+            except Exception as error:  # torch raises DistNetworkError or RuntimeError by version
+                port = str(error).splitlines()[0]
+    port = mpi.communicator().bcast(port, root=0)
+    if isinstance(port, str):
+        raise WorldError(f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}")
+    if store is None:
+        store = TCPStore(address, port, world.size, is_master=False, timeout=timeout)
+    return store
+
+
+def _store_over_env(world: World, timeout: timedelta) -> Any:
+    """Meet at MASTER_ADDR:MASTER_PORT, as torchrun and ``launch`` export them."""
+    from torch.distributed.rendezvous import rendezvous
+
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:
+        raise WorldError(
+            f"{world.size} ranks ({world.source}) but no MASTER_ADDR and MASTER_PORT to meet at: "
+            "start them with `launch`, which decides both"
+        )
+    if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
+        raise WorldError(f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: name the first host")
+    try:
+        store, _, _ = next(rendezvous("env://", rank=world.rank, world_size=world.size, timeout=timeout))
+    except Exception as error:
+        raise WorldError(
+            f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
+            f"{address}:{port}: {str(error).splitlines()[0]}. Leave MASTER_PORT unset and `launch` finds a free one."
+        ) from error
+    return store
