@@ -1,0 +1,10 @@
+"""``python -m wordrun.launch`` is the same as ``launch``."""
+
+from __future__ import annotations
+
+import sys
+
+from wordrun.launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

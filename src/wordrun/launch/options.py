@@ -1,0 +1,191 @@
+"""The options of ``launch``: one table, read by the parser and by ``--help``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wordrun.errors import ConfigError, nearest
+
+LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "local")
+SCHEDULERS = ("pbs", "slurm", "none")
+# Who a rank is comes from its launcher, rank by rank: one value for all of them is never right.
+RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; None where nothing was said."""
+
+    np: int | None = None
+    nodes: int | None = None
+    ppn: int | None = None
+    hostfile: str | None = None
+    site: str | None = None
+    scheduler: str | None = None
+    launcher: str | None = None
+    cpu_bind: str | None = None
+    env: tuple[tuple[str, str], ...] = ()
+    """NAME, VALUE pairs in the order given; the last one of a name wins."""
+    launcher_args: tuple[str, ...] = ()
+    dry_run: bool = False
+    json: bool = False
+    info: bool = False
+    idle_timeout: float | None = None
+    """Seconds without output after which the job is ended."""
+    help: bool = False
+    version: bool = False
+    command: tuple[str, ...] = ()
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError("should be a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError("should be a number of seconds above 0")
+    return seconds
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier() or not name.isascii():
+        raise ValueError("should be NAME=VALUE")
+    if name in RANK_NAMES:
+        raise ValueError(f"cannot be set: launch decides {name} for each rank (-n, -N and --ppn say how many)")
+    return name, value
+
+
+def _words(text: str) -> tuple[str, ...]:
+    import shlex
+
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"cannot be split into words: {error}") from None
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"should be one of {', '.join(names)}{nearest(text, names)}")
+        return text
+
+    return read
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as it is typed, read and explained."""
+
+    names: tuple[str, ...]
+    field: str
+    help: str
+    metavar: str = ""
+    """Name of the value in ``--help``; empty for a switch."""
+    read: Callable[[str], Any] = str
+    repeat: bool = False
+
+
+GROUPS: dict[str, tuple[Option, ...]] = {
+    "How many ranks (any two decide the third; none: one rank per GPU, else one process)": (
+        Option(("-n", "--np"), "np", "ranks in all", "N", _count),
+        Option(("-N", "--nodes"), "nodes", "nodes", "N", _count),
+        Option(("--ppn",), "ppn", "ranks per node", "N", _count),
+    ),
+    "How they are started": (
+        Option(("--launcher",), "launcher", ", ".join(LAUNCHERS), "NAME", _one_of(LAUNCHERS)),
+        Option(("--env",), "env", "a variable for every rank (repeat for more)", "K=V", _setting, repeat=True),
+        Option(("--cpu-bind",), "cpu_bind", "CPU binding, as mpiexec's -bind-to takes it", "S"),
+        Option(("--launcher-args",), "launcher_args", "passed on to mpiexec or torchrun", '"..."', _words),
+        Option(("--idle-timeout",), "idle_timeout", "end the job after S seconds without output (124)", "S", _seconds),
+        Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
+        Option(("--hostfile",), "hostfile", "hosts, one per line", "FILE"),
+        Option(("--site",), "site", "name or file of a site", "NAME"),
+    ),
+    "What would happen": (
+        Option(("--dry-run",), "dry_run", "print what would run, and why; run nothing"),
+        Option(("--info",), "info", "print the job, hosts, devices, launcher and python"),
+        Option(("--json",), "json", "print --dry-run or --info as JSON"),
+        Option(("-h", "--help"), "help", "this text"),
+        Option(("--version",), "version", "print the version"),
+    ),
+}
+OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
+
+USAGE = "usage: launch [options] [--] COMMAND..."
+EXAMPLES = """
+Start COMMAND as N ranks that know each other. Any torch script works: each rank finds RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
+
+  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare    two ranks on this machine
+  launch --dry-run -n 4 python train.py --epochs 3                    what would run, and why
+  launch --idle-timeout 600 --env NCCL_DEBUG=INFO python train.py     end a job that hangs
+
+The first word that is not an option of launch begins COMMAND; all that follows is COMMAND's own."""
+STATUS = """
+Exit status: the failing rank's own (128 + N for signal N), 2 for a wrong option, 124 after --idle-timeout,
+126 or 127 for a COMMAND that cannot be run or found, 130 after Ctrl-C."""
+
+
+def help_text() -> str:
+    """Return what ``launch --help`` prints."""
+    lines = [USAGE, EXAMPLES]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for option in group:
+            left = f"  {', '.join(option.names)} {option.metavar}".rstrip()
+            lines.append(f"{left:<24}  {option.help}")
+    return "\n".join([*lines, STATUS])
+
+
+def parse(words: Sequence[str]) -> Options:
+    """Return the Options that ``words`` (the command line without ``launch``) ask for.
+
+    Parsing stops at the first word that is no option, so COMMAND's own flags are never read here.
+
+    Raises:
+        ConfigError: names every option that cannot be used.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        option = OPTIONS.get(name)
+        if option is None or (equals and not name.startswith("--")):
+            problems.append(f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists them)")
+            break  # it may take a value: what follows cannot be told apart from COMMAND
+        if not option.metavar:
+            if equals:
+                problems.append(f"{name} takes no value")
+            values[option.field] = True
+            continue
+        if not equals:
+            if not rest or rest[0] == "--":
+                problems.append(f"{name} needs a value: {name} {option.metavar}")
+                break
+            value = rest.pop(0)
+        try:
+            read = option.read(value)
+        except ValueError as error:
+            problems.append(f"{name} {value}: {error}" if option.repeat else f"{name} {value} {error}")
+            continue
+        values[option.field] = (*values.get(option.field, ()), read) if option.repeat else read
+    if problems:
+        raise ConfigError("\n".join(problems))
+    options = Options(**values, command=tuple(rest))
+    if options.json and not (options.dry_run or options.info):
+        raise ConfigError("--json goes with --dry-run or with --info")
+    return options

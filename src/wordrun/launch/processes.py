@@ -1,0 +1,170 @@
+"""Find and signal the processes below this one, on Linux through /proc and elsewhere through ps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# These stand between mpiexec and the ranks, each in a group of its own.
+DAEMONS = ("hydra_", "pmi_proxy", "orted", "prted")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of the process table."""
+
+    pid: int
+    parent: int
+    group: int
+    name: str
+
+
+def descendants(pid: int, without: int = 0) -> list[Process]:
+    """Return the living processes below ``pid``, parents before their children; not ``without`` and those below it."""
+    children: dict[int, list[Process]] = {}
+    for process in _table():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    todo = [pid]
+    while todo:
+        below = [process for process in children.get(todo.pop(0), []) if process.pid != without]
+        found += below
+        todo += [process.pid for process in below]
+    return found
+
+
+def rank_groups(pid: int) -> list[int]:
+    """Return the process groups of the ranks that the launcher ``pid`` started, one for each."""
+    ranks: list[int] = []
+    inside = {pid}
+    for process in descendants(pid):
+        if process.parent not in inside:
+            continue  # below a rank: that one's own affair
+        if process.group != process.pid or process.name.startswith(DAEMONS):
+            inside.add(process.pid)
+        else:
+            ranks.append(process.group)
+    return ranks
+
+
+def send(pid: int, number: int, *, group: bool = False) -> None:
+    """Send a signal to a process or a group that may have ended already."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        (os.killpg if group else os.kill)(pid, number)
+
+
+def orphans(child: int) -> bool:
+    """Say whether there are children of ours other than ``child``: they have been adopted (Linux)."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return any(int(pid) != child for pid in file.read().split())
+    except OSError:
+        return False
+
+
+def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
+    """End every process below this one: SIGTERM, and SIGKILL to those still there after ``patience_s``.
+
+    Args:
+        patience_s: seconds between the two signals.
+        spare: a child that is left alone, with all that is below it.
+
+    Returns:
+        The wait statuses of the children that were collected on the way, by pid.
+    """
+    ended: dict[int, int] = {}
+    deadline = time.monotonic() + patience_s
+    told: set[int] = set()
+    while left := descendants(os.getpid(), spare):
+        late = time.monotonic() >= deadline
+        for process in left:
+            if late:
+                send(process.pid, signal.SIGKILL)
+            elif process.pid not in told:
+                told.add(process.pid)
+                send(process.pid, signal.SIGTERM)
+        ended |= reap()
+        if time.monotonic() >= deadline + 5:
+            break  # unkillable, in the kernel: nothing more can be done from here
+        time.sleep(0.02)
+    return ended | reap()
+
+
+def reap() -> dict[int, int]:
+    """Collect the children that have ended; return their wait statuses by pid."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = status
+    return ended
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that none of them gets lost (Linux)."""
+    if sys.platform == "linux":
+        _prctl()(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def before_exec(*, own_group: bool, death_signal: int) -> Callable[[], None]:
+    """Return what a new child does before it becomes the command: leave our group, and die when we are killed."""
+    prctl = _prctl() if sys.platform == "linux" else None
+    parent = os.getpid()
+
+    def prepare() -> None:
+        if own_group:
+            os.setpgid(0, 0)
+        if prctl:
+            prctl(PR_SET_PDEATHSIG, death_signal)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), death_signal)
+
+    return prepare
+
+
+def _prctl() -> Callable[[int, int], None]:
+    import ctypes
+
+    function = ctypes.CDLL(None).prctl
+
+    def call(option: int, value: int) -> None:
+        function(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+    return call
+
+
+def _table() -> Iterator[Process]:
+    if sys.platform != "linux":
+        yield from _table_of_ps()
+        return
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            continue  # it has just ended
+        # The name stands in brackets and may hold spaces and brackets itself.
+        name = text[text.index("(") + 1 : text.rindex(")")]
+        state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
+        if state not in "ZX":
+            yield Process(int(entry), int(parent), int(group), name)
+
+
+def _table_of_ps() -> Iterator[Process]:
+    import subprocess
+
+    run = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,pgid=,stat=,comm="], capture_output=True, text=True)
+    for line in run.stdout.splitlines():
+        pid, parent, group, state, *name = line.split(None, 4)
+        if not state.startswith("Z"):
+            yield Process(int(pid), int(parent), int(group), os.path.basename(name[0]) if name else "")

@@ -1,0 +1,59 @@
+#!/bin/sh
+# Runs a command as one rank: gives it torchrun's variables, read from those of its launcher.
+# usage: rank_env.sh COMMAND...   (launch exports WORDRUN_LAUNCHER, WORDRUN_WORLD_SIZE and WORDRUN_STATUS_DIR)
+#
+# Reads one family of variables only, never writes PMI_* (MPI would die of it), and needs nothing but sh.
+
+case ${WORDRUN_LAUNCHER-} in
+  hydra)
+    RANK=${PMI_RANK-} WORLD_SIZE=${PMI_SIZE-}
+    LOCAL_RANK=${MPI_LOCALRANKID-} LOCAL_WORLD_SIZE=${MPI_LOCALNRANKS-} NODE_RANK=
+    ;;
+  openmpi)
+    RANK=${OMPI_COMM_WORLD_RANK-} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE-}
+    LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK-} LOCAL_WORLD_SIZE=${OMPI_COMM_WORLD_LOCAL_SIZE-} NODE_RANK=
+    ;;
+  pals) # says no world size
+    RANK=${PALS_RANKID-} WORLD_SIZE=${WORDRUN_WORLD_SIZE-}
+    LOCAL_RANK=${PALS_LOCAL_RANKID-} LOCAL_WORLD_SIZE=${PALS_LOCAL_SIZE-} NODE_RANK=${PALS_NODEID-}
+    ;;
+  srun)
+    RANK=${SLURM_PROCID-} WORLD_SIZE=${SLURM_STEP_NUM_TASKS-}
+    LOCAL_RANK=${SLURM_LOCALID-} NODE_RANK=${SLURM_NODEID-} LOCAL_WORLD_SIZE=
+    # "4(x2),3" is the number of tasks of each node: 4 4 3.
+    node=0 rest=${SLURM_STEP_TASKS_PER_NODE-},
+    while [ -n "$rest" ] && [ -n "$NODE_RANK" ]; do
+      item=${rest%%,*} rest=${rest#*,} times=1
+      case $item in *"(x"*) times=${item#*"(x"} times=${times%")"} ;; esac
+      node=$((node + times)) LOCAL_WORLD_SIZE=${item%%"("*}
+      [ "$NODE_RANK" -lt "$node" ] && break
+    done
+    unset node rest item times
+    ;;
+  torchrun) # has set them all but this one
+    NODE_RANK=${GROUP_RANK-}
+    ;;
+  *)
+    echo "launch: rank_env.sh knows no launcher '${WORDRUN_LAUNCHER-}' (WORDRUN_LAUNCHER)" >&2
+    exit 2
+    ;;
+esac
+
+if [ -z "${RANK-}" ] || [ -z "${WORLD_SIZE-}" ] || [ -z "${LOCAL_RANK-}" ] || [ -z "${LOCAL_WORLD_SIZE-}" ]; then
+  echo "launch: $WORDRUN_LAUNCHER did not say which rank this is: RANK='${RANK-}' WORLD_SIZE='${WORLD_SIZE-}'" \
+    "LOCAL_RANK='${LOCAL_RANK-}' LOCAL_WORLD_SIZE='${LOCAL_WORLD_SIZE-}'. Is another launcher of that name in PATH?" >&2
+  exit 2
+fi
+# Where no variable says so: right for ranks laid out evenly in blocks.
+[ -n "$NODE_RANK" ] || NODE_RANK=$(((RANK - LOCAL_RANK) / LOCAL_WORLD_SIZE))
+export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
+
+[ -d "${WORDRUN_STATUS_DIR-}" ] || exec "$@"
+
+# mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, with the 9 of those that it killed). This
+# shell stays to report its own rank's. Signals come to the whole group; it waits for the command to act on them.
+trap : HUP INT TERM USR1 USR2
+"$@"
+status=$?
+[ "$status" -eq 0 ] || echo "$status" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK"
+exit "$status"

@@ -1,0 +1,99 @@
+"""``launch.json``: what was run, when, where and how it ended, without secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import wordrun
+from wordrun.launch.command import Plan
+
+# KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
+HIDDEN = "***"
+
+
+def mask(name: str, value: str) -> str:
+    """Return ``value``, or asterisks where ``name`` is that of a secret."""
+    return HIDDEN if SECRET.search(name) else value
+
+
+def mask_words(words: Sequence[str]) -> list[str]:
+    """Return the command line ``words`` with the values of secret NAME=VALUE words hidden."""
+    masked = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        named = equals and re.fullmatch(r"[-+~\w./@]+", name)
+        masked.append(f"{name}={mask(name, value)}" if named else word)
+    return masked
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """Return all that is known of a launch before it starts, ready for JSON."""
+    return {
+        "command": mask_words(plan.command),
+        "argv": mask_words(plan.argv),
+        "np": plan.np,
+        "ppn": plan.ppn,
+        "hosts": list(plan.hosts),
+        "site": None,
+        "scheduler": plan.job.scheduler,
+        "launcher": plan.launcher.kind,
+        "launcher_path": plan.launcher.path or None,
+        "env_set": {name: mask(name, value) for name, value in plan.env_set.items()},
+        "env_unset": list(plan.env_unset),
+        "cwd": plan.decided.cwd,
+        "launch_id": plan.decided.launch_id,
+        "run_id": plan.env_set["WORDRUN_RUN_ID"],
+        "reasons": dict(plan.reasons),
+    }
+
+
+class Record:
+    """The launch's file; written when it starts and again when it has ended."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.path = plan.env_set["WORDRUN_LAUNCH_RECORD"]
+        system = os.uname()
+        self.content = {
+            **facts(plan),
+            "versions": {
+                "wordrun": wordrun.__version__,
+                "python": sys.version.split()[0],
+                "platform": f"{system.sysname} {system.release} {system.machine}",
+            },
+            "start": _now(),
+            "end": None,
+            "exit_status": None,
+        }
+
+    def begin(self) -> None:
+        """Write the file for the first time; an OSError says that it cannot be kept."""
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        self._write()
+
+    def end(self, status: int) -> None:
+        """Complete the file with how the launch ended."""
+        self.content |= {"end": _now(), "exit_status": status}
+        self._write()
+
+    def _write(self) -> None:
+        import json
+
+        # Rank 0 moves the file into its run directory and leaves a link: the real file is the one to replace.
+        real = os.path.realpath(self.path)
+        temporary = f"{real}.{os.getpid()}"
+        with open(temporary, "w") as file:
+            json.dump(self.content, file, indent=2)
+            file.write("\n")
+        os.replace(temporary, real)
+
+
+def _now() -> str:
+    """Return the local time with its offset, in ISO 8601."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return f"{stamp[:-2]}:{stamp[-2:]}"

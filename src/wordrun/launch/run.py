@@ -1,0 +1,311 @@
+"""Start a Plan, watch it, and stop it so that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from wordrun.launch import processes
+from wordrun.launch.command import Plan
+from wordrun.launch.record import Record
+
+IDLE_STATUS = 124
+# A job that was asked to stop may finish its step and write its files.
+STOP_PATIENCE_S = 30.0
+# After one rank has failed the others get this long to end by themselves, and then again after SIGTERM.
+FAILURE_PATIENCE_S = 4.0
+# What is left when the command itself has ended: time to close a file.
+LEFTOVER_PATIENCE_S = 2.0
+POLL_S = 0.25
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def say(message: str) -> None:
+    """Print one of launch's own messages: on stderr, apart from what the ranks print."""
+    for line in message.splitlines():
+        print(f"launch: {line}", file=sys.stderr, flush=True)
+
+
+def run(plan: Plan, idle_timeout: float | None = None) -> int:
+    """Run ``plan`` to its end and return its exit status.
+
+    Args:
+        plan: what to start.
+        idle_timeout: end the job after so many seconds without output; None waits for ever.
+    """
+    record, env = _begin_record(plan)
+    status_dir = plan.decided.status_dir if plan.launcher.kind != "local" else ""
+    if status_dir:
+        os.mkdir(status_dir, 0o700)
+    processes.adopt_orphans()
+    try:
+        with _signals() as arrived:
+            job = _Running(plan, _start(plan, env, piped=idle_timeout is not None), status_dir)
+            status = _watch(job, arrived, idle_timeout)
+    finally:
+        if status_dir:
+            for name in os.listdir(status_dir):
+                os.unlink(os.path.join(status_dir, name))
+            os.rmdir(status_dir)
+    if record:
+        try:
+            record.end(status)
+        except OSError as error:
+            say(f"cannot complete {record.path}: {error.strerror}")
+    return status
+
+
+def _begin_record(plan: Plan) -> tuple[Record | None, dict[str, str]]:
+    env = plan.environment(os.environ)
+    record = Record(plan)
+    try:
+        record.begin()
+    except OSError as error:
+        say(f"no record of this launch: {error.filename}: {error.strerror}")
+        del env["WORDRUN_LAUNCH_RECORD"]
+        return None, env
+    return record, env
+
+
+@dataclass
+class _Running:
+    """A job on its way: its first process, and what has happened to it so far."""
+
+    plan: Plan
+    child: subprocess.Popen[bytes]
+    status_dir: str
+    returned: int | None = None
+    """Exit status of the first process, once it has ended."""
+    interrupts: int = 0
+    stopped_by: int = 0
+    """The signal that we were asked to pass on and that ends jobs."""
+    idle: bool = False
+    failed: tuple[int, int] | None = None
+    """First rank to report a failure, and its exit status."""
+    deadline: float = float("inf")
+    """When to lose patience, on the monotonic clock."""
+    at_deadline: Callable[[], None] = field(default=lambda: None)
+
+    next_look: float = 0.0
+
+    @property
+    def owns_group(self) -> bool:
+        """Say whether the job has a process group of its own, apart from ours."""
+        return not _keeps_terminal(self.plan)
+
+    def collect(self) -> None:
+        """Take notice of processes that have ended."""
+        self.notice(processes.reap())
+        now = time.monotonic()
+        if self.status_dir and (now >= self.next_look or self.returned is not None):
+            self.next_look = now + POLL_S
+            self.look_for_failure()
+            self.end_what_ranks_left()
+
+    def notice(self, ended: Mapping[int, int]) -> None:
+        """Keep the exit status of the first process, if it is among those that have ended."""
+        if self.child.pid in ended:
+            code = os.waitstatus_to_exitcode(ended[self.child.pid])
+            self.returned = code if code >= 0 else 128 - code
+            self.child.returncode = code  # so that Popen does not wait for it
+
+    def look_for_failure(self) -> None:
+        """Read the ranks' reports; the first failure starts the clock for the other ranks."""
+        if self.failed:
+            return
+        reports = []
+        for entry in os.scandir(self.status_dir):
+            with open(entry.path) as file:
+                text = file.read().strip()
+            if text:  # else it is being written
+                reports.append((entry.stat().st_mtime_ns, int(entry.name), int(text)))
+        if not reports:
+            return
+        _, rank, status = min(reports)
+        self.failed = (rank, status)
+        if self.plan.np > 1 and not self.stopped_by and not self.idle:
+            say(f"rank {rank} {_ending(status)}")
+            self.patience(FAILURE_PATIENCE_S, self.give_up)
+
+    def end_what_ranks_left(self) -> None:
+        """End the daemons of ranks that are gone: mpiexec would wait for them to close the ranks' output."""
+        pid = self.child.pid
+        if self.returned is None and processes.orphans(pid) and not processes.rank_groups(pid):
+            self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
+
+    def deliver(self, number: int) -> None:
+        """Pass a signal on to the command or to every rank, once."""
+        kind, pid = self.plan.launcher.kind, self.child.pid
+        if kind == "local":
+            processes.send(pid, number, group=self.owns_group)
+        elif number in DIRECT.get(kind, ()):
+            for group in processes.rank_groups(pid):
+                processes.send(group, number, group=True)
+        else:
+            # HUP would end Hydra's mpiexec on the spot, and the ranks with it.
+            processes.send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def receive(self, number: int) -> None:
+        """Act on a signal that launch itself got."""
+        if number == signal.SIGINT and not self.owns_group:
+            return  # the terminal has sent it to the command too
+        if number not in STOPPING:
+            self.deliver(number)
+            return
+        again = self.stopped_by != 0
+        self.stopped_by = self.stopped_by or number
+        if number == signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts == 1:
+                say("Ctrl-C: passed on; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
+            if self.interrupts > 2:
+                self.kill()
+                return
+            self.deliver(signal.SIGINT if self.interrupts == 1 else signal.SIGTERM)
+        elif again and self.interrupts == 0:
+            self.kill()
+            return
+        else:
+            self.deliver(number)
+        self.patience(STOP_PATIENCE_S, self.kill)
+
+    def patience(self, seconds: float, then: Callable[[], None]) -> None:
+        """Wait ``seconds`` at most for the job's end, and do ``then`` if it has not come."""
+        self.deadline, self.at_deadline = time.monotonic() + seconds, then
+
+    def give_up(self) -> None:
+        """End the ranks that outlive a failed one or a silence."""
+        say("ending the other ranks" if self.failed else "ending the job")
+        self.deliver(signal.SIGTERM)
+        self.patience(FAILURE_PATIENCE_S, self.kill)
+
+    def kill(self) -> None:
+        """End all processes of the job at once."""
+        self.deadline = float("inf")
+        if self.owns_group:
+            processes.send(self.child.pid, signal.SIGKILL, group=True)
+        self.notice(processes.end_all(0))
+
+    def status(self) -> int:
+        """Return the exit status of the whole launch."""
+        if self.idle:
+            return IDLE_STATUS
+        if self.stopped_by:
+            return 128 + self.stopped_by
+        if self.failed:
+            return self.failed[1]
+        return self.returned if self.returned is not None else 1
+
+
+# Signals that the launcher would not pass on, or would take for an order to kill: ranks get them from us.
+DIRECT = {
+    "hydra": (signal.SIGUSR2,),  # knows INT, TERM and USR1
+    "openmpi": PASSED_ON,  # answers INT and TERM with SIGKILL to the ranks after a moment
+    "torchrun": (signal.SIGUSR1, signal.SIGUSR2),  # dies of them and leaves the ranks
+}
+
+
+def _keeps_terminal(plan: Plan) -> bool:
+    """Say whether the command reads the terminal itself, as pdb and a shell do: then it stays in our group."""
+    return plan.launcher.kind == "local" and sys.stdin is not None and sys.stdin.isatty()
+
+
+def _start(plan: Plan, env: dict[str, str], *, piped: bool) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE if piped else None
+    # torchrun ends its ranks on SIGTERM and leaves them on SIGKILL; mpiexec's go with it either way.
+    death_signal = signal.SIGTERM if plan.launcher.kind == "torchrun" else signal.SIGKILL
+    return subprocess.Popen(
+        plan.argv, env=env, stdout=pipe, stderr=pipe, bufsize=0,
+        preexec_fn=processes.before_exec(own_group=not _keeps_terminal(plan), death_signal=death_signal),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """Yield a descriptor from which the numbers of arriving signals are read, in their order."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before: dict[signal.Signals, Any] = {}
+    for number in (*PASSED_ON, signal.SIGCHLD):
+        # One that was ignored from the start (nohup, a shell's background job) stays so.
+        if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda number, frame: None)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
+    """Wait for the job's end, passing on signals and, where they are piped, its output; return its status."""
+    selector = selectors.DefaultSelector()
+    selector.register(arrived, selectors.EVENT_READ)
+    for source, sink in ((job.child.stdout, 1), (job.child.stderr, 2)):
+        if source is not None:
+            selector.register(source, selectors.EVENT_READ, sink)
+    last_output = time.monotonic()
+    job.collect()  # it may have ended before anybody listened
+    while job.returned is None:
+        for key, _ in selector.select(POLL_S):
+            if key.fd == arrived:
+                for number in os.read(arrived, 512):
+                    if number != signal.SIGCHLD:
+                        job.receive(number)
+            else:
+                _pump(selector, key)
+                last_output = time.monotonic()
+        job.collect()
+        now = time.monotonic()
+        silent = idle_timeout is not None and not job.stopped_by and not job.idle and now - last_output > idle_timeout
+        if silent and job.returned is None:
+            job.idle = True
+            say(f"no output for {idle_timeout:g} seconds (--idle-timeout)")
+            job.give_up()
+        elif now > job.deadline and job.returned is None:
+            job.at_deadline()
+    processes.end_all(LEFTOVER_PATIENCE_S)
+    while keys := [key for key, _ in selector.select(0) if key.fd != arrived]:
+        for key in keys:
+            _pump(selector, key)
+    for stream in (job.child.stdout, job.child.stderr):
+        if stream is not None:
+            stream.close()
+    return job.status()
+
+
+def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    """Pass on, byte for byte, what the job has written; stop at the end, or where nobody reads us any more."""
+    stream: IO[bytes] = key.fileobj  # type: ignore[assignment]
+    chunk = os.read(key.fd, 65536)
+    try:
+        rest = memoryview(chunk)
+        while rest:
+            rest = rest[os.write(key.data, rest) :]
+    except BrokenPipeError:
+        chunk = b""
+    if not chunk:
+        selector.unregister(stream)
+        stream.close()
+
+
+def _ending(status: int) -> str:
+    if status > 128:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(status - 128).name} (exit status {status})"
+    return f"ended with exit status {status}"

@@ -1,0 +1,79 @@
+"""What ``--dry-run`` and ``--info`` print."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from typing import Any
+
+import wordrun
+from wordrun.launch.command import Plan, Ranks
+from wordrun.launch.job import Job
+from wordrun.launch.launcher import Launcher, find_command
+from wordrun.launch.record import facts, mask, mask_words
+
+
+def dry_run(plan: Plan, *, as_json: bool) -> str:
+    """Return what would run: as JSON, or as shell lines that do the same when pasted, with the reasons beside them."""
+    if as_json:
+        return json.dumps(facts(plan), indent=2)
+    ranks = f"{plan.np} rank{'s' * (plan.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
+    launcher = f"{plan.launcher.kind} {plan.launcher.path}".strip()
+    lines = [
+        f"# {ranks}: {plan.reasons['ranks']}",
+        f"# hosts: {' '.join(plan.hosts)} ({plan.reasons['hosts']}; scheduler {plan.job.scheduler})",
+        f"# cores: {plan.job.cores[0]} ({plan.reasons['cores']})",
+        f"# devices: {plan.job.devices[0]} ({plan.reasons['devices']})",
+        f"# launcher: {launcher} ({plan.launcher.why})",
+        *(f"# note: {note}" for note in plan.job.notes),
+    ]
+    if "OMP_NUM_THREADS" not in plan.env_set:
+        lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")
+    if plan.env_unset:
+        lines.append(f"unset {' '.join(plan.env_unset)}  # an earlier launcher's")
+    for name, value in plan.env_set.items():
+        why = plan.reasons.get(name)
+        lines.append(f"export {name}={shlex.quote(mask(name, value))}" + (f"  # {why}" if why else ""))
+    return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
+
+
+def info(job: Job, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
+    """Return the job, hosts, devices, launcher and python that were found: as JSON, or as a table."""
+    path = os.pathsep.join(filter(None, (os.path.join(sys.prefix, "bin"), os.environ.get("PATH", ""))))
+    found: dict[str, Any] = {
+        "scheduler": job.scheduler,
+        "job": job.id or None,
+        "hosts": list(job.hosts),
+        "cores": list(job.cores),
+        "devices": list(job.devices),
+        "ranks": ranks.np,
+        "launcher": launcher.kind,
+        "launcher_path": launcher.path or None,
+        "python": sys.executable,
+        "python_version": sys.version.split()[0],
+        "python_in_path": find_command("python", os.environ.get("PATH", path))[0] or None,
+        "wordrun": wordrun.__version__,
+        "notes": list(job.notes),
+        "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why},
+    }
+    if as_json:
+        return json.dumps(found, indent=2)
+    return _table(found)
+
+
+def _table(found: dict[str, Any]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in found.items():
+        if name == "reasons" or value in (None, []):
+            continue
+        text = ", ".join(str(item) for item in value) if isinstance(value, list) else str(value)
+        table.add_row(name, text, found["reasons"].get(name, ""))
+    console = Console(highlight=False, markup=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")

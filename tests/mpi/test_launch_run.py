@@ -1,0 +1,439 @@
+"""``launch`` with real ranks: exit statuses, signals, orphans, the record, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.mpi
+
+BIN = Path(sys.prefix) / "bin"
+LAUNCH = str(BIN / "launch")
+REPO = Path(__file__).parents[2]
+
+# A rank that tells what signals it gets, needs a moment to finish after each, and says when it has.
+POLITE = """
+import os, signal, sys, time
+asked = []
+def note(number, frame):
+    print(f"rank {os.environ['RANK']} got {signal.Signals(number).name}", flush=True)
+    asked.append(number)
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    signal.signal(getattr(signal, name), note)
+print(f"rank {os.environ['RANK']} ready", flush=True)
+end = time.time() + 20
+while time.time() < end and not set(asked) & {signal.SIGINT, signal.SIGTERM}:
+    time.sleep(0.02)
+time.sleep(0.5)
+print(f"rank {os.environ['RANK']} finished", flush=True)
+"""
+# A rank that nothing but SIGKILL ends, with a child that is the same, in a session of its own.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+if len(sys.argv) == 2:
+    subprocess.Popen([sys.executable, __file__, sys.argv[1], "child"], start_new_session=True)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def environment() -> dict[str, str]:
+    names = ("HOME", "LANG", "TMPDIR")
+    return {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **{n: os.environ[n] for n in names if n in os.environ},
+    }
+
+
+def launch(cwd: Path, *words: str, timeout: float = 60, **extra: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [LAUNCH, *words], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, **extra
+    )
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start launch without waiting for it; what still runs at the end of the test is ended."""
+    jobs: list[subprocess.Popen[str]] = []
+
+    def begin(cwd: Path, *words: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        jobs.append(
+            subprocess.Popen(
+                [LAUNCH, *words],
+                cwd=cwd,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+            )
+        )
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        with job:
+            job.kill()
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def wait_for(job: subprocess.Popen[str], text: str, times: int) -> str:
+    assert job.stdout is not None
+    seen = ""
+    while seen.count(text) < times:
+        line = job.stdout.readline()
+        assert line, f"the job ended after {seen!r}"
+        seen += line
+    return seen
+
+
+def finish(job: subprocess.Popen[str], timeout: float = 30) -> tuple[str, str]:
+    return job.communicate(timeout=timeout)
+
+
+def left_over(mark: str) -> list[str]:
+    """Return the command lines of living processes that have ``mark`` among their words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if mark.encode() in words:
+            found.append(b" ".join(words).decode())
+    return found
+
+
+def gone(mark: str, within: float = 5.0) -> bool:
+    end = time.monotonic() + within
+    while left_over(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not left_over(mark)
+
+
+def script(directory: Path, text: str) -> str:
+    path = directory / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    (path,) = (directory / "outputs" / "launches").iterdir()
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+LAUNCHERS = [("hydra", []), ("torchrun", ["--launcher", "torchrun"])]
+by_launcher = pytest.mark.parametrize("words", [w for _, w in LAUNCHERS], ids=[name for name, _ in LAUNCHERS])
+
+
+@by_launcher
+def test_plain_ddp_runs_unmodified(tmp_path: Path, words: Sequence[str]) -> None:
+    run = launch(tmp_path, *words, "-n", "2", "python", str(REPO / "benchmarks/plain_ddp.py"))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "ok"
+    assert {line.split(" on ")[0] for line in run.stdout.splitlines()[:-1]} == {"rank 0 of 2", "rank 1 of 2"}
+
+
+def test_command_words_reach_ranks_unchanged(tmp_path: Path) -> None:
+    words = ["", "a b", '"', "*", "two\nlines", "--help", "-n", "3", "$HOME", "--", "\\"]
+    show = "import json, os, sys; print(json.dumps([os.environ['RANK'], sys.argv[1:]]))"
+    run = launch(tmp_path, "-n", "2", "python", "-c", show, *words)
+    assert run.returncode == 0, run.stderr
+    assert sorted(json.loads(line) for line in run.stdout.splitlines()) == [["0", words], ["1", words]]
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "status"),
+    [
+        (["-n", "2"], "exit $((RANK * 3))", 3),
+        (["-n", "3"], "exit $((RANK > 0 ? RANK + 4 : 0))", (5, 6)),  # Hydra by itself says 5 | 6 = 7
+        (["-n", "2", "--launcher", "torchrun"], "exit $((RANK * 3))", 3),  # torchrun by itself says 1
+        (["-n", "2"], "[ $RANK = 0 ] || kill -SEGV $$", 139),
+        ([], "exit 7", 7),
+        ([], "kill -KILL $$", 137),
+    ],
+)
+def test_exit_status_is_the_failing_ranks(tmp_path: Path, words: list[str], command: str, status: Any) -> None:
+    run = launch(tmp_path, *words, "sh", "-c", command)
+    assert run.returncode in (status if isinstance(status, tuple) else (status,)), run.stderr
+    assert read_record(tmp_path)["exit_status"] == run.returncode
+    if words:
+        assert re.search(r"^launch: rank [12] (ended with|was ended by)", run.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("how", "status"), [("os._exit(3)", 3), ("MPI.COMM_WORLD.Abort(5)", 5)])
+def test_rank_lost_inside_mpi(tmp_path: Path, how: str, status: int) -> None:
+    """Hydra kills the other ranks itself and then returns 9, or 9 | 3; launch knows better."""
+    text = f"import os, time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: {how}\ntime.sleep(30)"
+    assert launch(tmp_path, "-n", "2", "python", script(tmp_path, text)).returncode == status
+
+
+def test_one_failed_rank_ends_the_others(tmp_path: Path) -> None:
+    """Without MPI in the ranks Hydra would let the other one sleep on."""
+    began = time.monotonic()
+    run = launch(tmp_path, "-n", "2", "sh", "-c", "[ $RANK = 0 ] || exit 3; exec sleep 61.5")
+    assert run.returncode == 3
+    assert time.monotonic() - began < 9
+    assert "launch: rank 1 ended with exit status 3" in run.stderr
+    assert gone("61.5")
+
+
+@by_launcher
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_stopping_lets_ranks_finish(tmp_path: Path, start: Start, words: Sequence[str], number: signal.Signals) -> None:
+    path = script(tmp_path, POLITE)
+    job = start(tmp_path, *words, "-n", "2", "python", path)
+    wait_for(job, "ready", 2)
+    job.send_signal(number)
+    out, err = finish(job)
+    assert job.returncode == 128 + number, err
+    # "once": the second copy would arrive while the first rank still finishes
+    told = sorted(re.findall(r"rank (\d) got (\w+)", out))
+    assert [rank for rank, _ in told] == ["0", "1"], out
+    assert out.count("finished") == 2, out
+    assert gone(path)
+    assert read_record(tmp_path)["exit_status"] == 128 + number
+
+
+@by_launcher
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda n: n.name)
+def test_user_signals_reach_ranks_and_end_nothing(
+    tmp_path: Path, start: Start, words: Sequence[str], number: signal.Signals
+) -> None:
+    job = start(tmp_path, *words, "-n", "2", "python", script(tmp_path, POLITE))
+    wait_for(job, "ready", 2)
+    job.send_signal(number)
+    wait_for(job, f"got {number.name}", 2)
+    job.send_signal(signal.SIGTERM)
+    out, _ = finish(job)
+    assert out.count("finished") == 2
+    assert number.name not in out
+
+
+def test_third_ctrl_c_kills(tmp_path: Path, start: Start) -> None:
+    path = script(tmp_path, STUBBORN)
+    job = start(tmp_path, "-n", "2", "python", path, "root")
+    wait_for(job, "ready", 4)
+    for _ in range(3):
+        assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    finish(job)
+    assert job.returncode == 130
+    assert gone(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
+@pytest.mark.parametrize("words", [["-n", "2"], []], ids=["hydra", "local"])
+def test_killed_launch_takes_its_ranks_along(tmp_path: Path, start: Start, words: list[str]) -> None:
+    path = script(tmp_path, STUBBORN)
+    job = start(tmp_path, *words, "python", path, "leaf", "x")  # no child of its own
+    wait_for(job, "ready", 2 if words else 1)
+    job.kill()
+    finish(job)
+    assert gone(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to launch")
+def test_no_orphans_after_a_normal_end(tmp_path: Path) -> None:
+    """Also not one that has left the session of its rank."""
+    text = "import subprocess\nsubprocess.Popen(['sleep', '62.5'], start_new_session=True)\n"
+    for words in (["-n", "2"], []):
+        assert launch(tmp_path, *words, "python", script(tmp_path, text)).returncode == 0
+        assert not left_over("62.5")
+
+
+def test_idle_timeout(tmp_path: Path, start: Start) -> None:
+    path = script(tmp_path, STUBBORN)
+    job = start(tmp_path, "--idle-timeout", "1.5", "-n", "2", "python", path, "root")
+    out, err = finish(job)
+    assert job.returncode == 124
+    assert "launch: no output for 1.5 seconds (--idle-timeout)" in err
+    assert out.count("ready") == 4
+    assert gone(path)
+
+
+def test_idle_timeout_counts_from_the_last_output_and_changes_none(tmp_path: Path) -> None:
+    text = (
+        "import os, sys, time\nfor i in range(6):\n    os.write(1 + i % 2, b'\\xff\\x00' * 50_000); time.sleep(0.4)\n"
+    )
+    run = subprocess.run(
+        [LAUNCH, "--idle-timeout", "1.5", "python", script(tmp_path, text)],
+        cwd=tmp_path, env=environment(), capture_output=True, timeout=30,
+    )  # fmt: skip
+    assert run.returncode == 0
+    assert run.stdout == run.stderr == b"\xff\x00" * 150_000
+
+
+def test_command_not_found_starts_nothing(tmp_path: Path) -> None:
+    run = launch(tmp_path, "-n", "2", "no-such-command", "x")
+    assert (run.returncode, run.stdout) == (127, "")
+    assert run.stderr == "launch: no-such-command: command not found: in no directory of PATH\n"
+    (tmp_path / "train.py").write_text("print('hello')")
+    run = launch(tmp_path, "-n", "2", "train.py")
+    assert run.returncode == 126
+    assert "did you mean: launch python train.py" in run.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_two_launches_at_once(tmp_path: Path, start: Start) -> None:
+    meet = (
+        "import os, socket, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with socket.create_server(('', int(os.environ['MASTER_PORT']))): time.sleep(1); print('ok')\n"
+    )
+    jobs = [start(tmp_path, "-n", "2", "python", "-c", meet) for _ in range(2)]
+    for job in jobs:
+        out, err = finish(job, 60)
+        assert (job.returncode, out) == (0, "ok\n"), err
+    records = [json.loads(path.read_text()) for path in (tmp_path / "outputs/launches").iterdir()]
+    assert len(records) == 2
+    for name in ("MASTER_PORT", "WORDRUN_RUN_ID", "WORDRUN_LAUNCH_ID"):
+        assert len({record["env_set"][name] for record in records}) == 2
+
+
+def test_nested_launch_strips_the_outer_ranks(tmp_path: Path) -> None:
+    show = 'echo "$RANK $WORLD_SIZE $WORDRUN_LAUNCHER ${PMI_RANK-none} $WORDRUN_RUN_ID"'
+    run = launch(tmp_path, "-n", "2", LAUNCH, "sh", "-c", show)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert [line[:4] for line in lines] == [["0", "1", "local", "none"]] * 2
+    assert len({line[4] for line in lines}) == 2
+
+
+def test_record_is_rewritten_through_the_link(tmp_path: Path) -> None:
+    """wordrun's rank 0 moves the record into its run directory and leaves a link."""
+    move = """
+        test -s "$WORDRUN_LAUNCH_RECORD" || exit 9
+        grep -q '"exit_status": null' "$WORDRUN_LAUNCH_RECORD" || exit 8
+        if [ "$RANK" = 0 ]; then
+            mkdir run && mv "$WORDRUN_LAUNCH_RECORD" run/launch.json
+            ln -s "$PWD/run/launch.json" "$WORDRUN_LAUNCH_RECORD"
+        fi"""
+    run = launch(tmp_path, "--launcher", "hydra", "--env", "MY_API_KEY=hush", "sh", "-c", move, "x", "wandb.token=hush")
+    assert run.returncode == 0, run.stderr
+    (link,) = (tmp_path / "outputs/launches").iterdir()
+    assert link.is_symlink()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["launch.json"]
+    text = (tmp_path / "run/launch.json").read_text()
+    assert "hush" not in text
+    record = json.loads(text)
+    assert record["exit_status"] == 0
+    assert record["start"] <= record["end"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", record["end"])
+    assert record["run_id"] == link.stem
+    assert record["env_set"]["MY_API_KEY"] == "***"
+    assert (record["np"], record["launcher"], record["site"]) == (1, "hydra", None)
+    assert record["command"][-1] == "wandb.token=***"
+
+
+def test_no_record_where_none_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "outputs").write_text("a file in the way")
+    run = launch(tmp_path, "-n", "2", "sh", "-c", "echo ${WORDRUN_LAUNCH_RECORD-none}")
+    assert (run.returncode, run.stdout) == (0, "none\nnone\n")
+    assert run.stderr.count("launch: no record of this launch") == 1
+
+
+def test_port_in_use_is_refused(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        run = launch(tmp_path, "-n", "2", "--env", f"MASTER_PORT={port}", "true")
+    assert run.returncode == 2
+    assert f"port {port} (--env MASTER_PORT) is in use" in run.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def in_terminal(cwd: Path, words: Sequence[str], steps: Sequence[tuple[str, int, bytes]]) -> tuple[int, str]:
+    """Run launch with a terminal; type each answer when its text has appeared so often. Return status and output."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execve(LAUNCH, [LAUNCH, *words], environment())
+    output, todo = b"", list(steps)
+    while True:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that the other side has closed
+            break
+        if not chunk:
+            break
+        output += chunk
+        if todo and output.count(todo[0][0].encode()) >= todo[0][1]:
+            os.write(terminal, todo.pop(0)[2])
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(status), output.decode()
+
+
+def test_ctrl_c_in_a_terminal_reaches_ranks_once(tmp_path: Path) -> None:
+    path = script(tmp_path, POLITE)
+    status, output = in_terminal(tmp_path, ["-n", "2", "python", path], [("ready", 2, b"\x03")])
+    assert status == 130, output
+    assert sorted(re.findall(r"rank (\d) got SIGINT", output)) == ["0", "1"]
+    assert output.count("finished") == 2
+    assert gone(path)
+
+
+def test_single_process_keeps_the_terminal(tmp_path: Path) -> None:
+    text = """
+import sys, time
+assert sys.stdin.isatty() and sys.stdout.isatty()
+try:
+    print('said', input('say: ').upper(), flush=True)
+    time.sleep(20)
+except KeyboardInterrupt:
+    print('interrupted once', flush=True)
+time.sleep(0.5)
+sys.exit(4)
+"""
+    steps = [("say: ", 1, b"hello\n"), ("said HELLO", 1, b"\x03")]
+    status, output = in_terminal(tmp_path, ["python", script(tmp_path, text)], steps)
+    assert status == 4, output
+    assert output.count("interrupted once") == 1
+
+
+def test_ranks_are_told_the_terminals_size(tmp_path: Path) -> None:
+    status, output = in_terminal(tmp_path, ["-n", "2", "sh", "-c", "echo [$WORDRUN_TERMINAL]"], [])
+    assert status == 0
+    assert len(re.findall(r"\[\d+x\d+\]", output)) == 2
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def test_overhead_over_mpiexec(tmp_path: Path) -> None:
+    """In turns, and the least of each: what else this machine does should not count."""
+    bare = [str(BIN / "mpiexec"), "-n", "2", "true"]
+    times = [
+        (
+            seconds(lambda: subprocess.run(bare, env=environment(), check=True, cwd=tmp_path)),
+            seconds(lambda: launch(tmp_path, "-n", "2", "true", check=True)),
+        )
+        for _ in range(7)
+    ]
+    overhead = min(ours for _, ours in times) - statistics.median(theirs for theirs, _ in times)
+    assert overhead < 0.15
