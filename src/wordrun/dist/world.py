@@ -161,6 +161,8 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
         # No variable of this launcher says so; right for ranks laid out evenly in blocks, and MPI corrects it.
         node = (rank - local_rank) // local_size
     nodes = len(hosts) or max(node + 1, -(-size // local_size))
+    if family.launcher == "srun" and not hosts:  # nodes may hold different numbers of tasks
+        nodes = len(expand_counts(env[family.local_size], family.local_size))
     world = World(
         rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes,
         hosts=hosts or ((socket.gethostname(),) if nodes == 1 else ()),
@@ -194,7 +196,7 @@ def _size(family: Family, env: Mapping[str, str], local_size: int) -> tuple[int,
     told = env.get("WORDRUN_WORLD_SIZE", "")
     if env.get(family.size):
         size = _number(family.size, env)
-        if told and env.get("WORDRUN_LAUNCHER") == family.launcher and int(told) != size:
+        if told and env.get("WORDRUN_LAUNCHER") == family.launcher and _number("WORDRUN_WORLD_SIZE", env) != size:
             raise WorldError(
                 f"launch started {told} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}: "
                 "another launcher runs inside this one; start the inner command without it"
