@@ -8,11 +8,15 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from wordrun.dist.world import World, discover, expand_counts
 from wordrun.errors import WorldError
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 Env = dict[str, str]
 HERE = socket.gethostname()
@@ -182,6 +186,7 @@ def test_what_are_no_counts_is_refused(text: str) -> None:
         expand_counts(text)
 
 
-def test_discovery_needs_neither_torch_nor_mpi(command) -> None:
-    script = "import sys, wordrun.dist; wordrun.dist.discover(); print(sorted({'torch', 'mpi4py', 'numpy'} & {*sys.modules}))"
+def test_discovery_needs_neither_torch_nor_mpi(command: Command) -> None:
+    heavy = "{'torch', 'mpi4py', 'numpy'} & {*sys.modules}"
+    script = f"import sys, wordrun.dist; wordrun.dist.discover(); print(sorted({heavy}))"
     assert command(sys.executable, "-c", script).stdout == "[]\n"

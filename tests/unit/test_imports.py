@@ -1,0 +1,123 @@
+"""Imports go one way, are cheap where they have to be, and do nothing."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import wordrun
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SOURCE = Path(wordrun.__file__).parent
+MODULES = sorted(
+    ".".join(("wordrun", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in SOURCE.rglob("*.py")
+)
+# Which layers a layer may use, besides itself. The design: log, config <- dist <- data, model, track <- backend
+# <- train <- cli, and config <- launch <- cli.
+BASE = {"errors", "log", "config", "composer"}
+PARALLEL = BASE | {"dist", "data", "model", "track"}
+MAY_USE: dict[str, set[str]] = {
+    "errors": set(),
+    "log": {"errors"},
+    "config": {"errors"},
+    "composer": {"errors", "log", "config"},
+    "dist": BASE,
+    "launch": BASE,
+    "data": BASE | {"dist"},
+    "model": BASE | {"dist"},
+    "track": BASE | {"dist"},
+    "backend": PARALLEL,
+    "train": PARALLEL | {"backend"},
+    "test_dist": PARALLEL,
+    "cli": PARALLEL | {"backend", "train", "launch"},
+    "__main__": {"cli"},
+    "": {"composer", "train"},
+}
+
+
+def layer(module: str) -> str:
+    """Return the part of a module's name that places it: ``dist`` for ``wordrun.dist.world``."""
+    return f"{module}.".split(".")[1]
+
+
+def imported(module: str) -> Iterator[str]:
+    """Yield the wordrun modules that the text of ``module`` imports, at its top or anywhere else."""
+    path = SOURCE.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "wordrun")
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise AssertionError(f"{file}:{node.lineno}: a relative import, which this test does not follow")
+        elif isinstance(node, ast.ImportFrom) and node.module == "wordrun":
+            yield from (f"wordrun.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("wordrun."):
+            yield str(node.module)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    mine = layer(module)
+    used = {layer(name) for name in imported(module)} - {mine, ""}
+    assert used - MAY_USE[mine] == set()
+
+
+def test_the_walk_sees_the_imports_that_are_there() -> None:
+    edges = {(layer(module), layer(name)) for module in MODULES for name in imported(module)}
+    assert {("cli", "train"), ("train", "backend"), ("backend", "dist"), ("dist", "errors")} <= edges
+
+
+# What starts quickly, or before torch, must not import it; launch has no need of Hydra and NumPy either.
+LIGHT = {
+    "wordrun": ("torch", "mpi4py", "hydra", "omegaconf", "numpy", "wandb", "matplotlib", "rich"),
+    "wordrun.launch.cli": ("torch", "mpi4py", "hydra", "omegaconf", "numpy", "wandb", "matplotlib"),
+    "wordrun.launch.run": ("torch", "mpi4py", "hydra", "omegaconf", "numpy", "wandb", "matplotlib"),
+    "wordrun.config": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.log": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.composer": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
+    "wordrun.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
+    "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_has_to_be_light_is(module: str, command: Command) -> None:
+    script = f"import sys, {module}; print(*[name for name in {LIGHT[module]!r} if name in sys.modules])"
+    done = command(sys.executable, "-c", script)
+    assert (done.stdout, done.stderr) == ("\n", "")
+
+
+def test_importing_everything_does_nothing(command: Command, tmp_path: Path) -> None:
+    # What the libraries do when imported is not ours, so they come first.
+    script = f"""
+import importlib, logging, os, random, signal, threading
+import hydra, matplotlib.figure, numpy, rich.logging, rich.progress, torch.distributed, torch.nn.parallel
+
+def surroundings():
+    loggers = [logging.getLogger(), logging.getLogger("wordrun")]
+    return {{
+        "cwd": os.getcwd(), "env": dict(os.environ), "threads": threading.active_count(),
+        "handlers": [list(logger.handlers) for logger in loggers], "levels": [logger.level for logger in loggers],
+        "group": torch.distributed.is_initialized(), "random": random.getstate(),
+        "torch": torch.get_rng_state().tolist(), "numpy": str(numpy.random.get_state()),
+        "interrupt": signal.getsignal(signal.SIGINT), "terminate": signal.getsignal(signal.SIGTERM),
+    }}
+
+before = surroundings()
+for name in {[name for name in MODULES if not name.endswith("__main__")]!r}:
+    importlib.import_module(name)
+after = surroundings()
+print([key for key in before if before[key] != after[key]])
+"""
+    done = command(sys.executable, "-c", script)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert list(tmp_path.iterdir()) == []
