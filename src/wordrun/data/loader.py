@@ -81,9 +81,8 @@ class Sequences:
         self._block: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, 0), np.empty(0, np.int64))
         if self.per_epoch < 1:
             raise ConfigError(
-                f"model.block_size={block_size} needs at least {2 * block_size} tokens, but the training text has {len(tokens)}: "
-                f""
-                f"use model.block_size={max(1, len(tokens) // 2)} or less, or more text"
+                f"model.block_size={block_size} needs at least {2 * block_size} tokens, but the training text "
+                f"has {len(tokens)}: use model.block_size={max(1, len(tokens) // 2)} or less, or more text"
             )
 
     def batch(self, first: int, count: int) -> Batch:

@@ -1,0 +1,57 @@
+"""Write docs/reference.md from the code: every option with its type, default and meaning, and every metric.
+
+python docs/make_reference.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from wordrun.config import SCHEMAS, documentation
+from wordrun.train.metrics import LEGEND
+
+HEAD = """\
+# Reference
+
+Made by `python docs/make_reference.py` from the code; a test compares.
+
+An option is set by `KEY=VALUE`, a group's file is chosen by `GROUP=NAME`. `null` means that the value is worked out.
+
+"""
+
+
+def render() -> str:
+    """Return the text of docs/reference.md."""
+    parts = [HEAD]
+    for group, schemas in SCHEMAS.items():
+        for name, schema in schemas.items():
+            if len(schemas) > 1 and not own_fields(schema):
+                continue
+            title = f"{group}={name}" if len(schemas) > 1 else group
+            parts.append(
+                f"## {title}\n\n{schema.__doc__}\n\n| option | type | default | meaning |\n|---|---|---|---|\n"
+            )
+            parts += [row(group, schema, field) for field in fields(schema)]
+            parts.append("\n")
+    parts.append("## Metrics\n\n| name | meaning |\n|---|---|\n")
+    parts += [f"| `{name}` | {meaning} |\n" for name, meaning in LEGEND.items()]
+    return "".join(parts)
+
+
+def own_fields(schema: type[Any]) -> bool:
+    """Say whether ``schema`` has more than a name."""
+    return len(fields(schema)) > 1
+
+
+def row(group: str, schema: type[Any], field: Any) -> str:
+    """Return the table row of one option."""
+    default = field.default_factory() if field.default is MISSING else field.default
+    shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
+    kind = str(field.type).replace("|", "\\|")
+    return f"| `{group}.{field.name}` | {kind} | `{shown}` | {documentation(schema)[field.name]} |\n"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("reference.md").write_text(render(), encoding="utf-8")

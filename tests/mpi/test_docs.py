@@ -1,0 +1,87 @@
+"""The documentation says what the code does: the reference is current, the examples run, the links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from make_reference import render
+
+    assert (ROOT / "docs" / "reference.md").read_text() == render(), "run: python docs/make_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_readme_python_example_runs(command: Any) -> None:
+    (example,) = _blocks("README.md", "python")
+    done = command(sys.executable, "-c", example)
+    assert done.returncode == 0, done.stderr
+    assert "ROSAMUND:" in done.stdout
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ten_lines_of_dist_run(n: int, ranks: Any, tmp_path: Path) -> None:
+    (example,) = _blocks("docs/dist.md", "python")
+    assert len([line for line in example.splitlines() if line]) <= 10
+    (tmp_path / "script.py").write_text(example)
+    done = ranks(n, "script.py", under="mpiexec" if n > 1 else "torchrun")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss ") == n
+
+
+def test_notebook_runs(tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    images = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert len(images) == 1
+    assert not any(o.get("output_type") == "error" for cell in notebook.cells for o in cell.get("outputs", []))
+
+
+README_LINES = [
+    line.partition("#")[0].strip()
+    for line in "".join(_blocks("README.md", "console")).replace("\\\n", " ").splitlines()
+    if line.startswith(("launch", "wordrun"))
+]
+
+
+SHORT = [line for line in README_LINES if re.search(r"smoke|test_dist|--help|--dry-run", line)]
+
+
+@pytest.mark.parametrize("line", SHORT)
+def test_short_readme_command_runs_as_printed(line: str, command: Any, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "README.md", tmp_path)
+    done = command("sh", "-c", line)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("line", [line for line in README_LINES if line not in SHORT])
+def test_long_readme_command_composes(line: str, command: Any) -> None:
+    """The long ones are accepted as they stand, by launch and by wordrun."""
+    words = shlex.split(line)
+    assert words[0] == "launch"
+    assert command("launch", "--dry-run", *words[1:]).returncode == 0
+    done = command("wordrun", *words[words.index("wordrun") + 1 :], "--cfg", "job")
+    assert done.returncode == 0, done.stderr
