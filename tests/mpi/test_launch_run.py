@@ -295,6 +295,16 @@ def test_command_not_found_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
+def test_what_cannot_be_executed(tmp_path: Path) -> None:
+    path = tmp_path / "tool"
+    path.write_text("#!/no/such/interpreter\n")
+    path.chmod(0o755)
+    run = launch(tmp_path, str(path))
+    assert run.returncode == 126
+    assert run.stderr == f"launch: cannot start {path}: No such file or directory\n"
+    assert read_record(tmp_path)["exit_status"] == 126
+
+
 def test_two_launches_at_once(tmp_path: Path, start: Start) -> None:
     meet = (
         "import os, socket, time\n"

@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"launch: {line}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:  # before anything was started
+        return 130
     except BrokenPipeError:  # launch --help | head -1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.command import Plan
 from wordrun.launch.record import Record
 
 IDLE_STATUS = 124
+CANNOT_START = 126
 # A job that was asked to stop may finish its step and write its files.
 STOP_PATIENCE_S = 30.0
 # After one rank has failed the others get this long to end by themselves, and then again after SIGTERM.
@@ -43,15 +45,25 @@ def run(plan: Plan, idle_timeout: float | None = None) -> int:
         plan: what to start.
         idle_timeout: end the job after so many seconds without output; None waits for ever.
     """
-    record, env = _begin_record(plan)
     status_dir = plan.decided.status_dir if plan.launcher.kind != "local" else ""
     if status_dir:
-        os.mkdir(status_dir, 0o700)
-    processes.adopt_orphans()
+        try:
+            os.mkdir(status_dir, 0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make {status_dir}: {error.strerror}; point TMPDIR to a folder of yours"
+            ) from None
     try:
+        record, env = _begin_record(plan)
+        processes.adopt_orphans()
         with _signals() as arrived:
-            job = _Running(plan, _start(plan, env, piped=idle_timeout is not None), status_dir)
-            status = _watch(job, arrived, idle_timeout)
+            try:
+                child = _start(plan, env, piped=idle_timeout is not None)
+            except OSError as error:  # no interpreter, or an argument list that is too long
+                say(f"cannot start {plan.argv[0]}: {error.strerror}")
+                status = CANNOT_START
+            else:
+                status = _watch(_Running(plan, child, status_dir), arrived, idle_timeout)
     finally:
         if status_dir:
             for name in os.listdir(status_dir):
