@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -90,6 +91,8 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for job in jobs:
         with job:
             job.kill()
+        for status_dir in Path(os.environ.get("TMPDIR") or "/tmp").glob(f"wordrun-launch-{job.pid}-*"):
+            shutil.rmtree(status_dir)  # a killed launch cannot
 
 
 Start = Callable[..., "subprocess.Popen[str]"]
