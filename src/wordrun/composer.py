@@ -62,7 +62,9 @@ def to_config(composed: DictConfig, *, run_dir: str | None = None, world_size: i
     if composed.get("run_dir"):
         problems.append(f"run_dir={composed.run_dir} cannot be set by itself: use hydra.run.dir={composed.run_dir}")
     try:
-        directory = run_dir or str(composed.hydra.run.dir)
+        directory = run_dir or str(composed.hydra.run.dir or "")
+        if not directory:  # it would be the current directory
+            problems.append("hydra.run.dir is empty: name a directory, or leave it out")
         with open_dict(composed):
             del composed["hydra"]
         cfg = OmegaConf.to_object(composed)
@@ -200,7 +202,9 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     if match:
         kind = match[1] or match[2]
         return f"{name}={value} should be {wanted.get(kind, kind)}"
-    return f"{override}: {text.splitlines()[0]}"
+    if value == "null":
+        return f"{name}=null should have a value: leave it out for the default"
+    return f"{override}: {str(error.__cause__ or error).splitlines()[0]}"
 
 
 def as_yaml(cfg: Any) -> str:

@@ -302,8 +302,8 @@ def _check_data(data: DataConfig) -> list[str]:
 def _check_optimizer(optimizer: OptimizerConfig) -> list[str]:
     problems = _positive("optimizer", optimizer, "gas", "lr_decay_iters")
     problems += _not_negative("optimizer", optimizer, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
-    if optimizer.learning_rate <= 0:
-        problems.append(f"optimizer.learning_rate={optimizer.learning_rate} should be more than 0")
+    if not 0 < optimizer.learning_rate < float("inf"):
+        problems.append(f"optimizer.learning_rate={optimizer.learning_rate} should be a number above 0")
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.learning_rate:
         problems.append(
             f"optimizer.min_lr={optimizer.min_lr} is above optimizer.learning_rate={optimizer.learning_rate}"
@@ -321,8 +321,8 @@ def _check_train(cfg: Config) -> list[str]:
     if train.dtype not in DTYPES:
         problems += _one_of("train.dtype", train.dtype, list(DTYPES))
     problems += _one_of("train.device", train.device, ["auto", "cpu", "cuda", "xpu"])
-    if train.temperature <= 0:
-        problems.append(f"train.temperature={train.temperature} should be more than 0")
+    if not 0 < train.temperature < float("inf"):
+        problems.append(f"train.temperature={train.temperature} should be a number above 0")
     if not train.sample_prompt:
         problems.append("train.sample_prompt is empty: a sample has to begin with something, such as a line break")
     if train.backend not in BACKENDS:
