@@ -1,0 +1,393 @@
+"""The config: documented, composed from conf/, checked, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import yaml
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+import wordrun
+from wordrun import config, model
+from wordrun.composer import Tree, as_yaml, compose
+from wordrun.config import (
+    SCHEMAS,
+    SECTIONS,
+    Config,
+    DataConfig,
+    DDPConfig,
+    WandbConfig,
+    accumulation,
+    check,
+    field_docs,
+)  # fmt: skip
+from wordrun.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+CONF = Path(__file__).parents[2] / "conf"
+FILES = {group: sorted(p.stem for p in (CONF / group).glob("*.yaml")) for group in (*SCHEMAS, "experiment")}
+DATACLASSES = [node for node in vars(config).values() if is_dataclass(node)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Config:
+    """The config of an empty command line."""
+    return compose()
+
+
+def good(**changes: Any) -> Config:
+    """Return a config that passes, with options changed as in ``model__n_head=3``."""
+    cfg = Config(backend=DDPConfig(), data=DataConfig(name="sample", kind="sample"))
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        assert hasattr(getattr(cfg, section), name)
+        setattr(getattr(cfg, section), name, value)
+    return cfg
+
+
+def complaints(action: Callable[[], object]) -> list[str]:
+    """Return the lines of the ConfigError that ``action`` raises."""
+    with pytest.raises(ConfigError) as caught:
+        action()
+    return str(caught.value).splitlines()
+
+
+# The schema and the files
+
+
+@pytest.mark.parametrize("node", DATACLASSES, ids=lambda node: node.__name__)
+def test_every_option_says_what_it_means(node: type[Any]) -> None:
+    docs = field_docs(node)
+    inherited = {f.name for base in node.__mro__[1:] if is_dataclass(base) for f in fields(base)}
+    silent = [f.name for f in fields(node) if node is not Config and not docs.get(f.name) and f.name not in inherited]
+    assert silent == []
+    assert node.__doc__
+    assert "(" not in node.__doc__.split()[0]  # the docstring that dataclass makes by itself: "Name(field: ...)"
+
+
+@pytest.mark.parametrize("round_", range(max(map(len, FILES.values()))))
+def test_every_file_composes_and_converts(round_: int) -> None:
+    chosen = {group: names[round_ % len(names)] for group, names in FILES.items()}
+    backend = chosen.pop("backend")
+    cfg = compose([f"train.backend={backend}", *(f"{g}={name}" for g, name in chosen.items()), "data.path=a.txt"])
+    assert isinstance(cfg, Config)
+    assert cfg.backend.name.lower() == cfg.train.backend.lower() == backend
+    assert cfg.tracker.name == chosen["tracker"]
+    assert cfg.profiler.name == chosen["profiler"]
+    assert type(cfg.tracker) is SCHEMAS["tracker"][chosen["tracker"]]
+
+
+@pytest.mark.parametrize("name", FILES["model"])
+def test_a_preset_is_known_by_the_name_of_its_file(name: str) -> None:
+    preset = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    assert preset.get("name", config.ModelConfig.name) == name
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group in SCHEMAS for name in FILES[group]])
+def test_files_hold_only_differences(group: str, name: str) -> None:
+    content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    (base,) = content.pop("defaults")
+    schema = re.fullmatch(rf"/schema/{group}/(\w+)@_here_", base)
+    assert schema, base
+    defaults = asdict(SCHEMAS[group][schema[1]]())
+    assert {key: value for key, value in content.items() if defaults[key] == value} == {}
+
+
+@pytest.mark.parametrize("name", FILES["experiment"])
+def test_experiments_hold_only_differences(name: str, plain: Config) -> None:
+    content = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
+    del content["defaults"]
+    repeated = [
+        f"{section}.{key}"
+        for section, options in content.items()
+        for key, value in options.items()
+        if getattr(getattr(plain, section), key) == value
+    ]
+    assert repeated == []
+
+
+@pytest.mark.parametrize("name", ["DDP", "ddp"])
+def test_a_backend_may_be_typed_in_either_case(name: str) -> None:
+    cfg = compose([f"train.backend={name}", "backend.bucket_cap_mb=7"])
+    assert cfg.train.backend == cfg.backend.name == "DDP"
+    assert isinstance(cfg.backend, DDPConfig)
+    assert cfg.backend.bucket_cap_mb == 7
+
+
+def test_the_line_of_the_talk_composes() -> None:
+    cfg = compose(
+        shlex.split(
+            "train.backend=DDP train.eval_interval=100 data=shakespeare train.dtype=bf16 model.batch_size=64 "
+            "model.block_size=1024 train.max_iters=1000 train.log_interval=10 train.compile=false"
+        )
+    )
+    train = cfg.train
+    assert (train.backend, train.eval_interval, train.max_iters, train.log_interval) == ("DDP", 100, 1000, 10)
+    assert (train.dtype, train.compile, cfg.model.batch_size, cfg.model.block_size) == ("bf16", False, 64, 1024)
+    assert cfg.data.name == "shakespeare"
+
+
+def test_the_defaults_are_nanos(plain: Config) -> None:
+    nano = plain.model
+    assert (nano.n_layer, nano.n_head, nano.n_embd, nano.block_size, nano.batch_size) == (4, 4, 128, 64, 12)
+    assert (plain.train.max_iters, plain.tracker.name, plain.data.offline) == (2000, "wandb", "sample")
+    assert compose(["data=sample"]).data.offline == "error"
+
+
+def test_the_experiment_shakespeare_is_nanogpts() -> None:
+    gpt = compose(["experiment=shakespeare"]).model
+    assert (gpt.n_layer, gpt.n_head, gpt.n_embd, gpt.block_size, gpt.batch_size) == (6, 6, 384, 256, 64)
+    assert gpt.dropout == 0.2
+
+
+def test_the_command_line_wins_over_an_experiment() -> None:
+    cfg = compose(["experiment=shakespeare", "model.n_layer=2", "data=sample"])
+    assert (cfg.model.n_layer, cfg.model.n_embd, cfg.data.kind) == (2, 384, "sample")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"), [("bfloat16", "bf16"), ("bf16", "bf16"), ("float16", "fp16"), ("float32", "fp32")]
+)
+def test_a_dtype_is_what_it_says(spelling: str, dtype: str) -> None:
+    assert compose([f"train.dtype={spelling}"]).train.dtype == dtype
+
+
+def test_a_config_survives_its_own_yaml(plain: Config) -> None:
+    content = yaml.safe_load(as_yaml(plain))
+    assert content == asdict(plain)
+
+
+# Sizes as published: Radford et al. 2019 (OpenAI's own count for its released models, ties counted once) and the
+# GPT-3 table's names, which round their counts with the vocabulary and positions left in.
+PUBLISHED = {"gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200}
+GPT3 = {"125m": 125e6, "350m": 356e6, "760m": 760e6, "1_3b": 1.3e9, "2_7b": 2.7e9, "6_7b": 6.7e9, "13b": 13e9,
+        "175b": 175e9}  # fmt: skip
+
+
+def parameters(preset: str) -> int:
+    options = yaml.safe_load((CONF / "model" / f"{preset}.yaml").read_text())
+    del options["defaults"]
+    with torch.device("meta"):
+        return model.build(config.ModelConfig(**options), 50257).num_parameters()
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_gpt2_presets_have_the_published_size(name: str, count: int) -> None:
+    assert parameters(name) == count
+
+
+@pytest.mark.parametrize(("name", "count"), GPT3.items())
+def test_gpt3_presets_have_the_published_size(name: str, count: float) -> None:
+    assert math.isclose(parameters(f"gpt3_{name}"), count, rel_tol=0.02)
+
+
+# The run directory
+
+
+def test_a_run_has_a_directory_of_its_own(plain: Config) -> None:
+    assert re.fullmatch(r"outputs/shakespeare/nano-DDP/\d{8}-\d{6}-[0-9a-f]{4}", plain.run_dir)
+    assert compose(["data=sample", "model=gpt2"]).run_dir.startswith("outputs/sample/gpt2-DDP/")
+
+
+def test_launch_chooses_the_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORDRUN_RUN_ID", "20260101-000000-cafe")
+    assert compose().run_dir == "outputs/shakespeare/nano-DDP/20260101-000000-cafe"
+
+
+def test_the_user_chooses_the_run_directory() -> None:
+    assert compose(["hydra.run.dir=/scratch/mine"]).run_dir == "/scratch/mine"
+
+
+def test_data_lies_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORDRUN_DATA_HOME", "/data")
+    assert compose().data.path == "/data/shakespeare/input.txt"
+    monkeypatch.delenv("WORDRUN_DATA_HOME")
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert compose().data.path == "/home/ada/.cache/wordrun/shakespeare/input.txt"
+
+
+# Where a config comes from
+
+
+def test_composing_leaves_a_callers_hydra_alone() -> None:
+    with initialize_config_module("wordrun.conf", version_base="1.3"):
+        before = GlobalHydra.instance().hydra
+        compose()
+        complaints(lambda: compose(["no.such=1"]))
+        assert GlobalHydra.instance().hydra is before
+    GlobalHydra.instance().clear()
+    compose()
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_composing_writes_nothing_and_changes_no_variable(tmp_path: Path) -> None:
+    before = dict(os.environ), Path.cwd()
+    compose(["data=sample"])
+    assert (dict(os.environ), Path.cwd()) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_may_lie_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "tiny.yaml").write_text("# @package _global_\nmodel: {n_layer: 1}\ntrain: {max_iters: 3}\n")
+    cfg = compose(["experiment=tiny"], tree=Tree(extra_dir=str(tmp_path / "mine")))
+    assert (cfg.model.n_layer, cfg.train.max_iters, cfg.model.n_head) == (1, 3, 4)
+
+
+def test_an_experiment_that_names_a_backend_without_its_options_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "odd.yaml").write_text("# @package _global_\nbackend: {name: FSDP}\n")
+    (line,) = complaints(lambda: compose(["experiment=odd"], tree=Tree(extra_dir=str(tmp_path))))
+    assert "train.backend=DDP" in line
+    assert "backend=FSDP" in line
+    assert "override /train.backend" in line
+
+
+def test_the_same_config_comes_from_python_and_from_the_command(command: Command) -> None:
+    words = ["data=sample", "model.n_layer=2", "optimizer.gas=3", "hydra.run.dir=here"]
+    done = command("wordrun", *words, "--cfg", "job")
+    from_python = asdict(wordrun.compose(words))
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout) == {**from_python, "run_dir": ""}
+
+
+# What Hydra refuses, or should have: override, and what the message has to contain
+
+UNKNOWN = {
+    "train.max_iter=3": ["'train.max_iter'", "did you mean 'train.max_iters'?"],
+    "+train.eval_itersx=3": ["'train.eval_itersx'", "did you mean 'train.eval_iters'?"],
+    "modle=gpt2": ["'modle'", "did you mean 'model'?"],
+    "model=gtp2": ["model=gtp2", "did you mean 'gpt2'?", "gpt2_medium", "nano"],
+    "train.backend=FSPD": ["train.backend=FSPD", "unknown backend 'FSPD'", "DDP"],
+    "experiment=shakspeare": ["experiment=shakspeare", "did you mean 'shakespeare'?"],
+    "train.log_interval=abc": ["train.log_interval=abc", "a whole number"],
+    "optimizer.learning_rate=fast": ["optimizer.learning_rate=fast", "a number"],
+    "train.compile=maybe": ["train.compile=maybe", "true or false"],
+    "train=null": ["train=null", "train=NAME"],
+    "+foo.bar=1": ["'foo"],
+    "novalue": ["'novalue'", "KEY=VALUE"],
+    "model.n_head=3": ["model.n_embd=128", "model.n_head=3", "n_embd=126 or 129"],
+}  # the last one composes, and is wrong all the same
+
+
+@pytest.fixture(scope="module")
+def together() -> list[str]:
+    """What a user is told who makes all the mistakes of ``UNKNOWN`` at once."""
+    return complaints(lambda: compose(list(UNKNOWN)))
+
+
+@pytest.mark.parametrize(("override", "says"), UNKNOWN.items())
+def test_all_mistakes_are_reported_together(override: str, says: list[str], together: list[str]) -> None:
+    (line,) = [line for line in together if all(text in line for text in says)]
+    assert line
+
+
+def test_no_mistake_is_reported_twice(together: list[str]) -> None:
+    assert len(together) == len(UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("++train.max_iter=3", ["'train.max_iter'", "did you mean 'train.max_iters'?"]),
+        ("train.max_iters=null", ["train.max_iters=null", "leave it out"]),
+        ("tracker.tags=a", ["tracker.tags=a", "list"]),
+        ("run_dir=here", ["run_dir=here", "hydra.run.dir=here"]),
+        ("hydra.run.dir=", ["hydra.run.dir"]),
+        ("tracker.mode=onlin", ["tracker.mode=onlin", "did you mean 'online'?"]),
+    ],
+)
+def test_one_mistake_is_one_line(override: str, says: list[str]) -> None:
+    (line,) = complaints(lambda: compose([override]))
+    assert [text for text in says if text not in line] == []
+
+
+def test_the_number_of_ranks_takes_part() -> None:
+    (line,) = complaints(lambda: compose(["train.global_batch_size=36"], world_size=2))
+    assert "train.global_batch_size=36" in line
+    assert compose(["train.global_batch_size=36"], world_size=1).train.global_batch_size == 36
+
+
+# What composes, but cannot be: change, and what the message has to contain
+
+IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model__n_head": 0}, ["model.n_head=0", "at least 1"]),
+    ({"model__n_embd": 3}, ["model.n_embd=3", "model.n_head=4", "n_embd=4"]),
+    ({"model__vocab_size": 0}, ["model.vocab_size=0", "at least 1"]),
+    ({"model__dropout": 1.0}, ["model.dropout=1.0", "less than 1"]),
+    ({"model__dropout": math.nan}, ["model.dropout=nan"]),
+    ({"data__kind": "flie"}, ["data.kind=flie", "did you mean 'file'?"]),
+    ({"data__kind": "file"}, ["data=sample", "data.path=FILE"]),
+    ({"data__kind": "download", "data__path": "a.txt"}, ["data.url", "data.sha256"]),
+    ({"data__offline": "smaple"}, ["data.offline=smaple", "did you mean 'sample'?"]),
+    ({"data__val_fraction": 1.0}, ["data.val_fraction=1.0", "between 0 and 1"]),
+    ({"optimizer__gas": 0}, ["optimizer.gas=0", "at least 1"]),
+    ({"optimizer__learning_rate": 0.0}, ["optimizer.learning_rate=0.0", "above 0"]),
+    ({"optimizer__learning_rate": math.nan}, ["optimizer.learning_rate=nan"]),
+    ({"optimizer__min_lr": 1.0}, ["optimizer.min_lr=1.0", "optimizer.learning_rate=0.001"]),
+    ({"optimizer__beta2": 1.0}, ["optimizer.beta2=1.0", "less than 1"]),
+    ({"optimizer__weight_decay": math.nan}, ["optimizer.weight_decay=nan"]),
+    ({"optimizer__grad_clip": -1.0}, ["optimizer.grad_clip=-1.0", "negative"]),
+    ({"train__max_iters": 0}, ["train.max_iters=0", "at least 1"]),
+    ({"train__eval_iters": 0}, ["train.eval_iters=0", "at least 1"]),
+    ({"train__eval_interval": -1}, ["train.eval_interval=-1", "negative"]),
+    ({"train__seed": -1}, ["train.seed=-1", "negative"]),
+    ({"train__temperature": 0.0}, ["train.temperature=0.0", "above 0"]),
+    ({"train__temperature": math.nan}, ["train.temperature=nan"]),
+    ({"train__sample_prompt": ""}, ["train.sample_prompt", "line break"]),
+    ({"train__dtype": "bf61"}, ["train.dtype=bf61", "did you mean 'bf16'?", "fp32"]),
+    ({"train__device": "gpu"}, ["train.device=gpu", "cuda"]),
+    ({"train__backend": "FSPD"}, ["train.backend=FSPD", "DDP"]),
+    ({"backend__name": "FSDP"}, ["train.backend=DDP", "backend=FSDP"]),
+    ({"train__global_batch_size": 25}, ["train.global_batch_size=25", "model.batch_size=12", "use 24"]),
+    ({"train__global_batch_size": 0}, ["train.global_batch_size=0", "use 12"]),
+    ({"train__global_batch_size": 24, "optimizer__gas": 3}, ["train.global_batch_size=24", "2 micro-steps", "gas=3"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "says"), IMPOSSIBLE, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_the_impossible_is_refused_with_key_value_and_remedy(changes: dict[str, Any], says: list[str]) -> None:
+    (line,) = complaints(lambda: check(good(**changes)))
+    assert [text for text in says if text not in line] == []
+
+
+def test_what_is_possible_passes() -> None:
+    check(good())
+    check(good(train__global_batch_size=48, optimizer__gas=2), world_size=2)
+
+
+def test_the_trackers_mode_is_checked() -> None:
+    cfg = good()
+    cfg.tracker = WandbConfig(mode="of")
+    assert "tracker.mode=of" in complaints(lambda: check(cfg))[0]
+
+
+@pytest.mark.parametrize(
+    ("whole", "gas", "ranks", "micro_steps"), [(None, None, 1, 1), (None, 3, 4, 3), (96, None, 1, 8), (96, None, 4, 2)]
+)
+def test_the_global_batch_sets_the_accumulation(
+    whole: int | None, gas: int | None, ranks: int, micro_steps: int
+) -> None:
+    assert accumulation(good(train__global_batch_size=whole, optimizer__gas=gas), ranks) == micro_steps
+
+
+def test_the_nearest_name_is_told_in_its_own_spelling() -> None:
+    assert nearest("fspd", ["DDP", "FSDP"]) == "; did you mean 'FSDP'?"
+    assert nearest("zebra", ["DDP", "FSDP"]) == ""
+
+
+def test_sections_are_those_of_the_schema() -> None:
+    assert set(SECTIONS) == set(SCHEMAS)
