@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -51,12 +51,20 @@ class Summary:
 class Trainer:
     """Trains, evaluates and generates, as a config says.
 
-    Every rank of the job makes one; in a notebook the one process is the job. ``close`` (or a ``with`` block,
-    or the garbage collector) takes back the process group, the log handlers and the random streams.
+    Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own.
+    ``close`` (or a ``with`` block, or the garbage collector) takes back the process group, the log handlers and the
+    random streams.
     """
 
-    def __init__(self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        world: dist.World | None = None,
+        log_handle: log.LogHandle | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
         self.cfg = cfg
+        self.extra_hooks = hooks
         old_streams = streams.capture()
         self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
         self.log = log_handle or log.start(self.world.rank)
@@ -206,7 +214,7 @@ class Trainer:
             self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
             self.model.flops_per_token(), self.world.size,
         )  # fmt: skip
-        hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample()]
+        hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample(), *self.extra_hooks]
         reason = "finished"
         self.model.train()
         try:

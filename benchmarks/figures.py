@@ -1,0 +1,170 @@
+"""wordrun's own figures: parity, two ranks against two threads, the loop against a bare one, start-up times.
+
+    python benchmarks/figures.py [parity ranks loop start]
+
+Two things that are compared run in turns in the same call, and the figure is the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import wordrun
+from wordrun.train.hooks import Hook
+from wordrun.train.trainer import Trainer
+
+QUIET = ["data=sample", "tracker=jsonl", "train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0"]
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Return the training lines of a run."""
+    return [m for m in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "loss" in m]
+
+
+def train(out: Path, ranks: int, threads: int, *overrides: str) -> list[dict[str, float]]:
+    """Train under launch and return the training lines."""
+    command = ["launch", "-n", str(ranks), "--env", f"OMP_NUM_THREADS={threads}", sys.executable, "-m", "wordrun",
+               *QUIET, f"hydra.run.dir={out}", *overrides]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=out.parent)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return metrics(out)
+
+
+def parity(scratch: Path) -> None:
+    """The first 20 losses at 1, 2 and 4 ranks with the same global batch."""
+    losses = {}
+    for ranks in (1, 2, 4):
+        lines = train(
+            scratch / f"parity{ranks}", ranks, 1, "train.max_iters=20", "train.log_interval=1",
+            f"model.batch_size={12 // ranks}", "optimizer.warmup_iters=5",
+        )  # fmt: skip
+        losses[ranks] = [m["loss"] for m in lines]
+    for ranks in (2, 4):
+        worst = max(abs(a - b) / a for a, b in zip(losses[1], losses[ranks], strict=True))
+        print(
+            f"| largest relative difference of the first 20 losses, {ranks} ranks to 1 | {worst:.1e} | at most 1e-5 |"
+        )
+
+
+def ranks_or_threads(scratch: Path, rounds: int) -> None:
+    """Two ranks of one thread against one rank of two threads, the same global batch."""
+    speed: dict[int, list[float]] = {1: [], 2: []}
+    for number in range(rounds):
+        for ranks in (1, 2):
+            lines = train(
+                scratch / f"ranks{ranks}-{number}", ranks, 2 // ranks, "train.max_iters=200", "train.log_interval=1",
+                f"model.batch_size={12 // ranks}",
+            )  # fmt: skip
+            clock = [m["time"] for m in lines][10:]
+            steps = [after - before for before, after in pairwise(clock)]
+            speed[ranks].append(12 * 64 / statistics.median(steps))
+    one, two = (statistics.median(speed[ranks]) for ranks in (1, 2))
+    ratios = [b / a for a, b in zip(speed[1], speed[2], strict=True)]
+    print(f"| tokens/s, 1 rank of 2 threads | {one:,.0f} | |")
+    print(f"| tokens/s, 2 ranks of 1 thread | {two:,.0f} | |")
+    print(f"| ratio, median of {rounds} rounds | {statistics.median(ratios):.3f} | at least 0.9 |")
+
+
+class BareStep(Hook):
+    """After each step of the trainer, the same step on a model of its own in plain PyTorch, and the time of both."""
+
+    def __init__(self) -> None:
+        self.trainer_s: list[float] = []
+        self.bare_s: list[float] = []
+        self._left = 0.0
+
+    def at_start(self, trainer: Trainer) -> None:
+        """Build the second model."""
+        import torch
+
+        from wordrun.model import build
+        from wordrun.train.optim import adamw
+
+        self.model = build(trainer.cfg.model, trainer.corpus.tokenizer.vocab_size)
+        self.optimizer = adamw(trainer.cfg.optimizer, self.model)
+        self.clip = torch.nn.utils.clip_grad_norm_
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Time what the trainer did since the last call, then a bare step."""
+        arrived = time.perf_counter()
+        if self._left:
+            self.trainer_s.append(arrived - self._left)
+        size = trainer.cfg.model.batch_size
+        begin = time.perf_counter()
+        batch = trainer.sequences.batch(trainer.step * size, size)
+        self.model(batch.tokens, batch.targets).mean().backward()
+        self.clip(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._left = time.perf_counter()
+        self.bare_s.append(self._left - begin)
+
+
+def loop(scratch: Path, steps: int) -> None:
+    """The trainer's loop, with logging as it is by default, against a bare one, step by step in turns."""
+    bare = BareStep()
+    cfg = wordrun.compose([*QUIET, f"train.max_iters={steps}", f"hydra.run.dir={scratch / 'loop'}"])
+    with Trainer(cfg, hooks=[bare]) as trainer:
+        trainer.train()
+    ours, theirs = statistics.median(bare.trainer_s[10:]), statistics.median(bare.bare_s[10:])
+    print(f"| median step of a bare PyTorch loop [ms] | {1000 * theirs:.2f} | |")
+    print(f"| median step of the trainer [ms] | {1000 * ours:.2f} | |")
+    print(f"| cost of the loop | {100 * (ours / theirs - 1):+.1f} % | less than 2 % |")
+
+
+def wall(command: list[str]) -> float:
+    """Return the wall seconds of a command."""
+    begin = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - begin
+
+
+def start(rounds: int) -> None:
+    """How long the commands take to say something, and what launch adds to mpiexec."""
+    os.environ["HYDRA_FULL_ERROR"] = "0"
+    for command, limit in (
+        ("launch --help", 0.15),
+        ("launch --dry-run -n 2 python -m wordrun", 0.15),
+        ("wordrun --help", 0.8),
+    ):
+        times = [wall(command.split()) for _ in range(rounds)]
+        print(f"| `{command}` [s] | {statistics.median(times):.3f} | less than {limit} |")
+    with_launch, bare = [], []
+    for _ in range(rounds):
+        with_launch.append(wall(["launch", "-n", "2", "true"]))
+        bare.append(wall(["mpiexec", "-n", "2", "true"]))
+    added = statistics.median(a - b for a, b in zip(with_launch, bare, strict=True))
+    print(f"| `launch -n 2 true` over `mpiexec -n 2 true` [s] | {added:.3f} | less than 0.15 |")
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["parity", "ranks", "loop", "start"], help="which figures")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    print("| figure | measured | wanted |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        if "parity" in args.parts:
+            parity(scratch)
+        if "ranks" in args.parts:
+            ranks_or_threads(scratch, args.rounds)
+        if "loop" in args.parts:
+            loop(scratch, 100 * args.rounds)
+        if "start" in args.parts:
+            start(2 * args.rounds + 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""wordrun beside nanoGPT on tiny Shakespeare: the same shapes, the same schedule, in turns on the same machine.
+
+    git clone https://github.com/karpathy/nanoGPT
+    python nanoGPT/data/shakespeare_char/prepare.py
+    python benchmarks/vs_nanogpt.py --nanogpt nanoGPT
+
+Quality: both train to the end of nanoGPT's schedule for a CPU, and both are judged by the mean loss over every
+window of the validation split, nanoGPT by the checkpoint that it kept. Speed: short runs of each in turns; the
+figure is the median over all steps of the wall time from step to step, logging included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+SKIP = 10  # the first steps allocate memory
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One setting, in both programs' words."""
+
+    name: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    batch_size: int
+    dropout: float
+    steps: int
+
+    def nanogpt(self) -> list[str]:
+        """Return nanoGPT's options; the rest is its config/train_shakespeare_char.py."""
+        names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dropout")
+        return [f"--{name}={getattr(self, name)}" for name in names]
+
+    def wordrun(self) -> list[str]:
+        """Return wordrun's overrides."""
+        names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dropout")
+        return [f"model.{name}={getattr(self, name)}" for name in names]
+
+
+SHAPES = (
+    Shape("nanoGPT's CPU setting (4 layers, 4 heads, 128, block 64, batch 12)", 4, 4, 128, 64, 12, 0.0, 300),
+    Shape("experiment=shakespeare at batch 16 (6 layers, 6 heads, 384, block 256)", 6, 6, 384, 256, 16, 0.2, 25),
+)
+
+
+def run_nanogpt(folder: Path, out: Path, options: list[str], steps: int) -> list[float]:
+    """Train nanoGPT and return the seconds of each step after the first few."""
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False",
+               f"--out_dir={out}", "--log_interval=1", f"--max_iters={steps}", *options]  # fmt: skip
+    text = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    times = [float(ms) / 1000 for ms in re.findall(r"^iter \d+: loss .* time ([\d.]+)ms", text, re.MULTILINE)]
+    assert len(times) == steps + 1, text[-2000:]
+    return times[SKIP:]
+
+
+def run_wordrun(out: Path, options: list[str], steps: int) -> list[float]:
+    """Train wordrun and return the seconds of each step after the first few, logging included."""
+    command = [sys.executable, "-m", "wordrun", "data=shakespeare", "data.offline=error", "tracker=jsonl",
+               f"hydra.run.dir={out}", f"train.max_iters={steps}", "train.log_interval=1", *options]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    clock = [line["time"] for line in lines if "loss" in line]
+    return [after - before for before, after in pairwise(clock)][SKIP:]
+
+
+def speed(nanogpt: Path, shape: Shape, rounds: int, scratch: Path) -> tuple[float, float, list[float]]:
+    """Return the median tokens/s of wordrun and of nanoGPT, and the ratio of each round."""
+    no_extras = ["train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0"]
+    ours: list[float] = []
+    theirs: list[float] = []
+    ratios = []
+    for number in range(rounds):
+        a = run_wordrun(scratch / f"w{number}-{shape.n_layer}", [*shape.wordrun(), *no_extras], shape.steps)
+        b = run_nanogpt(
+            nanogpt, scratch / "n", [*shape.nanogpt(), "--eval_interval=100000", "--eval_iters=1"], shape.steps
+        )
+        ours, theirs = ours + a, theirs + b
+        ratios.append(statistics.median(b) / statistics.median(a))
+        print(f"  round {number + 1}: wordrun / nanoGPT = {ratios[-1]:.3f}", flush=True)
+    tokens = shape.batch_size * shape.block_size
+    return tokens / statistics.median(ours), tokens / statistics.median(theirs), ratios
+
+
+def quality(nanogpt: Path, shape: Shape, scratch: Path, seeds: list[int]) -> tuple[list[float], list[float]]:
+    """Return the validation losses, one per seed, of wordrun at the end and of nanoGPT's kept checkpoint."""
+    ours, theirs = [], []
+    for seed in seeds:
+        out = scratch / f"q{seed}"
+        run_wordrun(out, [*shape.wordrun(), f"train.seed={seed}", "train.eval_interval=2000", "train.eval_iters=null",
+                          "train.sample_interval=0"], 2000)  # fmt: skip
+        ours.append(json.loads((out / "run.json").read_text())["val_loss"])
+        schedule = ["--eval_iters=20", "--lr_decay_iters=2000"]
+        run_nanogpt(nanogpt, scratch / "ckpt", [*shape.nanogpt(), *schedule], 2000)
+        theirs.append(loss_of_checkpoint(nanogpt, scratch / "ckpt" / "ckpt.pt", shape))
+        print(f"  seed {seed}: wordrun {ours[-1]:.4f}, nanoGPT {theirs[-1]:.4f}", flush=True)
+    return ours, theirs
+
+
+def loss_of_checkpoint(nanogpt: Path, checkpoint: Path, shape: Shape) -> float:
+    """Return the mean loss of a nanoGPT checkpoint over the windows that wordrun evaluates."""
+    import numpy as np
+    import torch
+
+    from wordrun.data.loader import FixedSet
+
+    sys.path.insert(0, str(nanogpt))
+    import model as theirs  # type: ignore[import-not-found]
+
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=False)  # written by this script's own run
+    gpt = theirs.GPT(theirs.GPTConfig(**saved["model_args"]))
+    gpt.load_state_dict(saved["model"])
+    gpt.eval()
+    val = np.fromfile(nanogpt / "data/shakespeare_char/val.bin", dtype=np.uint16)
+    windows = FixedSet(val, shape.block_size, shape.batch_size, None)
+    total = count = 0.0
+    with torch.no_grad():
+        for i in range(len(windows)):
+            batch, weights = windows[i]
+            logits, _ = gpt(batch.tokens, batch.targets)
+            losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none").mean(1)
+            total += float((losses.double() * weights).sum())
+            count += float(weights.sum())
+    return total / count
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT with its data prepared")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each program per setting (default 3)")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1337], help="seeds of the quality runs")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each program")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    nanogpt = args.nanogpt.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        rows = []
+        for shape in SHAPES:
+            print(shape.name, flush=True)
+            ours, theirs, ratios = speed(nanogpt, shape, args.rounds, scratch)
+            ratio = statistics.median(ratios)
+            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            rows.append(f"| tokens/s, {shape.name} | {ours:,.0f} | {theirs:,.0f} | {ratio:.3f} ({spread}) |")
+        if args.seeds:
+            print("validation loss after 2000 steps", flush=True)
+            a, b = quality(nanogpt, SHAPES[0], scratch, args.seeds)
+            ours, theirs = statistics.median(a), statistics.median(b)
+            rows.append(
+                f"| loss, whole validation split, CPU setting | {ours:.4f} | {theirs:.4f} | {ours / theirs:.4f} |"
+            )
+    print("\n| | wordrun | nanoGPT | wordrun / nanoGPT |\n|---|---|---|---|")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
