@@ -266,7 +266,7 @@ def _not_negative(section: str, node: Any, *names: str) -> list[str]:
 
 def _at_least(least: int, section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
     values = [(name, getattr(node, name)) for name in names]
-    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and value < least]
+    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and not value >= least]
 
 
 def _one_of(key: str, value: str, known: list[str]) -> list[str]:
