@@ -57,8 +57,8 @@ def locate(data: DataConfig) -> Source:
         return Source(
             None, "embedded sample, made by a seeded generator",
             banner=(
-                f"NOT TRAINING ON {data.name.upper()}: {data.url} cannot be reached, so this run uses the embedded "
-                f"sample text instead. Losses cannot be compared. Put the file at {path}, or set data.offline=error."
+                f"NOT TRAINING ON {data.name.upper()}: {data.url} cannot be had ({reason}), so this run uses the "
+                f"embedded sample text instead. Losses cannot be compared. Put the file at {path}, or set data.offline=error."
             ),
         )  # fmt: skip
     return Source(str(path), str(data.url))
