@@ -208,8 +208,10 @@ class Trainer:
         """Open what a training run needs, and close it however the run ends."""
         facts = self._facts()
         self.run = Run(self.cfg, self.world, facts)
-        file = self.log.add_file(self.run.path / "log.txt") if self.world.rank == 0 else None
-        self._announce(facts)
+        file = None
+        if self.world.rank == 0:
+            file = self.log.add_file(self.run.path / "log.txt")
+            self._announce(facts)
         self.meter = Meter(
             self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
             self.model.flops_per_token(), self.world.size,
