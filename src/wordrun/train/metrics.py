@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -55,7 +56,7 @@ PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a device in ``dtype``, or None where the table does not know it."""
     for name, half, single in PEAK_FLOPS:
-        if name in device_name:
+        if re.search(rf"{re.escape(name)}\b", device_name):  # no A100 is in an A1000
             return single if dtype == torch.float32 else half
     return None
 
