@@ -58,7 +58,8 @@ def locate(data: DataConfig) -> Source:
             None, "embedded sample, made by a seeded generator",
             banner=(
                 f"NOT TRAINING ON {data.name.upper()}: {data.url} cannot be had ({reason}), so this run uses the "
-                f"embedded sample text instead. Losses cannot be compared. Put the file at {path}, or set data.offline=error."
+                "embedded sample text instead. Losses cannot be compared. "
+                f"Put the file at {path}, or set data.offline=error."
             ),
         )  # fmt: skip
     return Source(str(path), str(data.url))
