@@ -1,0 +1,148 @@
+"""The figures of a run: rates, device peaks and names."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from wordrun import dist
+from wordrun.backend.base import StepResult
+from wordrun.backend.stopwatch import Stopwatch
+from wordrun.train.metrics import LEGEND, PEAK_FLOPS, Meter, device_name, one_line, peak_flops
+
+CPU = torch.device("cpu")
+RESULT = StepResult(torch.tensor(2.5), torch.tensor(0.75))
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "single"),
+    [
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA H100 NVL", 835e12, 60e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA GH200 480GB", 989e12, 67e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA L40", 181e12, 90.5e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
+        ("NVIDIA A10", 125e12, 31.2e12),
+        ("NVIDIA A40", 149.7e12, 37.4e12),
+        ("Tesla V100-SXM2-32GB", 125e12, 15.7e12),
+        ("AMD Instinct MI250X", 191.5e12, 23.9e12),
+        ("Intel(R) Data Center GPU Max 1550", 419e12, 22.9e12),
+    ],
+)
+def test_the_peak_is_that_of_the_device(name: str, half: float, single: float) -> None:
+    assert peak_flops(name, torch.bfloat16) == peak_flops(name, torch.float16) == half
+    assert peak_flops(name, torch.float32) == single
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu", "NVIDIA GeForce RTX 3090", "NVIDIA A1000 Laptop GPU", "NVIDIA RTX A4000", "NVIDIA A10G", ""]
+)
+def test_an_unknown_device_has_no_peak(name: str) -> None:
+    assert peak_flops(name, torch.bfloat16) is None
+
+
+def test_no_longer_name_hides_behind_a_shorter_one() -> None:
+    names = [name for name, _, _ in PEAK_FLOPS]
+    assert [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a in b] == []
+
+
+def test_half_precision_is_faster_than_single() -> None:
+    assert all(half > single > 1e12 for _, half, single in PEAK_FLOPS)
+
+
+def meter(ranks: int = 1) -> Meter:
+    return Meter(CPU, torch.float32, 24, 64, flops_per_token=1000, ranks=ranks)
+
+
+@pytest.fixture
+def alone() -> object:
+    """Be a group of one rank."""
+    dist.setup(device="cpu")
+    yield
+    dist.cleanup()
+
+
+def two_steps(figures: Meter) -> dict[str, float]:
+    """Let ``figures`` see two steps of about 30 ms each, 10 of them forward and 20 backward."""
+    for _ in range(2):
+        figures.clock.start()
+        time.sleep(0.01)
+        figures.clock.lap("forward")
+        time.sleep(0.02)
+        figures.clock.lap("backward")
+        figures.count_step()
+    return figures.line(7, RESULT, 0.001)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_line_has_the_names_of_the_legend() -> None:
+    assert {*two_steps(meter()), "val_loss"} == set(LEGEND)
+
+
+@pytest.mark.usefixtures("alone")
+def test_rates_fit_each_other() -> None:
+    line = two_steps(meter(ranks=4))
+    assert line["loss"] == 2.5
+    assert line["grad_norm"] == 0.75
+    assert 0.030 <= line["dt"] < 0.1  # of one step, not of both
+    assert 0.010 <= line["dtf"] < line["dtb"]
+    assert line["dtf"] + line["dtb"] == pytest.approx(line["dt"], rel=1e-5)
+    assert line["sps"] == pytest.approx(24 / line["dt"])
+    assert line["tps"] == pytest.approx(64 * line["sps"])
+    assert line["tps_per_gpu"] == pytest.approx(line["tps"] / 4)
+    assert line["sps_per_gpu"] == pytest.approx(line["sps"] / 4)
+    assert line["tokens"] == 7 * 24 * 64
+    assert line["time"] >= 2 * line["dt"] * 0.99
+    assert line["mfu"] is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_mfu_is_the_share_of_all_devices_peaks() -> None:
+    figures = meter(ranks=4)
+    figures.peak = 1e9
+    line = two_steps(figures)
+    assert line["mfu"] == pytest.approx(100 * line["tps"] * 1000 / (4 * 1e9))
+    assert "mfu" in one_line(line, 10)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_line_starts_a_new_mean() -> None:
+    figures = meter()
+    two_steps(figures)
+    figures.clock.start()
+    for label in ("forward", "backward"):
+        figures.clock.lap(label)
+    figures.count_step()
+    assert figures.line(8, RESULT, 0.001)["dt"] < 0.01
+
+
+def test_time_before_the_start_is_not_counted() -> None:
+    clock = Stopwatch(CPU)
+    clock.start()
+    clock.lap("forward")
+    time.sleep(0.02)
+    clock.start()
+    clock.lap("forward")
+    assert clock.read()["forward"] < 0.01
+    assert clock.read() == {}
+
+
+def test_a_cpu_has_a_name_and_no_mfu() -> None:
+    assert device_name(CPU) == "cpu"
+    assert meter().peak is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_people_read_the_same_figures() -> None:
+    line = two_steps(meter())
+    text = one_line(line, 20)
+    assert text.startswith("step 7/20  loss 2.5000  lr 1.00e-03")
+    assert f"tps {line['tps']:,.0f}" in text
+    assert "mfu" not in text

@@ -1,0 +1,81 @@
+"""The learning rate and what is decayed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from wordrun import model as models
+from wordrun.config import ModelConfig, OptimizerConfig
+from wordrun.train.optim import adamw, learning_rate
+
+CFG = OptimizerConfig(learning_rate=1e-3, warmup_iters=100, min_lr=1e-4)
+
+
+def nanogpt(step: int, peak: float, lowest: float, warmup: int, end: int) -> float:
+    """Return nanoGPT's learning rate at ``step``, by the formula of its get_lr."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if step > end:
+        return lowest
+    return lowest + 0.5 * (1 + math.cos(math.pi * (step - warmup) / (end - warmup))) * (peak - lowest)
+
+
+@pytest.mark.parametrize("step", [0, 1, 50, 99, 100, 101, 700, 1050, 1999, 2000, 2001, 5000])
+def test_the_schedule_is_nanogpts(step: int) -> None:
+    assert learning_rate(CFG, step, 2000) == pytest.approx(nanogpt(step, 1e-3, 1e-4, 100, 2000), rel=1e-12)
+
+
+@pytest.mark.parametrize(("step", "rate"), [(0, 1e-3 / 101), (100, 1e-3), (1050, 5.5e-4), (2000, 1e-4), (10_000, 1e-4)])
+def test_the_schedule_warms_up_peaks_and_decays(step: int, rate: float) -> None:
+    assert learning_rate(CFG, step, 2000) == pytest.approx(rate, rel=1e-9)
+
+
+def test_the_end_is_the_runs_unless_it_is_set() -> None:
+    cfg = OptimizerConfig(warmup_iters=0)
+    assert learning_rate(cfg, 300, 300) == pytest.approx(cfg.learning_rate / 10)  # null: a tenth
+    later = OptimizerConfig(warmup_iters=0, lr_decay_iters=600)
+    assert learning_rate(later, 300, 300) == pytest.approx(0.55 * cfg.learning_rate)
+
+
+def test_decay_can_be_turned_off() -> None:
+    cfg = OptimizerConfig(decay_lr=False, warmup_iters=10)
+    assert [learning_rate(cfg, step, 50) for step in (10, 30, 90)] == [cfg.learning_rate] * 3
+    assert learning_rate(cfg, 0, 50) < cfg.learning_rate
+
+
+@pytest.mark.parametrize(("warmup", "end"), [(0, 1), (10, 5), (5, 5), (5, 6)])
+def test_short_runs_have_a_rate(warmup: int, end: int) -> None:
+    cfg = OptimizerConfig(warmup_iters=warmup)
+    assert all(0 < learning_rate(cfg, step, end) <= cfg.learning_rate for step in range(end + 1))
+
+
+def test_matrices_are_decayed_and_vectors_are_not() -> None:
+    gpt = models.build(ModelConfig(n_layer=1, n_head=1, n_embd=8, bias=True), 11)
+    optimizer = adamw(OptimizerConfig(weight_decay=0.3, learning_rate=0.5, beta1=0.8, beta2=0.7), gpt)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decay[id(p)] for name, p in gpt.named_parameters()} == {
+        name: 0.3 if p.dim() > 1 else 0.0 for name, p in gpt.named_parameters()
+    }
+    assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
+
+
+def test_each_parameter_is_updated_once() -> None:
+    gpt = models.build(ModelConfig(n_layer=1, n_head=1, n_embd=8), 11)
+    optimizer = adamw(OptimizerConfig(), gpt)
+    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(ids) == sorted({id(p) for p in gpt.parameters()})
+
+
+def test_a_step_is_adamws() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    weight, bias = (p.detach().clone() for p in (layer.weight, layer.bias))
+    optimizer = adamw(OptimizerConfig(learning_rate=0.01, weight_decay=0.5, beta1=0.9, beta2=0.99), layer)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    # The first step of Adam moves each figure by the rate, against the sign of its gradient (here 1).
+    torch.testing.assert_close(layer.weight.detach(), weight * (1 - 0.01 * 0.5) - 0.01, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.bias.detach(), bias - 0.01, rtol=1e-5, atol=1e-6)
