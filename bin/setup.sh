@@ -44,25 +44,6 @@ for name, remedy in (
 PYTHON
 }
 
-# Make a virtual environment at "$1" and install wordrun from the repository in it.
-_wordrun_make() {
-  local base
-  base=$(command -v python3 || command -v python || true)
-  if [ -z "$base" ]; then
-    _wordrun_say "no python3 in PATH: load the site's Python module, or install Python 3.10 to 3.13"
-    return 1
-  fi
-  _wordrun_say "making $1 with $base (once; some minutes)"
-  if ! "$base" -m venv "$1"; then
-    _wordrun_say "$base -m venv failed: Debian and Ubuntu need the package python3-venv"
-    return 1
-  fi
-  if ! (cd "$(_wordrun_root)" && "$1/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[mpich]'); then
-    _wordrun_say "pip could not install wordrun in $1; when that is mended: $1/bin/python -m pip install -e '.[mpich]'"
-    return 1
-  fi
-}
-
 # Find or make the environment: an active one, else the repository's .venv. Puts its bin first in PATH.
 setup_python() {
   local home why python problems line
@@ -72,8 +53,9 @@ setup_python() {
     home=$CONDA_PREFIX why="active conda environment"
   else
     home=$(_wordrun_root)/.venv why="the repository's own"
-    if [ ! -x "$home/bin/python" ]; then
-      _wordrun_make "$home" || return 1
+    if [ ! -x "$home/bin/python" ] && ! "$(_wordrun_root)/bin/venv" mpich; then
+      _wordrun_say "bin/venv could not make $home (see above)"
+      return 1
     fi
   fi
   python=$home/bin/python

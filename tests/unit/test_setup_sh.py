@@ -98,15 +98,12 @@ def test_own_environment_is_used_or_made(shell: str, tmp_path: Path, stub: str) 
     repo = tmp_path / "my repo"
     (repo / "bin").mkdir(parents=True)
     shutil.copy(SETUP, repo / "bin")
-    fakes = tmp_path / "fakes"
-    fakes.mkdir()
-    (fakes / "python3").write_text('#!/bin/sh\necho "$*" >>"$LOG"\nexit 1\n')
-    (fakes / "python3").chmod(0o755)
-    env = {"LOG": str(tmp_path / "log"), "PATH": f"{fakes}:/usr/bin:/bin"}
+    shutil.copy(SETUP.with_name("venv"), repo / "bin")
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": "/no/such/python"}
     done = run(shell, "cd /; setup_python || echo status $?", repo, Path("bin/setup.sh"), **env)
     assert done.stdout == "status 1\n"
-    assert "python3 -m venv failed" in done.stderr
-    assert (tmp_path / "log").read_text() == f"-m venv {repo}/.venv\n"
+    assert "no Python 3.10 to 3.13 found (tried /no/such/python)" in done.stderr
+    assert f"setup: bin/venv could not make {repo}/.venv" in done.stderr
     (repo / ".venv").symlink_to(stub)
     done = run(shell, "setup_python", repo, Path("bin/setup.sh"), **env)
     assert "the repository's own" in done.stdout
