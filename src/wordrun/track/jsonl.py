@@ -17,8 +17,7 @@ class JsonlTracker:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one JSON object; a figure that is not finite becomes null, as JSON has no NaN."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._metrics.write(json.dumps(finite) + "\n")
+        self._metrics.write(json.dumps(finite(metrics)) + "\n")
         self._metrics.flush()
 
     def sample(self, step: int, text: str) -> None:
@@ -29,6 +28,11 @@ class JsonlTracker:
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Close the file."""
         self._metrics.close()
+
+
+def finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return ``figures`` with None for what JSON cannot hold: NaN and the infinities."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
 from wordrun.track import Tracker, build
+from wordrun.track.jsonl import finite
 from wordrun.track.plots import draw
 
 
@@ -67,7 +68,8 @@ class Run:
 
     def _write_record(self) -> None:
         new = self.path / "run.json.new"
-        new.write_text(json.dumps(self.record, indent=2, default=str) + "\n", encoding="utf-8")
+        record = finite(self.record)
+        new.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
         new.replace(self.path / "run.json")
 
 

@@ -209,9 +209,6 @@ class Trainer:
         facts = self._facts()
         self.run = Run(self.cfg, self.world, facts)
         file = None
-        if self.world.rank == 0:
-            file = self.log.add_file(self.run.path / "log.txt")
-            self._announce(facts)
         self.meter = Meter(
             self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
             self.model.flops_per_token(), self.world.size,
@@ -220,6 +217,9 @@ class Trainer:
         reason = "finished"
         self.model.train()
         try:
+            if self.world.rank == 0:
+                file = self.log.add_file(self.run.path / "log.txt")
+                self._announce(facts)
             with self.stop.listen(), profiled(self.cfg.profiler, self.run.path, self.world.rank):
                 for hook in hooks:
                     hook.at_start(self)
