@@ -13,7 +13,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -189,6 +189,8 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         offered = list(BACKENDS) if name == "train.backend" else known
         kind = name.rpartition(".")[2]
         return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
+    if isinstance(error, OverrideParseException) and "=" in override:
+        return f"""{override}: Hydra cannot read this value; put it into quotes twice, '{key}="..."'"""
     if "=" not in override:
         return f"'{override}' is no override: write KEY=VALUE, or --help for the options"
     if name in SCHEMAS or name == "train.backend":
