@@ -307,6 +307,7 @@ def test_no_mistake_is_reported_twice(together: list[str]) -> None:
         ("tracker.tags=a", ["tracker.tags=a", "list"]),
         ("run_dir=here", ["run_dir=here", "hydra.run.dir=here"]),
         ("hydra.run.dir=", ["hydra.run.dir"]),
+        ("train.sample_prompt=Größe", ["train.sample_prompt=Größe", "quotes"]),
         ("tracker.mode=onlin", ["tracker.mode=onlin", "did you mean 'online'?"]),
     ],
 )

@@ -1,0 +1,425 @@
+"""The trainer in one process: what a run leaves behind, what it promises, and how it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from matplotlib.image import imread
+
+import wordrun
+from wordrun import cli
+from wordrun.config import Config
+from wordrun.data.sample import sample_text
+from wordrun.errors import ConfigError
+from wordrun.track.jsonl import read
+from wordrun.train.metrics import LEGEND
+from wordrun.train.trainer import Summary, Trainer
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Words = Callable[..., list[str]]
+
+
+def run(words: list[str], folder: Path) -> tuple[Summary, list[dict[str, Any]]]:
+    """Train as ``words`` say into ``folder``; return the summary and the lines of metrics."""
+    with Trainer(wordrun.compose([*words, f"hydra.run.dir={folder}"])) as trainer:
+        summary = trainer.train()
+    return summary, read(folder)
+
+
+def losses(words: list[str], folder: Path) -> list[float]:
+    return [line["loss"] for line in run([*words, "train.log_interval=1"], folder)[1] if "loss" in line]
+
+
+def record(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return content
+
+
+# A run that learns, and its directory
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary, Config]:
+    """A few hundred small steps on the sample."""
+    folder = tmp_path_factory.mktemp("learned") / "run"
+    words = [
+        "data=sample", "tracker=jsonl", "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=16",
+        "model.batch_size=16", "optimizer.learning_rate=0.01", "optimizer.warmup_iters=10", "train.max_iters=250",
+        "train.eval_interval=100", "train.eval_iters=8", "train.sample_interval=100", "train.sample_tokens=40",
+        "train.dtype=auto", f"hydra.run.dir={folder}",
+    ]  # fmt: skip
+    cfg = wordrun.compose(words)
+    with Trainer(cfg) as trainer:
+        summary = trainer.train()
+    return folder, summary, cfg
+
+
+def test_the_loss_falls_far_below_the_entropy_of_characters(learned: tuple[Path, Summary, Config]) -> None:
+    counts = Counter(sample_text())
+    entropy = -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
+    _, summary, _ = learned
+    assert summary.val_loss is not None
+    assert summary.val_loss < 0.75 * entropy
+    assert summary.loss is not None
+    assert abs(summary.loss - summary.val_loss) < 0.4
+
+
+def test_the_run_directory_has_these_files(learned: tuple[Path, Summary, Config]) -> None:
+    folder = learned[0]
+    assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
+        "config.yaml", "run.json", "metrics.jsonl", "log.txt", "samples.txt", "plots/loss.png", "plots/throughput.png",
+    }  # fmt: skip
+
+
+def test_metrics_have_the_names_and_steps_of_the_design(learned: tuple[Path, Summary, Config]) -> None:
+    lines = read(learned[0])
+    training = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "val_loss" in line]
+    names = "step loss lr grad_norm dt dtf dtb sps sps_per_gpu tps tps_per_gpu mfu tokens time"
+    assert all(list(line) == names.split() for line in training)
+    assert all(list(line) == ["step", "val_loss"] for line in evaluations)
+    assert [line["step"] for line in training] == [1, *range(10, 251, 10)]
+    assert [line["step"] for line in evaluations] == [100, 200, 250]
+    assert [line["tokens"] for line in training] == [line["step"] * 16 * 16 for line in training]
+    assert all(line["dt"] >= line["dtf"] + line["dtb"] > 0 for line in training)
+    assert all(a["time"] < b["time"] for a, b in pairwise(training))
+
+
+def test_the_record_says_who_with_what_and_how_it_ended(learned: tuple[Path, Summary, Config]) -> None:
+    folder, summary, _ = learned
+    told = record(folder)
+    assert told["exit_reason"] == "finished"
+    assert told["versions"]["torch"] == str(torch.__version__)
+    assert told["versions"]["wordrun"] == wordrun.__version__
+    assert told["world"]["size"] == 1
+    assert told["data"]["origin"].startswith("embedded sample")
+    assert told["data"]["banner"] is None
+    assert (told["tokens"], told["steps"]) == (250 * 256, 250) == (summary.tokens, summary.steps)
+    assert (told["loss"], told["val_loss"]) == (summary.loss, summary.val_loss)
+    assert told["best_val_loss"] == min(line["val_loss"] for line in read(folder) if "val_loss" in line)
+    assert told["seconds"] > 0
+    assert told["start"] <= told["end"]
+    assert {"weights", "data"} <= set(told["seeds"])
+    assert told["git_commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", told["git_commit"])
+
+
+def test_the_config_can_be_read_back(learned: tuple[Path, Summary, Config]) -> None:
+    folder, _, cfg = learned
+    content = yaml.safe_load((folder / "config.yaml").read_text())
+    assert content["model"]["n_embd"] == 32
+    assert content["run_dir"] == cfg.run_dir == str(folder)
+
+
+def test_samples_come_at_their_steps(learned: tuple[Path, Summary, Config]) -> None:
+    text = (learned[0] / "samples.txt").read_text()
+    assert re.findall(r"^--- step (\d+) ---$", text, re.MULTILINE) == ["100", "200", "250"]
+    parts = re.split(r"--- step \d+ ---\n", text)[1:]
+    assert all(len(part) == 1 + 40 + 2 for part in parts)  # the prompt, the tokens, two line breaks
+    assert len(set(parts)) == 3
+
+
+def test_the_log_explains_and_reports(learned: tuple[Path, Summary, Config]) -> None:
+    text = (learned[0] / "log.txt").read_text()
+    assert [name for name in LEGEND if not re.search(rf"^  {name} +\S", text, re.MULTILINE)] == []
+    assert "step 250/250  loss" in text
+    assert f"validation loss {learned[1].val_loss:.4f}" in text
+    assert "plots/loss.png" in text
+
+
+@pytest.mark.parametrize("name", ["loss", "throughput"])
+def test_plots_show_something(name: str, learned: tuple[Path, Summary, Config]) -> None:
+    picture = imread(learned[0] / "plots" / f"{name}.png")
+    assert min(picture.shape[:2]) > 300
+    colours, counts = np.unique(picture.reshape(-1, picture.shape[2]).round(2), axis=0, return_counts=True)
+    channel = {"loss": 2, "throughput": 1}[name]  # a blue curve, a green one; axes and text are grey
+    coloured = colours[:, channel] - colours[:, 0] > 0.2
+    assert counts[coloured].sum() > 300
+
+
+# From Python
+
+
+def test_from_python(small: Words, tmp_path: Path) -> None:
+    with wordrun.Trainer(wordrun.compose(small("hydra.run.dir=here"))) as trainer:
+        summary = trainer.train()
+        assert trainer.evaluate() == summary.val_loss == trainer.evaluate()
+        text = trainer.generate("The fox", 12, seed=1)
+        assert text.startswith("The fox")
+        assert len(text) == 7 + 12
+        assert trainer.generate("The fox", 12, seed=1) == text
+        assert trainer.generate("The fox", 12, seed=2) != text
+        with pytest.raises(ConfigError, match="'Ü'"):
+            trainer.generate("Über")
+        with pytest.raises(ConfigError, match="prompt is empty"):
+            trainer.generate("")
+    assert summary.steps == 4
+    assert (tmp_path / "here" / "run.json").exists()
+
+
+def surroundings() -> dict[str, Any]:
+    logger = logging.getLogger("wordrun")
+    return {
+        "group": torch.distributed.is_initialized(),
+        "handlers": (list(logger.handlers), logger.level, logger.propagate, list(logging.getLogger().handlers)),
+        "python": random.getstate(),
+        "numpy": str(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "cwd": Path.cwd(),
+        "env": dict(os.environ),
+        "signals": (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)),
+        "threads": {thread.name for thread in threading.enumerate() if not thread.daemon},
+    }
+
+
+def test_two_trainers_follow_each_other_without_a_trace(small: Words, tmp_path: Path) -> None:
+    words = small("model.dropout=0.2")
+    losses(words, tmp_path / "warm-up")  # libraries initialise themselves once, matplotlib's variables for example
+    before = surroundings()
+    first, second = (losses(words, tmp_path / name) for name in "ab")
+    after = surroundings()
+    assert first == second
+    assert len(first) == 4
+    assert [name for name in before if before[name] != after[name]] == []
+
+
+def test_a_trainer_that_cannot_be_built_leaves_no_trace(small: Words, tmp_path: Path) -> None:
+    cfg = wordrun.compose(small(f"hydra.run.dir={tmp_path}/run", "model.block_size=10_000"))
+    before = surroundings()
+    with pytest.raises(ConfigError, match=r"model\.block_size=10000 needs at least 20000 tokens"):
+        Trainer(cfg)
+    after = surroundings()
+    assert [name for name in before if before[name] != after[name]] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_may_be_closed_twice(small: Words, tmp_path: Path) -> None:
+    trainer = Trainer(wordrun.compose(small(f"hydra.run.dir={tmp_path}/run")))
+    trainer.close()
+    trainer.close()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_config_made_by_hand_is_checked_too(small: Words, tmp_path: Path) -> None:
+    cfg = wordrun.compose(small(f"hydra.run.dir={tmp_path}/run"))
+    with pytest.raises(ConfigError, match=r"train\.max_iters=0"):
+        Trainer(replace(cfg, train=replace(cfg.train, max_iters=0)))
+
+
+# Promises
+
+
+def test_accumulation_is_the_large_batch(small: Words, tmp_path: Path) -> None:
+    words = small("train.max_iters=20", "optimizer.warmup_iters=2", "train.eval_interval=0")
+    whole = losses([*words, "model.batch_size=8"], tmp_path / "whole")
+    parts = losses([*words, "model.batch_size=2", "optimizer.gas=4"], tmp_path / "parts")
+    named = losses([*words, "model.batch_size=2", "train.global_batch_size=8"], tmp_path / "named")
+    assert len(whole) == 20
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    assert named == parts
+    assert whole[-1] < whole[0] - 0.1
+
+
+def test_the_seed_decides_the_run(small: Words, tmp_path: Path) -> None:
+    one, same, other = (losses(small(f"train.seed={s}"), tmp_path / n) for n, s in (("a", 1), ("b", 1), ("c", 2)))
+    assert one == same != other
+
+
+def test_evaluation_and_samples_change_nothing_else(small: Words, tmp_path: Path) -> None:
+    words = small("model.dropout=0.2", "train.max_iters=8")
+    busy = losses([*words, "train.eval_interval=1", "train.sample_interval=1"], tmp_path / "busy")
+    assert busy == losses([*words, "train.eval_interval=0", "train.sample_tokens=0"], tmp_path / "quiet")
+
+
+def test_dropout_acts_in_training_and_not_in_evaluation(small: Words, tmp_path: Path) -> None:
+    words = small(f"hydra.run.dir={tmp_path}/run", "train.max_iters=1", "optimizer.learning_rate=1e-12")
+    dropped = losses([*words, "model.dropout=0.5"], tmp_path / "dropped")
+    assert dropped != losses(words, tmp_path / "kept")
+    with Trainer(wordrun.compose([*words, "model.dropout=0.5"])) as trainer:
+        assert trainer.evaluate() == trainer.evaluate()
+        assert trainer.model.training
+
+
+def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path) -> None:
+    lines = {clip: run(small(f"optimizer.grad_clip={clip}", "train.log_interval=1"), tmp_path / clip)[1]
+             for clip in ("0", "1e-3", "1e6")}  # fmt: skip
+    norms = {clip: [line["grad_norm"] for line in lines[clip] if "loss" in line] for clip in lines}
+    assert norms["0"] == norms["1e6"]
+    assert norms["1e-3"][0] == norms["0"][0] > 1e-3  # as it was before clipping
+    assert norms["1e-3"][1:] != norms["0"][1:]
+
+
+@pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32", "auto"])
+def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
+    asked: str, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(small(f"train.dtype={asked}"), folder)
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"
+    assert record(folder)["dtype"] == computed
+    said = capfd.readouterr().out.count(f"train.dtype={asked}: this processor has no fast {asked}")
+    assert said == (1 if asked in ("bf16", "fp16") and computed == "float32" else 0)
+
+
+# How it fails
+
+
+def main(words: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run the command with ``words`` in this process; return its exit status and what it said on stderr."""
+    try:
+        status = cli.main(words)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    return status, capfd.readouterr().err
+
+
+def test_a_run_is_never_overwritten(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(small(), tmp_path / "run")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    status, said = main(small(f"hydra.run.dir={tmp_path}/run"), capfd)
+    assert status == 2
+    assert "holds a run already" in said
+    assert len(said.splitlines()) == 1
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_an_impossible_run_directory(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    status, said = main(small(f"hydra.run.dir={tmp_path}/file/run"), capfd)
+    assert status == 2
+    assert f"cannot write to the run directory {tmp_path}/file/run: Not a directory" in said
+    assert "hydra.run.dir=DIR" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_run_directory(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o555)
+    status, said = main(small(f"hydra.run.dir={tmp_path}/run"), capfd)
+    assert status == 2
+    assert "Permission denied" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "samples.txt"])
+def test_a_full_disk_is_one_message(name: str, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).symlink_to("/dev/full")
+    status, said = main(small(f"hydra.run.dir={folder}"), capfd)
+    assert status == 1
+    assert said.count("No space left on device") == 1
+    assert "Traceback" not in said
+    assert "No space left on device" in record(folder)["exit_reason"]
+    if name != "metrics.jsonl":
+        assert [line["step"] for line in read(folder) if "loss" in line][:1] == ([1] if name == "samples.txt" else [])
+
+
+def test_a_vocabulary_smaller_than_the_datas(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, said = main(small("model.vocab_size=5", f"hydra.run.dir={tmp_path}/run"), capfd)
+    assert status == 2
+    assert "model.vocab_size=5 is too small for data=text" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_character_in_the_prompt(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, said = main(small('train.sample_prompt="Größe"', f"hydra.run.dir={tmp_path}/run"), capfd)
+    assert status == 2
+    assert "'Göß'" in said or "'öß'" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_accelerator_that_is_not_there(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    missing = "xpu" if torch.cuda.is_available() else "cuda"
+    status, said = main(small(f"train.device={missing}", f"hydra.run.dir={tmp_path}/run"), capfd)
+    assert status == 2
+    assert f"train.device={missing}" in said
+    assert "train.device=auto" in said
+
+
+def test_a_bug_is_a_traceback_with_its_host(small: Words, tmp_path: Path, command: Command) -> None:
+    script = f"""
+import sys
+from wordrun import cli
+from wordrun.backend import ddp
+def broken(*args):
+    raise ZeroDivisionError("a bug of ours")
+ddp.DDPBackend.train_step = broken
+sys.exit(cli.main({small(f"hydra.run.dir={tmp_path}/run")!r}))
+"""
+    done = command(sys.executable, "-c", script)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == done.stderr.count("ZeroDivisionError: a bug of ours") == 1
+    assert os.uname().nodename in done.stderr
+    assert record(tmp_path / "run")["exit_reason"] == "ZeroDivisionError: a bug of ours"
+
+
+def test_compile_without_a_compiler_says_what_to_do(small: Words, tmp_path: Path, command: Command) -> None:
+    words = small("train.compile=true", f"hydra.run.dir={tmp_path}/run")
+    done = command("wordrun", *words, CXX="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train.compile=true: torch.compile cannot compile")
+    assert "train.compile=false" in line
+    assert "g++" in line
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_is_complete(number: signal.Signals, status: int, small: Words, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = small("train.max_iters=1_000_000", "train.log_interval=1", f"hydra.run.dir={folder}")
+    with subprocess.Popen(["wordrun", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with contextlib.suppress(FileNotFoundError):
+            _wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_whole(folder)) > 3)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (status, "")
+    told = record(folder)
+    assert told["exit_reason"] == f"stopped by {number.name}"
+    lines = read(folder)
+    assert told["steps"] == lines[-1]["step"] >= 3
+    assert f"stopped by {number.name} after {told['steps']} steps" in out
+    assert (folder / "plots" / "loss.png").exists()
+
+
+def read_whole(folder: Path) -> list[str]:
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_loss_that_is_not_a_number_is_still_json(small: Words, tmp_path: Path) -> None:
+    words = small("optimizer.learning_rate=1e30", "optimizer.warmup_iters=0", "optimizer.grad_clip=0")
+    lines = run([*words, "train.sample_tokens=0", "train.log_interval=1"], tmp_path / "run")[1]
+    assert lines[-1]["val_loss"] is None
+    json.loads((tmp_path / "run" / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
