@@ -57,7 +57,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a whole run in CI in which a tier that ought to run passed nothing."""
-    whole = not session.config.option.keyword and not session.config.option.markexpr and session.config.args == ["tests"]
+    whole = (
+        not session.config.option.keyword and not session.config.option.markexpr and session.config.args == ["tests"]
+    )
     if os.environ.get("CI") != "true" or not whole:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -107,10 +109,12 @@ def command() -> Command:
 def ranks(command: Command) -> Command:
     """Run a Python script's text (or ``-m module`` words) on N ranks under mpiexec or torchrun."""
 
-    def run(n: int, *words: str | Path, under: str = "mpiexec", timeout: float = 90, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        n: int, *words: str | Path, under: str = "mpiexec", timeout: float = 90, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         starters: dict[str, Sequence[str | Path]] = {
             "mpiexec": ("mpiexec", "-n", str(n), sys.executable),
-            "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port", "0"),
+            "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)),
         }  # fmt: skip
         return command(*starters[under], *words, timeout=timeout, **env)
 

@@ -119,11 +119,14 @@ def _print_nothing(composed: DictConfig) -> None:
 
 def _sweep(args: Namespace, words: Sequence[str], world: dist.World) -> int:
     if world.size > 1:
-        raise ConfigError(
-            f"-m runs its points one after another in one process, but here are {world.size} ranks "
-            f"({world.launcher}): put launch inside, as in\n"
-            "  for s in 1 2 3; do launch -n 2 python -m wordrun train.seed=$s; done"
-        )
+        if world.rank == 0:
+            print(
+                f"-m runs its points one after another in one process, but here are {world.size} ranks "
+                f"({world.launcher}): put launch inside, as in\n"
+                "  for s in 1 2 3; do launch -n 2 python -m wordrun train.seed=$s; done",
+                file=sys.stderr,
+            )
+        return ConfigError.exit_status
     for point in _points(args.overrides):
         compose(point, tree=_tree(args))  # a mistake in the last point should not cost the first ones
 

@@ -66,7 +66,7 @@ def to_config(composed: DictConfig, *, run_dir: str | None = None, world_size: i
         if not directory:  # it would be the current directory
             problems.append("hydra.run.dir is empty: name a directory, or leave it out")
         with open_dict(composed):
-            del composed["hydra"]
+            composed.pop("hydra", None)  # in a sweep, Hydra has taken it out already
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
         cfg.run_dir = directory

@@ -61,7 +61,8 @@ def _timed(check: Callable[[dist.World], None], name: str, world: dist.World) ->
 
 
 def _expect(found: torch.Tensor, expected: Sequence[float]) -> None:
-    assert found.tolist() == list(expected), f"got {found.tolist()}, expected {list(expected)}"
+    wanted = [float(value) for value in expected]
+    assert found.tolist() == wanted, f"got {found.tolist()}, expected {wanted}"
 
 
 def _mine(world: dist.World, value: float) -> torch.Tensor:

@@ -1,0 +1,54 @@
+"""On an accelerator: parity, precision, compilation, figures. Run by hand where there is one: bin/test tests/gpu."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = [
+    "data=sample", "tracker=jsonl", "train.max_iters=20", "train.log_interval=1", "train.eval_iters=2",
+    "train.sample_tokens=16", "optimizer.warmup_iters=2", "model.n_layer=2", "model.n_head=2", "model.n_embd=64",
+]  # fmt: skip
+
+
+def train(run_dir: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Train as one process and return the training lines and run.json."""
+    words = [sys.executable, "-m", "wordrun", *SMALL, *overrides, f"hydra.run.dir={run_dir}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], json.loads((run_dir / "run.json").read_text())
+
+
+def test_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
+    on_device, record = train(tmp_path / "device", "train.dtype=fp32")
+    on_cpu, _ = train(tmp_path / "cpu", "train.dtype=fp32", "train.device=cpu")
+    assert record["world"]["device"] != "cpu"
+    assert [m["loss"] for m in on_device] == pytest.approx([m["loss"] for m in on_cpu], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_learns_as_single_does(dtype: str, tmp_path: Path) -> None:
+    half, record = train(tmp_path / dtype, f"train.dtype={dtype}")
+    single, _ = train(tmp_path / "fp32", "train.dtype=fp32")
+    assert record["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    assert half[-1]["loss"] == pytest.approx(single[-1]["loss"], rel=0.03)
+
+
+def test_compiled_model_gives_the_same_losses(tmp_path: Path) -> None:
+    compiled, _ = train(tmp_path / "compiled", "train.dtype=fp32", "train.compile=true")
+    eager, _ = train(tmp_path / "eager", "train.dtype=fp32")
+    assert [m["loss"] for m in compiled] == pytest.approx([m["loss"] for m in eager], rel=1e-3)
+
+
+def test_times_are_the_devices(tmp_path: Path) -> None:
+    lines, _ = train(tmp_path / "run", "model.n_embd=256", "model.batch_size=32")
+    for m in lines[5:]:
+        assert 0 < m["dtf"] < m["dt"]
+        assert 0 < m["dtb"] < m["dt"]
+        assert m["mfu"] is None or 0 < m["mfu"] < 100

@@ -1,0 +1,198 @@
+"""The command on two ranks: one run directory, one voice, and one end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMOKE = ["data=sample", "train=smoke", "tracker=jsonl", "train.max_iters=4", "model.n_layer=2", "model.n_embd=32"]
+
+
+def run_dirs(cwd: Path) -> list[Path]:
+    """Return the run directories below ``cwd``."""
+    return sorted(path.parent for path in cwd.glob("outputs/*/*/*/run.json"))
+
+
+@pytest.mark.parametrize("under", ["mpiexec", "torchrun"])
+def test_one_run_and_one_voice(under: str, ranks: Any, tmp_path: Path) -> None:
+    done = ranks(2, "-m", "wordrun", *SMOKE, under=under)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = run_dirs(tmp_path)
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["world"]["size"] == 2
+    assert record["world"]["launcher"] == {"mpiexec": "hydra", "torchrun": "torchrun"}[under]
+    assert record["exit_reason"] == "finished"
+    assert done.stdout.count("step 4/4  loss") == 1
+    assert done.stdout.count("run directory:") == 2  # at the start and at the end
+    assert (tmp_path / "outputs" / "latest").resolve() == run_dir
+
+
+def test_launch_record_moves_into_the_run_directory(command: Any, tmp_path: Path) -> None:
+    done = command("launch", "-n", "2", "python", "-m", "wordrun", *SMOKE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = run_dirs(tmp_path)
+    record = json.loads((run_dir / "launch.json").read_text())
+    assert record["exit_status"] == 0
+    assert record["np"] == 2
+    assert record["run_id"] == run_dir.name
+    (link,) = (tmp_path / "outputs" / "launches").iterdir()
+    assert link.resolve() == run_dir / "launch.json"
+
+
+@pytest.mark.parametrize("under", ["mpiexec", "torchrun"])
+def test_mistakes_are_printed_once(under: str, ranks: Any, tmp_path: Path) -> None:
+    done = ranks(2, "-m", "wordrun", "data=sample", "train.max_itrs=3", "model.n_head=3", under=under)
+    assert done.returncode == (2 if under == "mpiexec" else 1)  # torchrun has a status of its own
+    assert done.stderr.count("unknown option 'train.max_itrs'; did you mean 'train.max_iters'?") == 1
+    assert done.stderr.count("model.n_embd=128 is not divisible by model.n_head=3") == 1
+    assert "Abort" not in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_an_error_of_all_ranks_is_printed_once(command: Any, tmp_path: Path) -> None:
+    done = command("launch", "-n", "2", "python", "-m", "wordrun", "data=text", "data.path=nothing.txt")
+    assert done.returncode == 2
+    assert done.stderr.count("nothing.txt cannot be read: No such file or directory") == 1
+    assert "Traceback" not in done.stderr
+    assert run_dirs(tmp_path) == []
+
+
+CRASH = """
+import torch
+import torch.distributed as td
+import wordrun.dist as dist
+
+with dist.session() as world:
+    td.all_reduce(torch.ones(1))
+    if world.rank == 1:
+        raise ValueError("a bug on one rank")
+    td.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("under", ["mpiexec", "torchrun", "launch"])
+def test_a_rank_that_raises_ends_the_job(under: str, ranks: Any, command: Any, tmp_path: Path) -> None:
+    (tmp_path / "crash.py").write_text(CRASH)
+    begin = time.monotonic()
+    if under == "launch":
+        done = command("launch", "-n", "2", "python", "crash.py")
+    else:
+        done = ranks(2, "crash.py", under=under)
+    assert time.monotonic() - begin < 20  # 10 s after the exception; starting torch takes the rest
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: a bug on one rank") == 1
+    assert re.search(r"^\[rank 1\] failed on host \S+\n(\[rank 1\] )?Traceback", done.stderr, re.MULTILINE)
+    assert "terminate called" not in done.stderr
+
+
+def test_leaving_without_cleanup_is_quiet(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import wordrun.dist as dist, torch, torch.distributed as td\ndist.setup()\ntd.all_reduce(torch.ones(1))\n"
+    )
+    done = ranks(2, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert "terminate" not in done.stderr
+
+
+def test_mpi_is_imported_before_torch(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "order.py").write_text(
+        "import sys\nfrom wordrun import cli\n"
+        f"status = cli.main({SMOKE!r})\n"
+        "names = [n for n in sys.modules if n in ('mpi4py.MPI', 'torch')]\nprint('ORDER', names, status, flush=True)\n"
+    )
+    done = ranks(2, "order.py")
+    assert done.stdout.count("ORDER ['mpi4py.MPI', 'torch'] 0") == 2, done.stdout + done.stderr
+
+
+def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
+    """A launcher says two ranks, but MPI, started without it, is alone: mpiexec and libmpi of different kinds."""
+    recorded = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in recorded.items()}
+    done = command(sys.executable, "-m", "wordrun", *SMOKE, **env)
+    assert done.returncode == 2
+    assert "openmpi started 2 ranks" in done.stderr
+    assert "but MPI sees 1" in done.stderr
+    assert re.search(r"library: +\S*libmpi\S*", done.stderr)
+    assert re.search(r"launcher: +/\S+", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_a_whole_step(number: signal.Signals, tmp_path: Path) -> None:
+    words = ["launch", "-n", "2", "python", "-m", "wordrun", *SMOKE, "train.max_iters=100000", "train.eval_interval=0"]
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    assert job.stdout is not None
+    for line in job.stdout:
+        if "step 5/" in line:
+            break
+    job.send_signal(number)
+    rest, _ = job.communicate(timeout=60)
+    assert job.returncode == 128 + number, rest
+    (run_dir,) = run_dirs(tmp_path)
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["exit_reason"] == f"stopped by {number.name}"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert record["steps"] >= 5
+    assert lines[-1]["step"] == record["steps"]  # log_interval=1: every step that was done is there
+    assert (run_dir / "plots" / "loss.png").stat().st_size > 5000
+    assert "Traceback" not in rest
+
+
+def test_progress_bar_where_a_person_watches(ranks: Any) -> None:
+    watched = ranks(2, "-m", "wordrun", *SMOKE, WORDRUN_TERMINAL="100x30", TERM="xterm-256color")
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    assert re.search(r"training .*4/4", watched.stdout)
+    assert "\x1b[" in watched.stdout
+    plain = ranks(2, "-m", "wordrun", *SMOKE)
+    assert "\x1b[" not in plain.stdout
+
+
+def test_warnings_of_other_ranks_carry_their_rank(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "warn.py").write_text(
+        "from wordrun import dist, log\nworld = dist.identify()\nlog.start(world.rank)\n"
+        "log.LOGGER.warning('look out')\nlog.LOGGER.info('all is well')\n"
+    )
+    done = ranks(2, "warn.py")
+    assert done.stdout.count("look out") == 2
+    assert done.stdout.count("[rank 1] look out") == 1
+    assert done.stdout.count("all is well") == 1
+
+
+def test_sweep_inside_ranks_is_refused(ranks: Any) -> None:
+    done = ranks(2, "-m", "wordrun", "-m", "data=sample", "train.seed=1,2")
+    assert done.returncode == 2
+    assert done.stderr.count("put launch inside") == 1
+
+
+def test_smoke_check(command: Any) -> None:
+    begin = time.monotonic()
+    done = command("launch", "-n", "2", "python", "-m", "wordrun.test_dist")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - begin < 40  # 15 s on two idle cores; CI's may be busy
+    for rank in (0, 1):
+        assert f"[device='cpu'][rank={rank}/1][local_rank={rank}/1][node=0/0]" in done.stdout
+    for check in ("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "barrier"):
+        assert re.search(rf"^{check}: ok", done.stdout, re.MULTILINE)
+    assert "train: step 100/100" in done.stdout
+    assert "Recorded:" in done.stdout  # the PyInstrument profile
+
+
+def test_smoke_check_names_what_fails(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "import torch.distributed as td\nfrom wordrun import test_dist\n"
+        "td.broadcast = lambda *a, **k: None\n"  # a collective that does nothing
+        "raise SystemExit(test_dist.main(['--no-profile']))\n"
+    )
+    done = ranks(2, "broken.py")
+    assert done.returncode != 0
+    assert "check broadcast failed" in done.stderr
+    assert "got [10.0, 10.0, 10.0], expected [11.0, 11.0, 11.0]" in done.stderr
