@@ -1,0 +1,173 @@
+"""The command: it teaches, it says a mistake once and starts nothing, and it sweeps."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from wordrun import cli, config
+from wordrun.track.jsonl import read
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+Words = Callable[..., list[str]]
+
+
+def main(words: list[str]) -> int:
+    """Run the command with ``words`` in this process and return its exit status."""
+    try:
+        return cli.main(words)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    """What --help prints."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["--help"]) == 0
+    return printed.getvalue()
+
+
+def test_help_shows_every_option_with_its_meaning(help_text: str) -> None:
+    shown = [config.ModelConfig, config.DataConfig, config.DDPConfig, config.OptimizerConfig, config.TrainConfig,
+             config.WandbConfig]  # fmt: skip
+    flat = " ".join(help_text.split())  # long texts are wrapped
+    for node in shown:
+        docs = config.field_docs(node)
+        section = next(name for name, options in config.SCHEMAS.items() if node in options.values())
+        for field in fields(node):
+            assert re.search(rf" {section}\.{field.name}=\S+ {re.escape(' '.join(docs[field.name].split()))}", flat)
+
+
+def test_help_shows_every_choice_and_working_examples(help_text: str) -> None:
+    conf = Path(__file__).parents[2] / "conf"
+    words = set(help_text.split())
+    for group in (*config.SCHEMAS, "experiment"):
+        assert words & {group, f"{group}*"}
+        assert {path.stem for path in (conf / group).glob("*.yaml")} <= words
+    assert "launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in help_text
+    assert max(map(len, help_text.splitlines())) <= 120
+
+
+def test_help_shows_the_values_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "model=gpt2", "train.max_iters=7"]) == 0
+    printed = capsys.readouterr().out
+    assert "model.n_layer=12" in printed
+    assert "train.max_iters=7" in printed
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--cfg", "job"], ["train.max_iter=3"]])
+def test_what_trains_nothing_does_not_wait_for_torch(words: list[str], command: Command, tmp_path: Path) -> None:
+    script = f"""
+import sys
+from wordrun import cli
+try:
+    cli.main({words!r})
+finally:
+    print("HEAVY", *[name for name in ("torch", "mpi4py", "wandb", "matplotlib", "numpy") if name in sys.modules])
+"""
+    done = command(sys.executable, "-c", script)
+    assert done.stdout.splitlines()[-1] == "HEAVY"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_said_once_and_starts_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train.max_iter=3", "model.n_head=3"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert [line.split(";")[0].split(":")[0] for line in err.splitlines()] == [
+        "unknown option 'train.max_iter'",
+        "model.n_embd=128 is not divisible by model.n_head=3",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_and_the_script_are_the_same_command(command: Command) -> None:
+    by_module = command(sys.executable, "-m", "wordrun", "train.max_iter=3")
+    by_script = command("wordrun", "train.max_iter=3")
+    assert by_module.returncode == by_script.returncode == 2
+    assert by_module.stderr == by_script.stderr == "unknown option 'train.max_iter'; did you mean 'train.max_iters'?\n"
+
+
+def test_a_run_goes_where_the_config_says(small: Words, tmp_path: Path) -> None:
+    assert main(small("data.name=fox", "model.name=tiny")) == 0
+    (folder,) = (tmp_path / "outputs" / "fox" / "tiny-DDP").iterdir()
+    assert (tmp_path / "outputs" / "latest").resolve() == folder
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", folder.name)
+
+
+def test_latest_is_the_newest_run(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        monkeypatch.setenv("WORDRUN_RUN_ID", name)
+        assert main(small("train.max_iters=1", "train.sample_tokens=0")) == 0
+    assert (tmp_path / "outputs" / "latest").resolve().name == "second"
+
+
+def test_launchs_record_moves_into_the_run_directory(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "launches" / "1.json"
+    record.parent.mkdir()
+    record.write_text('{"command": ["python"]}')
+    monkeypatch.setenv("WORDRUN_LAUNCH_RECORD", str(record))
+    assert main(small("hydra.run.dir=here")) == 0
+    assert json.loads((tmp_path / "here" / "launch.json").read_text()) == {"command": ["python"]}
+    assert record.resolve() == tmp_path / "here" / "launch.json"  # so that launch can complete it
+
+
+# Sweeps
+
+
+def test_a_sweep_trains_every_point_in_its_own_directory(
+    small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-m", *small("optimizer.learning_rate=1e-3,1e-2", "train.log_interval=1", "hydra.sweep.dir=sweep")]
+    assert main(words) == 0
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
+    for number, peak in ((0, 1e-3), (1, 1e-2)):
+        folder = tmp_path / "sweep" / str(number)
+        assert json.loads((folder / "run.json").read_text())["exit_reason"] == "finished"
+        assert read(folder)[0]["lr"] == pytest.approx(peak / 101)
+        assert f"learning_rate: {peak}" in (folder / "config.yaml").read_text()
+        assert "step 4/4  loss" in (folder / "log.txt").read_text()
+    said = capfd.readouterr()
+    assert said.err == ""
+    assert len(re.findall(r"step 4/4  loss", said.out)) == 2
+
+
+def test_a_mistake_in_a_later_point_is_found_before_the_first_starts(
+    small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", *small("model.n_head=2,3", "hydra.sweep.dir=sweep")]) == 2
+    out, err = capfd.readouterr()
+    assert "model.n_head=3" in err
+    assert len(err.splitlines()) == 1
+    assert "step 1/4" not in out
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_typo_in_a_sweep_is_said_once(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *small("train.max_iter=2,3")]) == 2
+    assert capfd.readouterr().err == "unknown option 'train.max_iter'; did you mean 'train.max_iters'?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_not_for_many_ranks(command: Command, tmp_path: Path) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    done = command("wordrun", "-m", "train.seed=1,2", **ranks)
+    assert done.returncode == 2
+    assert "-m runs its points one after another in one process, but here are 2 ranks" in done.stderr
+    assert "launch -n 2 python -m wordrun train.seed=$s" in done.stderr
+    assert list(tmp_path.iterdir()) == []
