@@ -132,7 +132,7 @@ class TrainConfig:
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
-    """Evaluate this many batches of model.batch_size sequences, spread over the validation text; null: all of it."""
+    """Evaluate as many sequences as this many steps take, spread over the validation text; null: all of it."""
     log_interval: int = 10
     """Steps between lines of metrics."""
     sample_interval: int = 500

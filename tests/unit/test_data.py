@@ -153,7 +153,9 @@ def test_the_validation_set_is_the_same_on_any_number_of_ranks(
     tokens: int, size: int, batch: int, batches: int | None
 ) -> None:
     def chosen(ranks: int) -> list[Counter[int]]:
-        sets = [FixedSet(np.arange(tokens), 5, batch, batches, rank, ranks) for rank in range(ranks)]
+        sets = [
+            FixedSet(np.arange(tokens), 5, batch, batches and batches * batch, rank, ranks) for rank in range(ranks)
+        ]
         assert len({len(part) for part in sets}) == 1  # so that evaluation may contain collectives
         return [
             Counter(int(first) for i in range(len(part)) for first in part[i][0].tokens[part[i][1] == 1][:, 0])
@@ -168,7 +170,7 @@ def test_the_validation_set_is_the_same_on_any_number_of_ranks(
 
 
 def test_the_validation_set_is_spread_over_the_whole_text() -> None:
-    fixed = FixedSet(np.arange(10_001), 10, batch_size=5, batches=2)
+    fixed = FixedSet(np.arange(10_001), 10, batch_size=5, count=10)
     firsts = sorted(int(first) for i in range(2) for first in fixed[i][0].tokens[:, 0])
     assert firsts == list(range(0, 10_000, 1_000))
 

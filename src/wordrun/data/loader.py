@@ -125,14 +125,14 @@ def cut(tokens: NDArray[np.integer], starts: NDArray[np.int64], block_size: int)
 
 
 class FixedSet:
-    """A fixed choice of validation sequences, dealt to the ranks in turn.
+    """A fixed choice of ``count`` (None: all) validation sequences, dealt to the ranks in turn.
 
     Every rank gets the same number of batches, so that evaluation may contain collectives; the last ones
     are filled up with sequences of weight 0.
     """
 
     def __init__(
-        self, tokens: NDArray[np.integer], block_size: int, batch_size: int, batches: int | None,
+        self, tokens: NDArray[np.integer], block_size: int, batch_size: int, count: int | None,
         rank: int = 0, size: int = 1,
     ) -> None:  # fmt: skip
         whole = (len(tokens) - 1) // block_size
@@ -141,7 +141,7 @@ class FixedSet:
                 f"model.block_size={block_size} is longer than the validation text of {len(tokens)} tokens: "
                 "use a smaller model.block_size, a larger data.val_fraction, or more text"
             )
-        count = whole if batches is None else min(whole, batches * batch_size)
+        count = whole if count is None else min(whole, count)
         self.count = count
         chosen = np.arange(count, dtype=np.int64) * whole // count * block_size  # spread evenly over the text
         per_rank = -(-count // (size * batch_size)) * batch_size

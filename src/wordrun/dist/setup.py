@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # A rank that fails because another one did waits this long for the launcher to end it before it gives up alone.
 SECONDARY_WAIT_S = 5.0
+# Time for mpiexec to read a traceback.
+OUTPUT_WAIT_S = 0.5
 # The disk's fault, not the program's: a traceback would not help.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -163,6 +165,8 @@ def abort(world: World, status: int) -> None:
         _leave()
         sys.exit(status)
     if mpi.at_work(world):
+        # mpiexec ends at once when told to abort, and drops what it has not yet read from the ranks (seen with MPICH).
+        time.sleep(OUTPUT_WAIT_S)
         mpi.communicator().Abort(status)
     # Not sys.exit: destroying a process group after a failed collective can wait for ever.
     os._exit(status)

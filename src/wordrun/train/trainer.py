@@ -99,9 +99,8 @@ class Trainer:
         rank, size = self.backend.dp_rank, self.backend.dp_size
         self.gas = accumulation(cfg, size)
         self.sequences = Sequences(self.corpus.train, cfg.model.block_size, cfg.train.seed)
-        self.validation = FixedSet(
-            self.corpus.val, cfg.model.block_size, cfg.model.batch_size, cfg.train.eval_iters, rank, size
-        )
+        wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
+        self.validation = FixedSet(self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, rank, size)
         # The weights came from the same stream everywhere; dropout must not.
         self.rank_seed = cfg.train.seed + 1 + rank
         seed_everything(self.rank_seed)
