@@ -68,7 +68,7 @@ def test_help_shows_the_values_of_the_command_line(capsys: pytest.CaptureFixture
     assert "train.max_iters=7" in printed
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--cfg", "job"], ["train.max_iter=3"]])
+@pytest.mark.parametrize("words", [["--help"], ["train.max_iter=3"]])
 def test_what_trains_nothing_does_not_wait_for_torch(words: list[str], command: Command, tmp_path: Path) -> None:
     script = f"""
 import sys
@@ -94,11 +94,10 @@ def test_a_mistake_is_said_once_and_starts_nothing(capfd: pytest.CaptureFixture[
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_module_and_the_script_are_the_same_command(command: Command) -> None:
-    by_module = command(sys.executable, "-m", "wordrun", "train.max_iter=3")
-    by_script = command("wordrun", "train.max_iter=3")
-    assert by_module.returncode == by_script.returncode == 2
-    assert by_module.stderr == by_script.stderr == "unknown option 'train.max_iter'; did you mean 'train.max_iters'?\n"
+def test_the_module_is_the_command(command: Command) -> None:
+    done = command(sys.executable, "-m", "wordrun", "train.max_iter=3")
+    assert done.returncode == 2
+    assert done.stderr == "unknown option 'train.max_iter'; did you mean 'train.max_iters'?\n"
 
 
 def test_a_run_goes_where_the_config_says(small: Words, tmp_path: Path) -> None:
@@ -112,6 +111,7 @@ def test_latest_is_the_newest_run(small: Words, tmp_path: Path, monkeypatch: pyt
     for name in ("first", "second"):
         monkeypatch.setenv("WORDRUN_RUN_ID", name)
         assert main(small("train.max_iters=1", "train.sample_tokens=0")) == 0
+    assert len(list((tmp_path / "outputs").glob("*/*/*/run.json"))) == 2
     assert (tmp_path / "outputs" / "latest").resolve().name == "second"
 
 
@@ -158,8 +158,8 @@ def test_a_mistake_in_a_later_point_is_found_before_the_first_starts(
     assert not (tmp_path / "sweep").exists()
 
 
-def test_a_typo_in_a_sweep_is_said_once(small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *small("train.max_iter=2,3")]) == 2
+def test_a_typo_in_a_sweep_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "data=sample", "train.max_iter=2,3"]) == 2
     assert capfd.readouterr().err == "unknown option 'train.max_iter'; did you mean 'train.max_iters'?\n"
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,47 @@
+"""torch.compile: works where there is a compiler, and says what is missing where there is none.
+
+One process, but a minute of it, so that it is no unit test.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SMALL = (
+    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=4", "train.log_interval=1",
+    "train.eval_interval=0", "train.sample_tokens=0", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
+    "model.block_size=16", "model.batch_size=4",
+)  # fmt: skip
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which torch.compile uses")
+def test_a_compiled_model_has_the_same_losses(command: Command, tmp_path: Path) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    for name in ("true", "false"):
+        done = command("wordrun", *SMALL, f"train.compile={name}", f"hydra.run.dir={name}", timeout=170, **cache)
+        assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "cache").rglob("*.so"))  # it has compiled something
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-5)
+
+
+def test_without_a_compiler_it_says_what_to_do(command: Command, tmp_path: Path) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "/nonexistent"}
+    done = command("wordrun", *SMALL, "train.compile=true", "hydra.run.dir=run", **cache)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train.compile=true: torch.compile cannot compile")
+    assert "train.compile=false" in line
+    assert "g++" in line
+    assert "UserError" in json.loads((tmp_path / "run" / "run.json").read_text())["exit_reason"]

@@ -1,0 +1,103 @@
+"""Joining and leaving: ``wordrun.dist`` on two ranks, and what it says when the ranks cannot meet."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SCRIPT = """
+import json, random, sys
+import numpy as np
+import torch
+import torch.distributed as td
+import wordrun.dist as dist
+from wordrun.dist.collectives import all_mean, all_sum
+
+found = {}
+world = dist.identify()
+found["before"] = dist.share({"rank": world.rank} if world.rank == 0 else None, world)
+with dist.guard(world):
+    world = dist.setup(world, device="cpu", seed=5)
+    found["rank"], found["world"], found["group"] = world.rank, str(world), td.get_backend()
+    mine = torch.tensor([1.0, 10.0]) * (world.rank + 1)
+    found["sum"], found["mean"] = all_sum(mine).tolist(), all_mean(mine).tolist()
+    found["unchanged"] = mine.tolist()
+    found["during"] = dist.share(["first"] if world.rank == 0 else None, world)
+    found["again"] = dist.share(["second"] if world.rank == 0 else None, world)
+    found["random"] = [random.random(), float(np.random.rand()), torch.rand(1).item()]
+    assert dist.setup() == world
+    dist.cleanup()
+    found["nested"] = td.is_initialized()
+    dist.cleanup()
+    found["left"] = not td.is_initialized()
+sys.stdout.write(json.dumps(found) + "\\n")
+"""
+
+
+@pytest.fixture(params=["torchrun", "mpiexec"])
+def found(request: pytest.FixtureRequest, ranks: Any, tmp_path: Path) -> list[dict[str, Any]]:
+    """Return what each of two ranks has found."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = ranks(2, "script.py", under=request.param)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "terminate" not in done.stderr
+    return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda each: each["rank"])
+
+
+def test_two_ranks_meet_agree_and_leave(found: list[dict[str, Any]]) -> None:
+    assert [each["rank"] for each in found] == [0, 1]
+    for rank, each in enumerate(found):
+        assert each["world"] == f"[device='cpu'][rank={rank}/1][local_rank={rank}/1][node=0/0]"
+        assert each["group"] == "gloo"
+        assert each["before"] == {"rank": 0}
+        assert (each["during"], each["again"]) == (["first"], ["second"])
+        assert (each["sum"], each["mean"]) == ([3.0, 30.0], [1.5, 15.0])
+        assert each["unchanged"] == [1.0 + rank, 10.0 + 10 * rank]
+        assert (each["nested"], each["left"]) == (True, True)
+    assert found[0]["random"] == found[1]["random"]
+
+
+SETUP = "import wordrun.dist as dist\nwith dist.session(timeout_s=5) as world: print(world)"
+RANK_0 = {
+    "WORDRUN_LAUNCHER": "local", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+}  # fmt: skip
+
+
+def test_ranks_without_a_place_to_meet_are_told_so(command: Command) -> None:
+    done = command(sys.executable, "-c", SETUP, **RANK_0)
+    assert done.returncode == 2
+    assert "no MASTER_ADDR and MASTER_PORT to meet at: start them with `launch`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = command(sys.executable, "-c", SETUP, **RANK_0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Leave MASTER_PORT unset" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_beyond_the_limit(command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    done = command(sys.executable, "-c", SETUP, **RANK_0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, timeout=30)
+    assert done.returncode != 0
+    assert "[rank 0]" in done.stderr
+
+
+def test_one_process_ignores_what_an_earlier_job_left(command: Command) -> None:
+    """A stale MASTER_ADDR makes torch wait for minutes, but here nobody else is expected."""
+    done = command(sys.executable, "-c", SETUP, MASTER_ADDR="10.255.255.1", MASTER_PORT="29500", timeout=30)
+    assert done.stdout == "[device='cpu'][rank=0/0][local_rank=0/0][node=0/0]\n", done.stderr
+    assert done.returncode == 0
