@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _once(world, lambda: _help(args))
         if args.multirun:
             return _sweep(args, words, world)
+        if args.cfg and world.rank == 0:
+            compose(args.overrides, tree=_tree(args))  # our messages rather than Hydra's
         if args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
             return _once(world, lambda: _hydra(words, _print_nothing))
         world = dist.identify()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.logging import RichHandler
 
 LOGGER = logging.getLogger("wordrun")
 FOR_FILES = {"for_files": True}
+EARLY_RECORDS = 1000
 
 
 class RankFilter(logging.Filter):
@@ -69,6 +71,9 @@ class LogHandle:
         self._old = (LOGGER.level, LOGGER.propagate)
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
+        # What is said before there is a run directory belongs into its log, too.
+        self._early: MemoryHandler | None = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1)
+        self.add(self._early)
 
     def add(self, handler: logging.Handler) -> logging.Handler:
         """Send what this rank may say to ``handler``, too."""
@@ -81,6 +86,10 @@ class LogHandle:
         """Send what this rank may say to the file at ``path``, too."""
         handler = RaisingFileHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+        if self._early is not None:
+            self._early.setTarget(handler)
+            self.remove(self._early)  # which writes what it holds to its target
+            self._early = None
         return self.add(handler)
 
     def remove(self, handler: logging.Handler) -> None:

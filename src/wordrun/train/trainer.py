@@ -184,7 +184,8 @@ class Trainer:
         tokens = torch.from_numpy(self.corpus.tokenizer.encode(train.sample_prompt if prompt is None else prompt))
         if not len(tokens):
             raise ConfigError("the prompt is empty: begin with something, such as a line break")
-        with self.backend.autocast():
+        # Uncompiled: each length of the growing text would be compiled anew.
+        with self.backend.autocast(), torch.compiler.set_stance("force_eager"):
             text = generate(
                 self.model, tokens[None].to(self.backend.device),
                 train.sample_tokens if length is None else length,
