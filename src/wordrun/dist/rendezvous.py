@@ -10,6 +10,9 @@ from wordrun.dist import mpi
 from wordrun.dist.world import World
 from wordrun.errors import WorldError
 
+# Ranks that do not find each other in this time never will; a wrong address should not cost half an hour.
+MEETING = timedelta(seconds=300)
+
 
 def open_store(world: World, timeout: timedelta) -> Any:
     """Return the key-value store at which the ranks meet; rank 0 holds it, and every rank must call this.
@@ -21,7 +24,10 @@ def open_store(world: World, timeout: timedelta) -> Any:
         from torch.distributed import HashStore  # type: ignore[attr-defined]
 
         return HashStore()
-    return _store_over_mpi(world, timeout) if mpi.at_work(world) else _store_over_env(world, timeout)
+    meeting = min(timeout, MEETING)
+    store = _store_over_mpi(world, meeting) if mpi.at_work(world) else _store_over_env(world, meeting)
+    store.set_timeout(timeout)
+    return store
 
 
 def _store_over_mpi(world: World, timeout: timedelta) -> Any:
@@ -58,10 +64,10 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
     from torch.distributed.rendezvous import rendezvous
 
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port:
+    if not address or not port or not port.isdigit() or not 0 < int(port) < 65536:
         raise WorldError(
-            f"{world.size} ranks ({world.source}) but no MASTER_ADDR and MASTER_PORT to meet at: "
-            "start them with `launch`, which decides both"
+            f"{world.size} ranks ({world.source}) cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: "
+            "start them with `launch`, which decides both, or torchrun with --standalone or a --master-port"
         )
     if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
         raise WorldError(f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: name the first host")
