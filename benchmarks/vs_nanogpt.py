@@ -5,8 +5,9 @@
     python benchmarks/vs_nanogpt.py --nanogpt nanoGPT
 
 Quality: both train to the end of nanoGPT's schedule for a CPU, and both are judged by the mean loss over every
-window of the validation split, nanoGPT by the checkpoint that it kept. Speed: short runs of each in turns; the
-figure is the median over all steps of the wall time from step to step, logging included.
+window of the validation split, nanoGPT by the checkpoint that it kept. Speed: both programs are started, and stopped and
+continued in turns of a few seconds, so that whatever else the machine does slows both alike; the figure is the median
+over all steps of the wall time from step to step, logging included.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,6 +40,7 @@ class Shape:
     batch_size: int
     dropout: float
     steps: int
+    turn_s: float
 
     def nanogpt(self) -> list[str]:
         """Return nanoGPT's options; the rest is its config/train_shakespeare_char.py."""
@@ -51,31 +54,70 @@ class Shape:
 
 
 SHAPES = (
-    Shape("nanoGPT's CPU setting (4 layers, 4 heads, 128, block 64, batch 12)", 4, 4, 128, 64, 12, 0.0, 300),
-    Shape("experiment=shakespeare at batch 16 (6 layers, 6 heads, 384, block 256)", 6, 6, 384, 256, 16, 0.2, 25),
+    Shape("nanoGPT's CPU setting (4 layers, 4 heads, 128, block 64, batch 12)", 4, 4, 128, 64, 12, 0.0, 500, 2.0),
+    Shape("experiment=shakespeare at batch 16 (6 layers, 6 heads, 384, block 256)", 6, 6, 384, 256, 16, 0.2, 40, 10.0),
 )
 
 
-def run_nanogpt(folder: Path, out: Path, options: list[str], steps: int) -> list[float]:
-    """Train nanoGPT and return the seconds of each step after the first few."""
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False",
-               f"--out_dir={out}", "--log_interval=1", f"--max_iters={steps}", *options]  # fmt: skip
-    text = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
-    times = [float(ms) / 1000 for ms in re.findall(r"^iter \d+: loss .* time ([\d.]+)ms", text, re.MULTILINE)]
-    assert len(times) == steps + 1, text[-2000:]
-    return times[SKIP:]
+def nanogpt_command(out: Path, options: list[str], steps: int) -> list[str]:
+    """Return the command that trains nanoGPT, to be run in its folder."""
+    return [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False",
+            f"--out_dir={out}", "--log_interval=1", f"--max_iters={steps}", *options]  # fmt: skip
 
 
-def run_wordrun(out: Path, options: list[str], steps: int) -> list[float]:
-    """Train wordrun and return the seconds of each step after the first few, logging included."""
-    command = [sys.executable, "-m", "wordrun", "data=shakespeare", "data.offline=error", "tracker=jsonl",
-               f"hydra.run.dir={out}", f"train.max_iters={steps}", "train.log_interval=1", *options]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+def nanogpt_steps(text: str) -> list[float]:
+    """Return the seconds of each step in nanoGPT's output after the first few."""
+    times = re.findall(r"^iter \d+: loss .* time ([\d.]+)ms", text, re.MULTILINE)
+    return [float(ms) / 1000 for ms in times][SKIP:]
+
+
+def wordrun_command(out: Path, options: list[str], steps: int) -> list[str]:
+    """Return the command that trains wordrun."""
+    return [sys.executable, "-m", "wordrun", "data=shakespeare", "data.offline=error", "tracker=jsonl",
+            f"hydra.run.dir={out}", f"train.max_iters={steps}", "train.log_interval=1", *options]  # fmt: skip
+
+
+def wordrun_steps(out: Path) -> list[float]:
+    """Return the seconds of each step of a wordrun run after the first few, logging included."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     clock = [line["time"] for line in lines if "loss" in line]
     return [after - before for before, after in pairwise(clock)][SKIP:]
+
+
+def run(command: list[str], cwd: Path | None = None) -> str:
+    """Run a command to its end and return what it printed."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return done.stdout
+
+
+def in_turns(commands: list[tuple[list[str], Path | None, Path]], turn_s: float) -> None:
+    """Run commands to their ends, one at a time for ``turn_s`` seconds while the others are stopped.
+
+    Args:
+        commands: each with its working directory and the file for its output.
+        turn_s: long enough for many steps.
+    """
+    jobs = []
+    for command, cwd, log in commands:
+        with log.open("w") as file:
+            jobs.append(
+                subprocess.Popen(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            )
+        os.killpg(jobs[-1].pid, signal.SIGSTOP)
+    running = jobs
+    while running:
+        for job in running:
+            os.killpg(job.pid, signal.SIGCONT)
+            try:
+                job.wait(turn_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGSTOP)
+        running = [job for job in running if job.returncode is None]
+    for job, (_, _, log) in zip(jobs, commands, strict=True):
+        if job.returncode:
+            raise SystemExit(log.read_text())
 
 
 def speed(nanogpt: Path, shape: Shape, rounds: int, scratch: Path) -> tuple[float, float, list[float]]:
@@ -85,10 +127,14 @@ def speed(nanogpt: Path, shape: Shape, rounds: int, scratch: Path) -> tuple[floa
     theirs: list[float] = []
     ratios = []
     for number in range(rounds):
-        a = run_wordrun(scratch / f"w{number}-{shape.n_layer}", [*shape.wordrun(), *no_extras], shape.steps)
-        b = run_nanogpt(
-            nanogpt, scratch / "n", [*shape.nanogpt(), "--eval_interval=100000", "--eval_iters=1"], shape.steps
-        )
+        out, log = scratch / f"w{number}-{shape.n_layer}", scratch / "nanogpt.log"
+        options = [*shape.nanogpt(), "--eval_interval=100000", "--eval_iters=1"]
+        in_turns(
+            [(wordrun_command(out, [*shape.wordrun(), *no_extras], shape.steps), None, scratch / "wordrun.log"),
+             (nanogpt_command(scratch / "n", options, shape.steps), nanogpt, log)],
+            shape.turn_s,
+        )  # fmt: skip
+        a, b = wordrun_steps(out), nanogpt_steps(log.read_text())
         ours, theirs = ours + a, theirs + b
         ratios.append(statistics.median(b) / statistics.median(a))
         print(f"  round {number + 1}: wordrun / nanoGPT = {ratios[-1]:.3f}", flush=True)
@@ -101,11 +147,11 @@ def quality(nanogpt: Path, shape: Shape, scratch: Path, seeds: list[int]) -> tup
     ours, theirs = [], []
     for seed in seeds:
         out = scratch / f"q{seed}"
-        run_wordrun(out, [*shape.wordrun(), f"train.seed={seed}", "train.eval_interval=2000", "train.eval_iters=null",
-                          "train.sample_interval=0"], 2000)  # fmt: skip
+        options = [f"train.seed={seed}", "train.eval_interval=2000", "train.eval_iters=null", "train.sample_interval=0"]
+        run(wordrun_command(out, [*shape.wordrun(), *options], 2000))
         ours.append(json.loads((out / "run.json").read_text())["val_loss"])
         schedule = ["--eval_iters=20", "--lr_decay_iters=2000"]
-        run_nanogpt(nanogpt, scratch / "ckpt", [*shape.nanogpt(), *schedule], 2000)
+        run(nanogpt_command(scratch / "ckpt", [*shape.nanogpt(), *schedule], 2000), cwd=nanogpt)
         theirs.append(loss_of_checkpoint(nanogpt, scratch / "ckpt" / "ckpt.pt", shape))
         print(f"  seed {seed}: wordrun {ours[-1]:.4f}, nanoGPT {theirs[-1]:.4f}", flush=True)
     return ours, theirs

@@ -72,8 +72,10 @@ def to_config(composed: DictConfig, *, run_dir: str | None = None, world_size: i
         cfg.run_dir = directory
         check(cfg, world_size)
         cfg.train.dtype = DTYPES[cfg.train.dtype]
-    except (OmegaConfBaseException, ConfigError) as error:
-        problems += str(error).splitlines() if isinstance(error, ConfigError) else [str(error).splitlines()[0]]
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    except OmegaConfBaseException as error:
+        problems.append(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}")
     if problems:
         raise ConfigError("\n".join(problems))
     return cast(Config, cfg)

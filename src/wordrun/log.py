@@ -57,7 +57,10 @@ class RaisingFileHandler(logging.FileHandler):
     """Lets a full disk end the run with an error instead of printing a traceback for every line."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Raise what went wrong."""
+        """Raise what went wrong, with the name of the file."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = self.baseFilename
         raise
 
 

@@ -17,8 +17,12 @@ class JsonlTracker:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one JSON object; a figure that is not finite becomes null, as JSON has no NaN."""
-        self._metrics.write(json.dumps(finite(metrics)) + "\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(finite(metrics)) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            error.filename = self._metrics.name  # a write does not say where it failed
+            raise
 
     def sample(self, step: int, text: str) -> None:
         """Append the text under a headline with its step."""

@@ -35,6 +35,8 @@ class Run:
         self.record: dict[str, Any] = {}
         if world.rank != 0:
             return
+        if not cfg.run_dir:  # else it would be the current directory
+            raise ConfigError("the config names no run directory: make it by wordrun.compose(...), or set cfg.run_dir")
         _make_directory(self.path)
         (self.path / "config.yaml").write_text(as_yaml(cfg), encoding="utf-8")
         _adopt_launch_record(self.path)
@@ -44,7 +46,11 @@ class Run:
             **facts, "exit_reason": "running",
         }  # fmt: skip
         self._write_record()
-        self.trackers = build(cfg, self.path, facts)
+        try:
+            self.trackers = build(cfg, self.path, facts)
+        except Exception as error:
+            self.finish({}, f"{type(error).__name__}: {error}")
+            raise
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Hand a line of metrics to the trackers."""
@@ -64,7 +70,7 @@ class Run:
         self._write_record()
         for tracker in self.trackers:
             tracker.finish(summary, exit_status=0 if exit_reason == "finished" else 1)
-        return draw(self.path, f"{self.path.parent.name}  {self.path.name}")
+        return draw(self.path, f"{self.path.parent.name}  {self.path.name}") if self.trackers else []
 
     def _write_record(self) -> None:
         new = self.path / "run.json.new"
