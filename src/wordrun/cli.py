@@ -6,7 +6,9 @@ value and on one run directory, and a mistake is printed once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
+import io
 import sys
 import textwrap
 from argparse import Namespace
@@ -43,8 +45,9 @@ KEY=VALUE sets an option, GROUP=NAME chooses a file under conf/. Hydra's own fla
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = get_args_parser().parse_args(words)
-    world = _discover()
+    world = dist.discover_or_exit()
+    with contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
+        args = get_args_parser().parse_args(words)
     with dist.guard(world):
         if args.help:
             return _once(world, lambda: _help(args))
@@ -59,14 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if status:
             return int(status)
         return train(cfg, world)
-
-
-def _discover() -> dist.World:
-    try:
-        return dist.discover()
-    except UserError as error:  # before we know which rank this is
-        print(error, file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_status) from None
 
 
 def train(cfg: Config, world: dist.World) -> int:
@@ -142,15 +137,19 @@ def _sweep(args: Namespace, words: Sequence[str], world: dist.World) -> int:
 
 
 def _points(overrides: list[str]) -> list[list[str]]:
+    """Return the overrides of each point of a sweep; of one over a glob, those that all points share."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Glob
     from hydra.errors import HydraException
 
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
-        batches: list[list[list[str]]] = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    except (HydraException, ValueError):
-        return []  # a glob needs the tree to be expanded, and Hydra reports on the others itself
+    except HydraException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    if any(isinstance(override.value(), Glob) for override in parsed):  # only Hydra knows what it stands for
+        return [[o for o, override in zip(overrides, parsed, strict=True) if not override.is_sweep_override()]]
+    batches: list[list[list[str]]] = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [point for batch in batches for point in batch]
 
 

@@ -16,12 +16,18 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from wordrun.config import BACKENDS, DTYPES, SCHEMAS, Config, check
 from wordrun.errors import ConfigError, nearest
 
 # What Hydra and OmegaConf raise for a wrong override.
-REFUSALS = (HydraException, OmegaConfBaseException, ValueError)
+REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
+# What of Hydra's own settings a run looks at; the rest would be dropped without a word.
+HYDRA_SETTINGS = ("hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra/sweeper")
+
+
+GROUPS = (*SCHEMAS, "experiment", "train.backend")
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,12 @@ def compose(overrides: Sequence[str] = (), *, tree: Tree | None = None, world_si
         ConfigError: names every problem at once.
     """
     tree = tree or Tree()
+    unused = [o for o in overrides if _name(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
+    if unused:
+        raise ConfigError("\n".join(
+            f"{o} has no effect on a run: of Hydra's own settings it uses hydra.run.dir and hydra.searchpath"
+            for o in unused
+        ))  # fmt: skip
     try:
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
@@ -165,7 +177,8 @@ def _diagnose(overrides: list[str], tree: Tree, whole: Exception, world_size: in
         base = _compose([], tree)
     except REFUSALS:
         return [f"the configuration tree itself does not compose: {whole}"]
-    for override in overrides:
+    # Choices of files first: the options that they bring are then known.
+    for override in sorted(overrides, key=lambda o: _name(o) not in GROUPS):
         try:
             base = _compose([*good, override], tree)
             good.append(override)
@@ -183,8 +196,9 @@ def _diagnose(overrides: list[str], tree: Tree, whole: Exception, world_size: in
 def _translate(override: str, error: Exception, base: DictConfig) -> str:
     """Return our message for the one ``override`` that Hydra refuses with ``error``."""
     key, _, value = override.partition("=")
-    name = key.lstrip("+~").partition("@")[0]
-    text = str(error)
+    name, text = _name(override), str(error)
+    if isinstance(error, YAMLError):
+        return f"{override}: the file is no YAML: {' '.join(text.split())}"
     options = re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL)
     if options:
         known = options[1].partition("Config search path:")[0].split()
@@ -192,12 +206,18 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         kind = name.rpartition(".")[2]
         return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
     if isinstance(error, OverrideParseException) and "=" in override:
-        return f"""{override}: Hydra cannot read this value; put it into quotes twice, '{key}="..."'"""
+        return f"""{override}: Hydra cannot read this value; put it into quotes twice: '{key}="{value}"'"""
     if "=" not in override:
         return f"'{override}' is no override: write KEY=VALUE, or --help for the options"
-    if name in SCHEMAS or name == "train.backend":
-        return f"{override}: {text.splitlines()[0]} (choose one by {name}=NAME)"
-    known = sorted({*_keys(base), *SCHEMAS})
+    reason = str(error.__cause__ or error).splitlines()[0]
+    inside = re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}")
+    if inside:
+        return f"{override}: in {inside[1]}.yaml: {inside[2]}"
+    if name in GROUPS:
+        return f"{override}: {reason} (choose one by {name}=NAME)"
+    if "Ambiguous value" in text:
+        return f"{override}: several values are a sweep: add -m, or put a list into brackets, {name}=[{value}]"
+    known = sorted({*_keys(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":
         return f"unknown option '{name}'{nearest(name, known)}"
     # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
@@ -208,7 +228,12 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"{name}={value} should be {wanted.get(kind, kind)}"
     if value == "null":
         return f"{name}=null should have a value: leave it out for the default"
-    return f"{override}: {str(error.__cause__ or error).splitlines()[0]}"
+    return f"{override}: {reason}"
+
+
+def _name(override: str) -> str:
+    """Return the key that an override changes."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def as_yaml(cfg: Any) -> str:

@@ -84,8 +84,6 @@ class DDPConfig(BackendConfig):
     """Gradients are averaged in buckets of this many MiB, while the backward pass goes on."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: one copy less in memory and time."""
-    static_graph: bool = False
-    """Tell DDP that every step uses the same parameters, so that it can plan ahead."""
 
 
 BACKENDS: dict[str, type[BackendConfig]] = {"DDP": DDPConfig}
@@ -244,7 +242,7 @@ def check(cfg: Config, world_size: int = 1) -> None:
         world_size: number of data-parallel ranks, for what depends on it.
     """
     problems = [*_check_model(cfg.model), *_check_data(cfg.data), *_check_optimizer(cfg.optimizer)]
-    problems += [*_check_train(cfg), *_check_batch(cfg, world_size), *_check_tracker(cfg.tracker)]
+    problems += [*_check_train(cfg), *_check_batch(cfg, world_size), *_check_rest(cfg)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -318,6 +316,9 @@ def _check_train(cfg: Config) -> list[str]:
     train = cfg.train
     problems = _positive("train", train, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
     problems += _not_negative("train", train, "eval_interval", "sample_interval", "sample_tokens", "seed")
+    for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
+        if getattr(train, name) > most:
+            problems.append(f"train.{name}={getattr(train, name)} should be at most {most}")
     if train.dtype not in DTYPES:
         problems += _one_of("train.dtype", train.dtype, list(DTYPES))
     problems += _one_of("train.device", train.device, ["auto", "cpu", "cuda", "xpu"])
@@ -354,10 +355,16 @@ def _check_batch(cfg: Config, world_size: int) -> list[str]:
     return []
 
 
-def _check_tracker(tracker: TrackerConfig) -> list[str]:
-    if not isinstance(tracker, WandbConfig):
-        return []
-    return _one_of("tracker.mode", tracker.mode, ["auto", "online", "offline"])
+def _check_rest(cfg: Config) -> list[str]:
+    problems: list[str] = []
+    if isinstance(cfg.backend, DDPConfig):
+        problems += _positive("backend", cfg.backend, "bucket_cap_mb")
+    if isinstance(cfg.tracker, WandbConfig):
+        problems += _one_of("tracker.mode", cfg.tracker.mode, ["auto", "online", "offline"])
+        problems += _not_negative("tracker", cfg.tracker, "probe_s")
+    if isinstance(cfg.profiler, PyinstrumentConfig) and not cfg.profiler.interval_s > 0:
+        problems.append(f"profiler.interval_s={cfg.profiler.interval_s} should be more than 0")
+    return problems
 
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {

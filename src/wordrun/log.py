@@ -11,11 +11,13 @@ import os
 import sys
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 LOGGER = logging.getLogger("wordrun")
+WARNINGS = logging.getLogger("py.warnings")  # Python's own, torch's among them
 FOR_FILES = {"for_files": True}
 EARLY_RECORDS = 1000
 
@@ -67,13 +69,21 @@ class RaisingFileHandler(logging.FileHandler):
 class LogHandle:
     """What ``start`` has set up: the screen, and the handlers that ``close`` takes away again."""
 
+    _open: ClassVar[list[LogHandle]] = []
+    """Handles that are open now, the newest last: it alone writes to the screen."""
+    _before: ClassVar[tuple[int, bool]]
+    """The logger's level and propagation before the first was opened."""
+
     def __init__(self, rank: int, screen: Console) -> None:
         self.rank = rank
         self.screen = screen
         self._handlers: list[logging.Handler] = []
-        self._old = (LOGGER.level, LOGGER.propagate)
-        LOGGER.setLevel(logging.INFO)
-        LOGGER.propagate = False
+        if not self._open:
+            LogHandle._before = (LOGGER.level, LOGGER.propagate)
+            LOGGER.setLevel(logging.INFO)
+            LOGGER.propagate = False
+            logging.captureWarnings(True)
+        self._open.append(self)
         # What is said before there is a run directory belongs into its log, too.
         self._early: MemoryHandler | None = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1)
         self.add(self._early)
@@ -81,9 +91,15 @@ class LogHandle:
     def add(self, handler: logging.Handler) -> logging.Handler:
         """Send what this rank may say to ``handler``, too."""
         handler.addFilter(RankFilter(self.rank))
-        LOGGER.addHandler(handler)
+        for logger in (LOGGER, WARNINGS):
+            logger.addHandler(handler)
         self._handlers.append(handler)
         return handler
+
+    def add_screen(self, handler: logging.Handler) -> None:
+        """Send what this rank may say to ``handler``, as long as no newer handle is open."""
+        handler.addFilter(lambda record: self._open[-1:] == [self])
+        self.add(handler)
 
     def add_file(self, path: Path) -> logging.Handler:
         """Send what this rank may say to the file at ``path``, too."""
@@ -97,16 +113,21 @@ class LogHandle:
 
     def remove(self, handler: logging.Handler) -> None:
         """Undo ``add``."""
-        LOGGER.removeHandler(handler)
+        for logger in (LOGGER, WARNINGS):
+            logger.removeHandler(handler)
         handler.close()
         self._handlers.remove(handler)
 
     def close(self) -> None:
-        """Remove all handlers and restore the logger."""
+        """Remove all handlers; the last handle restores the loggers."""
         for handler in list(self._handlers):
             self.remove(handler)
-        LOGGER.setLevel(self._old[0])
-        LOGGER.propagate = self._old[1]
+        if self in self._open:
+            self._open.remove(self)
+            if not self._open:
+                level, LOGGER.propagate = self._before
+                LOGGER.setLevel(level)
+                logging.captureWarnings(False)
 
 
 def start(rank: int) -> LogHandle:
@@ -123,5 +144,5 @@ def start(rank: int) -> LogHandle:
     else:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    handle.add(handler)
+    handle.add_screen(handler)
     return handle

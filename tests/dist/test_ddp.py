@@ -13,6 +13,7 @@ import torch.distributed as td
 import wordrun
 from wordrun import dist
 from wordrun.dist.collectives import all_mean, all_sum
+from wordrun.train.hooks import Hook
 
 world = dist.identify()
 with dist.guard(world):
@@ -30,6 +31,11 @@ with dist.guard(world):
             fut = td.all_reduce(bucket.buffer().div_(world.size), async_op=True).get_future()
             return fut.then(lambda f: f.value()[0])
 
+        class Draw(Hook):
+            def at_end(self, trainer):
+                self.noise = torch.rand(1)
+
+        trainer.extra_hooks = [draw := Draw()]
         trainer.backend.replica.register_comm_hook(None, count)
         before = trainer.evaluate()
         trainer.train()
@@ -37,9 +43,8 @@ with dist.guard(world):
         everyone = [torch.empty_like(flat) for _ in range(world.size)]
         td.all_gather(everyone, flat)
         modes = all_sum(torch.tensor(float(trainer.model.training)))
-        noise = torch.rand(1)
         noises = [torch.empty(1) for _ in range(world.size)]
-        td.all_gather(noises, noise)
+        td.all_gather(noises, draw.noise)
         sys.stdout.write(json.dumps({
             "rank": world.rank, "buckets": buckets, "equal": all(torch.equal(flat, e) for e in everyone),
             "before": before, "modes": modes.item(), "noises": [n.item() for n in noises],

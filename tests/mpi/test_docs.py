@@ -77,6 +77,26 @@ def test_short_readme_command_runs_as_printed(line: str, command: Any, tmp_path:
     assert done.stdout.strip()
 
 
+def test_the_line_of_the_talk_trains(command: Any) -> None:
+    (line,) = [line for line in README_LINES if line.startswith("launch python3")]
+    done = command("sh", "-c", f"{line} train.max_iters=2 model.batch_size=2 data.kind=sample")
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2  val_loss" in done.stdout
+    assert "train.dtype=bf16: this processor has no fast bf16" in done.stdout or "bfloat16 on cpu" in done.stdout
+
+
+@pytest.mark.skipif(not (ROOT / ".venv" / "wordrun-installed").exists(), reason="needs .venv, which bin/test makes")
+def test_quickstart_reuses_the_environment_and_shows_the_result(command: Any, tmp_path: Path) -> None:
+    short = ["train.max_iters=4", "train.eval_interval=2", "data.kind=sample", f"hydra.run.dir={tmp_path}/run"]
+    done = command(ROOT / "bin" / "quickstart", *short)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "installing" not in done.stderr
+    assert "$ launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in done.stdout
+    for last in ("validation loss", "sample after 4 steps", "plots/loss.png", "wandb sync"):
+        assert last in done.stdout
+    assert (tmp_path / "run" / "plots" / "loss.png").stat().st_size > 5000
+
+
 @pytest.mark.parametrize("line", [line for line in README_LINES if line not in SHORT])
 def test_long_readme_command_composes(line: str, command: Any) -> None:
     """The long ones are accepted as they stand, by launch and by wordrun."""

@@ -196,3 +196,47 @@ def test_smoke_check_names_what_fails(ranks: Any, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "check broadcast failed" in done.stderr
     assert "got [10.0, 10.0, 10.0], expected [11.0, 11.0, 11.0]" in done.stderr
+
+
+def test_an_impossible_run_directory_is_one_message(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["launch", "-n", "2", "python", "-m", "wordrun", *SMOKE, f"hydra.run.dir={tmp_path}/file/run"]
+    done = command(*words)
+    assert done.returncode == 2
+    assert done.stderr.count("cannot write to the run directory") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_ends_all_ranks_with_one_message(command: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").symlink_to("/dev/full")
+    done = command("launch", "-n", "2", "python", "-m", "wordrun", *SMOKE, f"hydra.run.dir={run_dir}")
+    assert done.returncode == 1
+    assert done.stderr.count("metrics.jsonl on ") == 1
+    assert done.stderr.count("No space left on device. What was written before is intact.") == 1
+    assert "Traceback" not in done.stderr
+    assert "OSError" in json.loads((run_dir / "run.json").read_text())["exit_reason"]
+
+
+def test_an_interrupted_run_keeps_its_profile(tmp_path: Path) -> None:
+    words = ["launch", "python", "-m", "wordrun", *SMOKE, "train.max_iters=100000", "profiler=pyinstrument"]
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    assert job.stdout is not None
+    for line in job.stdout:
+        if "step 5/" in line:
+            break
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert job.returncode == 130
+    (run_dir,) = run_dirs(tmp_path)
+    assert "Trainer.train" in (run_dir / "profile" / "pyinstrument.txt").read_text()
+
+
+def test_contradictory_variables_stop_any_script(command: Any) -> None:
+    wrong = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+    done = command(sys.executable, "-m", "wordrun.test_dist", **wrong)
+    assert done.returncode == 2
+    assert "contradict each other: rank 3 of 2" in done.stderr
+    assert "Traceback" not in done.stderr

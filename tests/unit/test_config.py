@@ -392,3 +392,35 @@ def test_the_nearest_name_is_told_in_its_own_spelling() -> None:
 
 def test_sections_are_those_of_the_schema() -> None:
     assert set(SECTIONS) == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("override", ["hydra.verbose=true", "hydra.job.chdir=true", "hydra/job_logging=none"])
+def test_a_setting_of_hydra_that_a_run_ignores_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(override)} has no effect on a run.*hydra\.run\.dir"):
+        compose(["data=sample", override])
+
+
+def test_an_experiment_that_is_no_yaml_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n\tmax_iters: 3\n")
+    with pytest.raises(ConfigError, match=r"experiment=mine: the file is no YAML: .*mine\.yaml.*line 3"):
+        compose(["experiment=mine"], tree=Tree(extra_dir=str(tmp_path)))
+
+
+def test_a_typo_in_an_experiment_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  max_itrs: 3\n")
+    with pytest.raises(ConfigError, match=r"experiment=mine: .*max_itrs"):
+        compose(["experiment=mine"], tree=Tree(extra_dir=str(tmp_path)))
+
+
+def test_an_option_of_a_file_chosen_after_it_is_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["profiler.interval_s=0.01", "profiler=pyinstrument", "train.typo=1"])
+    assert str(caught.value).startswith("unknown option 'train.typo'")
+    assert "interval_s" not in str(caught.value)
+
+
+def test_a_list_of_values_without_m_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"train\.seed=1,2: several values are a sweep: add -m"):
+        compose(["train.seed=1,2"])

@@ -362,3 +362,9 @@ def test_the_sample_has_something_to_learn() -> None:
     pairs = entropy(Counter(text[i : i + 2] for i in range(len(text) - 1)))
     assert 2.5 < singles < 3.5
     assert trigrams - pairs < 0.6 * singles
+
+
+def test_a_directory_in_place_of_the_file_is_one_message(nowhere: str, tmp_path: Path) -> None:
+    (tmp_path / "input.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"input\.txt cannot be read: Is a directory"):
+        locate(download(nowhere, tmp_path / "input.txt", offline="sample"))

@@ -29,7 +29,8 @@ LAPTOP = Job(
 GPU_BOX = Job(hosts=("box",), cores=(64,), devices=(4,), slots=(4,), reasons=LAPTOP.reasons)
 TWO_NODES = Job(hosts=("a", "b"), cores=(8, 8), devices=(2, 1), slots=(2, 1), scheduler="pbs", id="7")
 DECIDED = Decided(
-    launch_id="1-aa", run_id="20260102-030405-abcd", port=12345, cwd="/work", status_dir="/tmp/s", own_bin="/venv/bin",
+    launch_id="1-aa", run_id="20260102-030405-abcd", port=12345, cwd="/home/u", status_dir="/tmp/s",
+    own_bin="/venv/bin",
     interfaces=("eth0", "lo"),
 )  # fmt: skip
 LAUNCHERS = {
@@ -98,7 +99,7 @@ def test_environment_of_two_ranks() -> None:
         "WORDRUN_RUN_ID": "20260102-030405-abcd",
         "WORDRUN_WORLD_SIZE": "2",
         "WORDRUN_HOSTS": "box",
-        "WORDRUN_LAUNCH_RECORD": "/work/outputs/launches/20260102-030405-abcd.json",
+        "WORDRUN_LAUNCH_RECORD": "/home/u/outputs/launches/20260102-030405-abcd.json",
         "WORDRUN_STATUS_DIR": "/tmp/s",
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",

@@ -34,7 +34,6 @@ class DDPBackend:
             self.model,
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
         )
         self.optimizer = make_optimizer(self.model)
         self.grad_clip = cfg.optimizer.grad_clip or float("inf")

@@ -142,7 +142,6 @@ class FixedSet:
                 "use a smaller model.block_size, a larger data.val_fraction, or more text"
             )
         count = whole if count is None else min(whole, count)
-        self.count = count
         chosen = np.arange(count, dtype=np.int64) * whole // count * block_size  # spread evenly over the text
         per_rank = -(-count // (size * batch_size)) * batch_size
         mine = np.arange(per_rank, dtype=np.int64) * size + rank

@@ -81,14 +81,21 @@ def read(source: Source) -> str:
             f"iconv -f latin1 -t utf-8 {source.path}"
         ) from None
     except OSError as error:
-        raise ConfigError(f"data.path={source.path} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"data.path={source.path} cannot be read: {error.strerror}. Name a text file that you may read"
+        ) from None
     if not text.strip():
-        raise ConfigError(f"data.path={source.path} is empty: nothing to learn from")
+        raise ConfigError(f"data.path={source.path} is empty: name a file with text, or use data=sample")
     return text
 
 
 def _check_hash(path: Path, data: DataConfig) -> None:
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. It should be the text of data={data.name}"
+        ) from None
     if data.sha256 and found != data.sha256:
         raise ConfigError(
             f"{path} is not {data.name}: its sha256 is {found}, expected {data.sha256}. "

@@ -41,7 +41,7 @@ class CharTokenizer:
             absent = "".join(dict.fromkeys(codes[missing].tobytes().decode("utf-32-le")))
             raise ConfigError(
                 f"the text {text[:40]!r} has characters that the vocabulary of {self.vocab_size} lacks: {absent!r}. "
-                f"It knows {self.characters!r}."
+                f"Leave them out; it knows {self.characters!r}."
             )
         return tokens.astype(np.int64)
 

@@ -55,6 +55,15 @@ def identify(env: Mapping[str, str] | None = None) -> World:
     return mpi.judge(world) if mpi.at_work(world) else world
 
 
+def discover_or_exit() -> World:
+    """Return ``discover()``; where the variables contradict each other, print the message and exit."""
+    try:
+        return discover()
+    except UserError as error:  # nobody knows yet which rank this is
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_status) from None
+
+
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before ``setup`` or after.
 
@@ -90,6 +99,11 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
         world = world or identify()
         _join(world, device, timeout_s)
         atexit.register(_leave)
+    elif device not in ("auto", _joined.world.device.partition(":")[0]):
+        raise WorldError(
+            f"device={device}, but this process has joined its group with {_joined.world.device}: "
+            "close what uses that one first"
+        )
     _joined.users += 1
     if seed is not None:
         seed_everything(seed)
@@ -108,7 +122,8 @@ def cleanup() -> None:
 @contextlib.contextmanager
 def session(*, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> Iterator[World]:
     """Join the other ranks for the length of a ``with`` block; an exception in it ends the whole job."""
-    world = identify()
+    with guard(discover_or_exit()):
+        world = identify()
     with guard(world):
         world = setup(world, device=device, timeout_s=timeout_s, seed=seed)
         yield world
@@ -247,8 +262,8 @@ def _choose_device(kind: str, world: World) -> torch.device:
         return torch.device("cpu")
     if kind != have:
         raise WorldError(
-            f"train.device={kind}, but torch {torch.__version__} finds {'no accelerator' if have == 'cpu' else have} "
-            f"on {world.host}: use train.device=auto, or install a torch built for {kind}"
+            f"device={kind}, but torch {torch.__version__} finds {'no accelerator' if have == 'cpu' else have} "
+            f"on {world.host}: use device=auto, or install a torch built for {kind}"
         )
     count = torch.accelerator.device_count()
     if count != 1 and world.local_size > count:

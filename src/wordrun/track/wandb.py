@@ -13,11 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wordrun.config import Config, WandbConfig
-from wordrun.errors import UserError
+from wordrun.errors import UserError, nearest
 from wordrun.log import LOGGER
 
 # wandb's service gets this long at the end of a run to send what it still has.
 FINISH_TIMEOUT_S = 60
+MODES = ("online", "offline", "disabled", "dryrun", "shared")
 
 
 class WandbTracker:
@@ -40,7 +41,9 @@ class WandbTracker:
         self.run = self._init(wandb, settings, fall_back=options.mode == "auto")
 
     def _init(self, wandb: Any, settings: dict[str, Any], fall_back: bool) -> Any:
-        quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
+        limits = {"init_timeout": 30, "finish_timeout": FINISH_TIMEOUT_S}  # the latter not in old versions
+        known = {name: limit for name, limit in limits.items() if name in wandb.Settings.model_fields}
+        quiet = wandb.Settings(console="off", silent=True, **known)
         (self.run_dir / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary folder
         try:
             return wandb.init(**settings, mode=self.mode, settings=quiet)
@@ -78,7 +81,10 @@ def choose_mode(options: WandbConfig) -> str:
         UserError: tracker.mode=online without a key.
     """
     if options.mode == "auto" and os.environ.get("WANDB_MODE"):
-        return os.environ["WANDB_MODE"]
+        mode = os.environ["WANDB_MODE"]
+        if mode not in MODES:
+            raise UserError(f"WANDB_MODE={mode} should be one of {', '.join(MODES)}{nearest(mode, MODES)}, or unset")
+        return mode
     if options.mode == "offline":
         return "offline"
     url = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")

@@ -19,10 +19,12 @@ def profiled(cfg: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[None]:
     from pyinstrument import Profiler
 
     profiler = Profiler(interval=cfg.interval_s)
-    with profiler:
-        yield
-    folder = run_dir / "profile"
-    folder.mkdir(exist_ok=True)
-    (folder / "pyinstrument.html").write_text(profiler.output_html(), encoding="utf-8")
-    (folder / "pyinstrument.txt").write_text(profiler.output_text(unicode=True), encoding="utf-8")
-    LOGGER.info("profile: %s", folder / "pyinstrument.html")
+    try:
+        with profiler:
+            yield
+    finally:
+        folder = run_dir / "profile"
+        folder.mkdir(exist_ok=True)
+        (folder / "pyinstrument.html").write_text(profiler.output_html(), encoding="utf-8")
+        (folder / "pyinstrument.txt").write_text(profiler.output_text(unicode=True), encoding="utf-8")
+        LOGGER.info("profile: %s", folder / "pyinstrument.html")

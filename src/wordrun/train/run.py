@@ -89,9 +89,14 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """Return the commit that this code was checked out from, with ``-dirty`` if it was changed since."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    # An installed wheel may lie in an environment inside somebody's repository, which is none of this code's.
+    tracked = [*git, "ls-files", "--error-unmatch", here.name]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        subprocess.run(tracked, capture_output=True, timeout=10, check=True)
+        answer = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip() or None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,12 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's random streams."""
+    """Return the state of Python's, NumPy's and torch's random streams, those of devices in use included."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    for name in ("cuda", "xpu"):
+        device: Any = getattr(torch, name)
+        if device.is_available() and device.is_initialized():
+            state[name] = device.get_rng_state_all()
     return state
 
 
@@ -22,5 +26,18 @@ def restore(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for name in ("cuda", "xpu"):
+        if name in state:
+            getattr(torch, name).set_rng_state_all(state[name])
+
+
+@contextlib.contextmanager
+def swapped(state: dict[str, Any]) -> Iterator[None]:
+    """Draw from ``state`` in a ``with`` block, keep in it how far that went, and leave the caller's streams alone."""
+    outer = capture()
+    restore(state)
+    try:
+        yield
+    finally:
+        state.update(capture())
+        restore(outer)

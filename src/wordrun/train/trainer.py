@@ -52,8 +52,7 @@ class Trainer:
     """Trains, evaluates and generates, as a config says.
 
     Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own.
-    ``close`` (or a ``with`` block, or the garbage collector) takes back the process group, the log handlers and the
-    random streams.
+    ``close`` (or a ``with`` block, or the garbage collector) takes back the process group and the log handlers.
     """
 
     def __init__(
@@ -65,10 +64,10 @@ class Trainer:
     ) -> None:
         self.cfg = cfg
         self.extra_hooks = hooks
-        old_streams = streams.capture()
+        outer_streams = streams.capture()
         self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
         self.log = log_handle or log.start(self.world.rank)
-        self.close = weakref.finalize(self, _close, self.log if log_handle is None else None, old_streams)
+        self.close = weakref.finalize(self, _close, self.log if log_handle is None else None)
         self.step = 0
         self.metrics: dict[str, Any] = {}
         self.lr = 0.0
@@ -79,6 +78,10 @@ class Trainer:
         except BaseException:
             self.close()
             raise
+        finally:
+            # This trainer's own streams: what others draw in the meantime changes nothing in its run, nor the reverse.
+            self.streams = streams.capture()
+            streams.restore(outer_streams)
 
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
@@ -91,7 +94,10 @@ class Trainer:
                 f"model.vocab_size={cfg.model.vocab_size} is too small for data={cfg.data.name}, "
                 f"which has {vocab_size} tokens: leave it out, or use at least {vocab_size}"
             )
-        self.corpus.tokenizer.encode(cfg.train.sample_prompt)
+        try:
+            self.corpus.tokenizer.encode(cfg.train.sample_prompt)
+        except ConfigError as error:
+            raise ConfigError(f"train.sample_prompt: {error}") from None
         self.backend = backends.build(
             cfg, world, build_model(cfg.model, vocab_size), partial(optim.adamw, cfg.optimizer)
         )
@@ -118,7 +124,7 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came; the run directory is complete up to the last whole step.
         """
         cfg = self.cfg
-        with self._session() as hooks:
+        with self._session() as hooks, streams.swapped(self.streams):
             while self.step < cfg.train.max_iters and not self.stop.agreed(self.step):
                 self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters)
                 self.result = self._train_step()
@@ -181,17 +187,20 @@ class Trainer:
         What is left out is as the config says: train.sample_prompt, sample_tokens, temperature, top_k, seed.
         """
         train = self.cfg.train
-        tokens = torch.from_numpy(self.corpus.tokenizer.encode(train.sample_prompt if prompt is None else prompt))
-        if not len(tokens):
-            raise ConfigError("the prompt is empty: begin with something, such as a line break")
+        prompt = train.sample_prompt if prompt is None else prompt
+        length = train.sample_tokens if length is None else length
+        temperature = train.temperature if temperature is None else temperature
+        top_k = train.top_k if top_k is None else top_k
+        if not prompt or length < 0 or not temperature > 0 or (top_k is not None and top_k < 1):
+            raise ConfigError(
+                f"cannot generate with prompt={prompt!r}, length={length}, temperature={temperature}, top_k={top_k}: "
+                "begin with something, such as a line break; length at least 0, temperature above 0, top_k at least 1"
+            )
+        tokens = torch.from_numpy(self.corpus.tokenizer.encode(prompt))[None].to(self.backend.device)
+        seed = train.seed if seed is None else seed
         # Uncompiled: each length of the growing text would be compiled anew.
         with self.backend.autocast(), torch.compiler.set_stance("force_eager"):
-            text = generate(
-                self.model, tokens[None].to(self.backend.device),
-                train.sample_tokens if length is None else length,
-                temperature=temperature or train.temperature, top_k=top_k or train.top_k,
-                seed=train.seed if seed is None else seed,
-            )  # fmt: skip
+            text = generate(self.model, tokens, length, temperature=temperature, top_k=top_k, seed=seed)
         return self.corpus.tokenizer.decode(text[0].cpu().numpy())
 
     def summary(self) -> Summary:
@@ -199,7 +208,7 @@ class Trainer:
         seen = self.step * self.sequences_per_step * self.cfg.model.block_size
         get = self.metrics.get
         return Summary(
-            steps=self.step, tokens=seen, seconds=self.meter.seconds(),
+            steps=self.step, tokens=seen, seconds=self.meter.seconds() if self.step else 0.0,
             loss=get("loss"), val_loss=get("val_loss"), best_val_loss=get("best_val_loss"),
         )  # fmt: skip
 
@@ -301,8 +310,7 @@ def _relative(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
 
 
-def _close(handle: log.LogHandle | None, old_streams: dict[str, Any]) -> None:
+def _close(handle: log.LogHandle | None) -> None:
     dist.cleanup()
     if handle is not None:
         handle.close()
-    streams.restore(old_streams)
