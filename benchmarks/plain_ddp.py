@@ -6,6 +6,7 @@ launch -n 2 python benchmarks/plain_ddp.py
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed
@@ -37,7 +38,9 @@ def main() -> None:
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
     if not torch.equal(weights, largest):
         raise SystemExit(f"rank {rank}: the ranks' weights differ")
-    print(f"rank {rank} of {size} on {device}: loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
+    # One write with its line end: print makes two where Python is unbuffered, and another rank's may come between.
+    sys.stdout.write(f"rank {rank} of {size} on {device}: loss {losses[0]:.3f} -> {losses[-1]:.3f}\n")
+    sys.stdout.flush()
     torch.distributed.barrier()
     if rank == 0:
         print("ok", flush=True)

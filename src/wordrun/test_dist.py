@@ -9,6 +9,7 @@ and shows where the time went. The exit status is non-zero, with the name of the
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -36,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     begin = time.perf_counter()
     with dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
-        print(f"{world} {world.host}", flush=True)
+        # One write with its line end: where Python is unbuffered, print makes two, and another rank's may come between.
+        sys.stdout.write(f"{world} {world.host}\n")
+        sys.stdout.flush()
         for name, check in CHECKS.items():
             _say(world, f"{name}: ok ({_timed(check, name, world):.1f} ms)")
         profile = _profiled(lambda: train(world, args.steps), world, show=not args.no_profile)

@@ -49,6 +49,10 @@ class Backend(Protocol):
         """Take one optimizer step on ``batches``, the micro-steps of it; every rank must call this."""
         ...
 
+    def close(self) -> None:
+        """Give back what belongs to the process group, which ends next; no step can follow."""
+        ...
+
     def autocast(self) -> torch.autocast:
         """Return the context in which the model computes in ``dtype``."""
         ...

@@ -69,6 +69,11 @@ class DDPBackend:
         with self.autocast():
             return self.model(batch.tokens, batch.targets)  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        """Give back the reducer, while the process group that it holds is still somebody else's, too."""
+        # Freed later and last, it would destroy the group under Python's lock, for which gloo's threads may be waiting.
+        self.replica.reducer = self.replica.logger = None
+
     def autocast(self) -> torch.autocast:
         """Return the context in which the model computes in ``dtype``."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # A rank that fails because another one did waits this long for the launcher to end it before it gives up alone.
 SECONDARY_WAIT_S = 5.0
+QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
 # The disk's fault, not the program's: a traceback would not help.
@@ -206,7 +207,8 @@ def _report(world: World, message: str) -> None:
         if not first:
             time.sleep(SECONDARY_WAIT_S)
             return
-    print(who + message, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{who}{message}\n")  # in one write, so that no other rank's words come between
+    sys.stderr.flush()
 
 
 def _store(world: World, timeout_s: int) -> Any:
@@ -247,6 +249,8 @@ def _leave() -> None:
         import torch.distributed
 
         if torch.distributed.is_initialized():
+            # gloo's threads may still want Python's lock to drop the last collective, and hold one that destroying needs.
+            time.sleep(QUIET_S)
             torch.distributed.destroy_process_group()
     _joined.world, _joined.store, _joined.users = None, None, 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,9 @@ class Trainer:
         outer_streams = streams.capture()
         self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
         self.log = log_handle or log.start(self.world.rank)
-        self.close = weakref.finalize(self, _close, self.log if log_handle is None else None)
+        # A list, because the backend is not there yet and the finalizer must not know the trainer.
+        closers: list[Callable[[], None]] = [dist.cleanup, *([self.log.close] if log_handle is None else [])]
+        self.close = weakref.finalize(self, _close, closers)
         self.step = 0
         self.metrics: dict[str, Any] = {}
         self.lr = 0.0
@@ -75,6 +77,7 @@ class Trainer:
         self.run: Run
         try:
             self._build()
+            closers.insert(0, self.backend.close)
         except BaseException:
             self.close()
             raise
@@ -310,7 +313,6 @@ def _relative(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
 
 
-def _close(handle: log.LogHandle | None) -> None:
-    dist.cleanup()
-    if handle is not None:
-        handle.close()
+def _close(closers: list[Callable[[], None]]) -> None:
+    for closer in closers:
+        closer()
