@@ -72,7 +72,7 @@ class DDPBackend:
     def close(self) -> None:
         """Give back the reducer, while the process group that it holds is still somebody else's, too."""
         # Freed later and last, it would destroy the group under Python's lock, for which gloo's threads may be waiting.
-        self.replica.reducer = self.replica.logger = None
+        self.replica.reducer = self.replica.logger = None  # type: ignore[assignment]
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model computes in ``dtype``."""
