@@ -62,11 +62,10 @@ def ranks_or_threads(scratch: Path, rounds: int) -> None:
     for number in range(rounds):
         for ranks in (1, 2):
             lines = train(
-                scratch / f"ranks{ranks}-{number}", ranks, 2 // ranks, "train.max_iters=200", "train.log_interval=1",
+                scratch / f"ranks{ranks}-{number}", ranks, 2 // ranks, "train.max_iters=300",
                 f"model.batch_size={12 // ranks}",
             )  # fmt: skip
-            clock = [m["time"] for m in lines][10:]
-            steps = [after - before for before, after in pairwise(clock)]
+            steps = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairwise(lines[2:])]
             speed[ranks].append(12 * 64 / statistics.median(steps))
     one, two = (statistics.median(speed[ranks]) for ranks in (1, 2))
     ratios = [b / a for a, b in zip(speed[1], speed[2], strict=True)]

@@ -87,7 +87,7 @@ def test_a_rank_that_raises_ends_the_job(under: str, ranks: Any, command: Any, t
         done = command("launch", "-n", "2", "python", "crash.py")
     else:
         done = ranks(2, "crash.py", under=under)
-    assert time.monotonic() - begin < 20  # 10 s after the exception; starting torch takes the rest
+    assert time.monotonic() - begin < 30  # 10 s after the exception; starting torch takes the rest
     assert done.returncode == 1
     assert done.stderr.count("ValueError: a bug on one rank") == 1
     assert re.search(r"^\[rank 1\] failed on host \S+\n(\[rank 1\] )?Traceback", done.stderr, re.MULTILINE)

@@ -88,10 +88,13 @@ def test_a_line_has_the_names_of_the_legend() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_rates_fit_each_other() -> None:
+    begin = time.monotonic()
     line = two_steps(meter(ranks=4))
+    elapsed = time.monotonic() - begin
     assert line["loss"] == 2.5
     assert line["grad_norm"] == 0.75
-    assert 0.030 <= line["dt"] < 0.1  # of one step, not of both
+    assert line["dt"] >= 0.030
+    assert line["dt"] < 0.75 * elapsed  # of one step, not of both
     assert 0.010 <= line["dtf"] < line["dtb"]
     assert line["dtf"] + line["dtb"] == pytest.approx(line["dt"], rel=1e-5)
     assert line["sps"] == pytest.approx(24 / line["dt"])

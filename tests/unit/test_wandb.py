@@ -104,7 +104,7 @@ def test_a_server_that_does_not_answer_means_offline_in_time(silent: str, monkey
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     begin = time.monotonic()
     assert choose_mode(WandbConfig(probe_s=0.4)) == "offline"
-    assert 0.3 < time.monotonic() - begin < 1.5
+    assert 0.3 < time.monotonic() - begin < 5
 
 
 def test_behind_a_proxy_the_proxy_is_asked(listening: str, nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,13 @@ def communicator() -> Any:
     return MPI.COMM_WORLD
 
 
+def in_place() -> Any:
+    """Return what tells a reduction to take its input from where it puts its result."""
+    from mpi4py import MPI
+
+    return MPI.IN_PLACE
+
+
 def judge(world: World) -> World:
     """Return ``world`` with what MPI says of it; every rank must call this.
 

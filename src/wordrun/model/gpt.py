@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+from wordrun.model.dropout import Dropout, causal_attention
 
 
 class Attention(nn.Module):
@@ -23,14 +24,14 @@ class Attention(nn.Module):
         self.dropout = cfg.dropout
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what each token gathers from itself and the tokens before it; x and result (B, T, C)."""
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, N, T, H)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, C)))  # type: ignore[no-any-return]
 
 
@@ -41,7 +42,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=cfg.bias)
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token by itself; x and result (B, T, C)."""
@@ -73,7 +74,7 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.tokens = nn.Embedding(vocab_size, cfg.n_embd)
         self.positions = nn.Embedding(cfg.block_size, cfg.n_embd)
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop = Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.head = nn.Linear(cfg.n_embd, vocab_size, bias=False)

@@ -1,0 +1,57 @@
+"""Dropout on a CPU: the right share, the right scale, the right gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from wordrun.model.dropout import Dropout, causal_attention, dropout, keep_mask
+
+
+@pytest.mark.parametrize("p", [0.01, 0.2, 0.5, 0.9])
+def test_the_share_that_is_dropped(p: float) -> None:
+    torch.manual_seed(0)
+    n = 400_003  # not a multiple of the four that share a draw
+    keep = keep_mask(torch.empty(n), p)
+    deviation = (p * (1 - p) / n) ** 0.5
+    assert (~keep).float().mean().item() == pytest.approx(p, abs=4 * deviation + 2**-16)
+    neighbours = (~keep[1:] & ~keep[:-1]).float().mean().item()
+    assert neighbours == pytest.approx(p * p, abs=6 * deviation + 2**-16)  # neighbours are dropped independently
+
+
+def test_it_draws_from_torchs_stream() -> None:
+    masks = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        masks.append(keep_mask(torch.empty(5, 7), 0.5))
+    assert masks[0].equal(masks[1])
+    assert not masks[0].equal(masks[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_is_scaled_and_so_is_its_gradient(dtype: torch.dtype) -> None:
+    x = torch.full((64, 65), 3.0, dtype=dtype, requires_grad=True)
+    y = dropout(x, 0.25)
+    y.sum().backward()
+    assert y.dtype == dtype
+    assert set(y.detach().unique().tolist()) == {0.0, 4.0}
+    assert x.grad is not None
+    assert x.grad.equal(y.detach() / 3)
+
+
+def test_the_module_acts_in_training_alone() -> None:
+    x = torch.ones(1000)
+    module = Dropout(0.5)
+    assert not module(x).equal(x)
+    assert module.eval()(x).equal(x)
+    assert repr(module) == "Dropout(p=0.5)"
+
+
+def test_attention_with_dropout_is_torchs_attention_on_average() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 9, 8).unbind()
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(causal_attention(q, k, v, 1e-9), right, atol=1e-6)  # nothing dropped
+    mean = torch.stack([causal_attention(q, k, v, 0.3) for _ in range(4000)]).mean(0)
+    assert torch.allclose(mean, right, atol=0.08)
