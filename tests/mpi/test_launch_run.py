@@ -29,7 +29,8 @@ POLITE = """
 import os, signal, sys, time
 asked = []
 def note(number, frame):
-    print(f"rank {os.environ['RANK']} got {signal.Signals(number).name}", flush=True)
+    # In one write: print makes two of it, and another rank's words come between.
+    sys.stdout.write(f"rank {os.environ['RANK']} got {signal.Signals(number).name}\n")
     asked.append(number)
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     signal.signal(getattr(signal, name), note)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from wordrun.errors import ConfigError
 from wordrun.launch import show
 from wordrun.launch.command import RANK_ENV, Decided, Plan, build, decide_ranks, is_stale, threads
-from wordrun.launch.job import Job, count_cores, count_devices, find_job
+from wordrun.launch.job import Job, count_cores, count_devices, find_job, this_machine
 from wordrun.launch.launcher import Launcher, choose, find_command, flavour, free_port, is_free
 from wordrun.launch.options import Options
 from wordrun.launch.record import mask, mask_words
@@ -131,10 +132,17 @@ def test_own_python_comes_into_path() -> None:
     assert "PATH" not in plan("hydra").env_set
 
 
-@pytest.mark.parametrize(("cores", "ppn", "expected"), [(8, 1, "8"), (8, 3, "2"), (2, 4, "1")])
-def test_threads(cores: int, ppn: int, expected: str) -> None:
-    assert threads(cores, ppn, {})[0] == expected
-    assert threads(cores, ppn, {"OMP_NUM_THREADS": "9"})[0] is None
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 1, "8"), (8, 3, "2"), (2, 4, "1")])
+def test_threads(cores: int, ranks: int, expected: str) -> None:
+    job = replace(LAPTOP, cores=(cores,))
+    assert plan("hydra", job=job, np=ranks).env_set["OMP_NUM_THREADS"] == expected
+
+
+def test_threads_that_were_exported_are_kept() -> None:
+    assert threads(4, "none", {"OMP_NUM_THREADS": "9", "NCPUS": "9"})[0] is None
+    assert threads(4, "pbs", {"OMP_NUM_THREADS": "9", "NCPUS": "64"})[0] is None
+    # PBS exports all threads of the node as both.
+    assert threads(4, "pbs", {"OMP_NUM_THREADS": "64", "NCPUS": "64"})[0] == "4"
 
 
 def test_stale_variables_are_removed() -> None:
@@ -169,6 +177,10 @@ def test_stale_variables_are_removed() -> None:
         ({"np": 4, "ppn": 4}, TWO_NODES, (4, 1, 4)),
         ({"np": 6}, TWO_NODES, (6, 2, 3)),
         ({"np": 1}, TWO_NODES, (1, 1, 1)),
+        ({"np": 2}, TWO_NODES, (2, 1, 2)),
+        ({"np": 2, "nodes": 2}, TWO_NODES, (2, 2, 1)),
+        ({"np": 3, "nodes": 2}, TWO_NODES, (3, 2, 2)),
+        ({"np": 5}, TWO_NODES, (5, 2, 3)),
         ({"nodes": 1}, TWO_NODES, (2, 1, 2)),
     ],
 )
@@ -185,7 +197,9 @@ def test_any_two_decide_the_third(asked: dict[str, int], job: Job, layout: tuple
         ({"np": 4, "ppn": 2}, LAPTOP, "-n 2 --ppn 2 would fit, or -n 4 without --ppn"),
         ({"nodes": 2}, LAPTOP, "-N 1, or no -N, would fit"),
         ({"np": 2, "ppn": 2, "nodes": 2}, TWO_NODES, "-n 4 --ppn 2 would fit"),
-        ({"np": 3, "nodes": 2}, TWO_NODES, "-n 4"),
+        ({"np": 17}, TWO_NODES, "-n 16 would fit"),
+        ({"np": 1, "nodes": 2}, TWO_NODES, "-N 1, or -n 2, would fit"),
+        ({"ppn": 9}, TWO_NODES, "--ppn 8 would fit"),
     ],
 )
 def test_what_does_not_fit_says_what_would(asked: dict[str, int], job: Job, fits: str) -> None:
@@ -264,11 +278,11 @@ def test_devices_of_the_machine(tmp_path: Path) -> None:
     assert count_devices({}, str(tmp_path))[0] == 2
 
 
-def test_a_schedulers_job_is_not_used_silently() -> None:
-    (note,) = find_job(None, {"SLURM_JOB_ID": "17"}).notes
-    assert "SLURM job 17" in note
-    assert not find_job("none", {"SLURM_JOB_ID": "17"}).notes
-    assert find_job("none", {"SLURM_JOB_ID": "17"}).inside == "slurm"
+def test_a_schedulers_job_is_used_unless_none_is_asked_for() -> None:
+    env = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert find_job(None, env, this_machine(env)).hosts == ("n1", "n2")
+    alone = find_job("none", env, this_machine(env))
+    assert (len(alone.hosts), alone.inside) == (1, "slurm")
 
 
 def fake_mpiexec(path: Path, version: str) -> Path:

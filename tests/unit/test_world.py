@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wordrun.dist.world import World, discover, expand_counts
-from wordrun.errors import WorldError
+from wordrun.dist.world import World, discover
+from wordrun.errors import UserError, WorldError
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -161,29 +161,9 @@ WRONG = {
 
 @pytest.mark.parametrize(("env", "says"), WRONG.values(), ids=WRONG)
 def test_contradictions_are_refused_by_name(env: Env, says: list[str]) -> None:
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(UserError) as caught:
         discover(env)
     assert [text for text in says if text not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [
-        ("4", [4]),
-        ("4(x2),3", [4, 4, 3]),
-        ("2(x3),1", [2, 2, 2, 1]),
-        ("72(x2),36", [72, 72, 36]),
-        ("1, 2", [1, 2]),
-    ],
-)
-def test_slurm_counts_are_expanded(text: str, counts: list[int]) -> None:
-    assert expand_counts(text) == counts
-
-
-@pytest.mark.parametrize("text", ["", "4(x)", "a", "4(x2", "-1", "4,,3"])
-def test_what_are_no_counts_is_refused(text: str) -> None:
-    with pytest.raises(WorldError, match="list of counts"):
-        expand_counts(text)
 
 
 def test_discovery_needs_neither_torch_nor_mpi(command: Command) -> None:

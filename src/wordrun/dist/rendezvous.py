@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from wordrun.dist import mpi
 from wordrun.dist.world import World
 from wordrun.errors import WorldError
+from wordrun.hostlist import expand_hosts
 
 # Ranks that do not find each other in this time never will; a wrong address should not cost half an hour.
 MEETING = timedelta(seconds=300)
+
+# Below the range from which systems hand out ports to outgoing connections (Linux: from 32768).
+PORTS = range(10000, 30000)
 
 
 def open_store(world: World, timeout: timedelta) -> Any:
@@ -59,11 +65,23 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     return store
 
 
+def _of_step(env: Mapping[str, str]) -> tuple[str, str]:
+    """Return the address and port at which the tasks of a SLURM step meet: the same for all, another for each step."""
+    nodes = expand_hosts(env["SLURM_STEP_NODELIST"], "SLURM_STEP_NODELIST")
+    step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    port = PORTS[int.from_bytes(hashlib.sha256(step.encode()).digest()[:4], "little") % len(PORTS)]
+    return "127.0.0.1" if len(nodes) == 1 else nodes[0], str(port)
+
+
 def _store_over_env(world: World, timeout: timedelta) -> Any:
     """Meet at MASTER_ADDR:MASTER_PORT, as torchrun and ``launch`` export them."""
     from torch.distributed.rendezvous import rendezvous
 
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if world.launcher == "srun" and not os.environ.get("WORDRUN_LAUNCH_ID"):
+        address, port = _of_step(os.environ)  # a bare srun, which decides neither
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    else:
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port or not port.isdigit() or not 0 < int(port) < 65536:
         raise WorldError(
             f"{world.size} ranks ({world.source}) cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: "

@@ -7,13 +7,13 @@ families are how a nested process comes to think that it is rank 0 of everything
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from wordrun.errors import WorldError
+from wordrun.hostlist import expand_counts
 
 # Step ids from here up are no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -212,14 +212,3 @@ def _size(family: Family, env: Mapping[str, str], local_size: int) -> tuple[int,
         f"{family.launcher} says rank {env.get(family.rank)} but not of how many ({family.size} is not set): "
         "start the ranks with `launch`, or export WORDRUN_WORLD_SIZE"
     )
-
-
-def expand_counts(text: str, name: str = "counts") -> list[int]:
-    """Return the numbers that SLURM's ``4(x2),3`` stands for: ``[4, 4, 3]``."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not match:
-            raise WorldError(f"{name}='{text}' is not a list of counts such as 4(x2),3")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts

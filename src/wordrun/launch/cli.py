@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch.options import USAGE, Options, help_text, parse
 
 if TYPE_CHECKING:
-    from wordrun.launch.command import Decided, Plan
+    from wordrun.launch.command import Decided, Plan, Ranks
     from wordrun.launch.job import Job
+    from wordrun.launch.launcher import Launcher
+    from wordrun.launch.site import Site
 
 
 class CommandError(UserError):
@@ -50,7 +53,6 @@ def _launch(options: Options) -> int:
     if not options.command and not options.info:
         print(f"{USAGE}\n(launch --help says more)", file=sys.stderr)
         return 2
-    _refuse_what_has_no_meaning_yet(options)
     if options.info:
         return _info(options)
 
@@ -74,46 +76,69 @@ def make_plan(options: Options) -> Plan:
         ConfigError: the options contradict each other or the machine.
         CommandError: the command is not there or cannot be run.
     """
-    from wordrun.launch import command, launcher
-    from wordrun.launch.job import find_job
+    from wordrun.launch import command
 
     env = os.environ
-    job = find_job(options.scheduler, env)
-    ranks = command.decide_ranks(options, job)
-    chosen = launcher.choose(options.launcher, ranks.np, env)
-    plan = command.build(job, options, ranks, chosen, _decide(options, job), env)
+    job, site, ranks, chosen = _find(options)
+    plan = command.build(job, options, ranks, chosen, _decide(options, job, ranks, site), env, site)
     _check_command(options.command[0], plan.environment(env).get("PATH", os.defpath))
     return plan
 
 
-def _info(options: Options) -> int:
-    from wordrun.launch import command, launcher, show
-    from wordrun.launch.job import find_job
+def _find(options: Options) -> tuple[Job, Site | None, Ranks, Launcher]:
+    """Return what is there and what is asked of it."""
+    from wordrun.launch import command, launcher, site
+    from wordrun.launch.job import find_job, this_machine
 
-    job = find_job(options.scheduler, os.environ)
+    env = os.environ
+    machine = this_machine(env)
+    found, why = site.find(options.site, machine.host, env)
+    job = find_job(options.scheduler, env, machine, found, options.hostfile)
+    if found:
+        job = replace(job, reasons={**job.reasons, "site": why})
     ranks = command.decide_ranks(options, job)
-    print(show.info(job, ranks, launcher.choose(options.launcher, ranks.np, os.environ), as_json=options.json))
+    return job, found, ranks, launcher.choose(options.launcher, ranks.np, env, job, found)
+
+
+def _info(options: Options) -> int:
+    from wordrun.launch import show
+
+    print(show.info(*_find(options), as_json=options.json))
     return 0
 
 
-def _decide(options: Options, job: Job) -> Decided:
+def _decide(options: Options, job: Job, ranks: Ranks, site: Site | None) -> Decided:
     """Decide what all ranks must agree on."""
     import socket
     import time
 
-    from wordrun.launch import launcher
+    from wordrun.launch import address, launcher
     from wordrun.launch.command import Decided
 
     token = os.urandom(6).hex()
     launch_id = f"{os.getpid()}-{token}"
-    asked = dict(options.env).get("MASTER_PORT")
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{token[:4]}"
+    asked = dict(options.env)
+    master, why = "", ""
+    if ranks.nodes > 1 and "MASTER_ADDR" not in asked:
+        master, why, problem = address.decide(job.hosts, site, socket.gethostname(), address.resolve)
+        if problem and not options.dry_run:
+            raise ConfigError(f"{job.reasons['hosts']}: {problem}")
+        why = f"{why} (NOTE: {problem})" if problem else why
+    # Ranks on other hosts can report only through a folder that they share with this one.
+    if ranks.nodes > 1 or job.scheduler != "none":
+        status_dir = os.path.join(os.getcwd(), "outputs", "launches", f"{run_id}.status")
+    else:
+        status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
         launch_id=launch_id,
-        run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{token[:4]}",
-        port=launcher.free_port() if asked is None else _port(asked),
+        run_id=run_id,
+        port=_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else launcher.free_port(),
         cwd=os.getcwd(),
-        status_dir=os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}"),
+        status_dir=status_dir,
         own_bin=launcher.own_bin(),
+        master_addr=master,
+        master_why=why,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         terminal=_terminal(),
     )
@@ -138,16 +163,6 @@ def _terminal() -> str:
     except OSError:
         return ""
     return f"{size.columns}x{size.lines}"
-
-
-def _refuse_what_has_no_meaning_yet(options: Options) -> None:
-    """Stop rather than ignore an option that this version only reads."""
-    for name, value, what in (
-        ("--hostfile", options.hostfile, "ranks are started on this machine alone"),
-        ("--site", options.site, "no sites are known"),
-    ):
-        if value is not None:
-            raise ConfigError(f"{name} {value} comes with a later version: in this one {what}; leave it out")
 
 
 def _check_command(word: str, path: str) -> None:

@@ -1,17 +1,21 @@
-"""What the machine or the scheduler's job offers: hosts, cores and devices, without torch."""
+"""What the scheduler's job or this machine offers: hosts, cores and devices, without torch."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from wordrun.errors import ConfigError
+from wordrun.hostlist import expand_counts, expand_hosts
+from wordrun.launch.site import Site
 
 # A scheduler's job is at work when its variable is set.
 JOB_VARIABLES = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# Step ids from here up are no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -24,61 +28,224 @@ class Job:
     devices: tuple[int, ...]
     """Accelerators of each host that this job may use."""
     slots: tuple[int, ...]
-    """Ranks of each host where nothing else is asked for: its devices, or 1."""
+    """Ranks of each host where nothing else is asked for: its devices, or as the scheduler or the site says."""
     scheduler: str = "none"
     id: str = ""
     inside: str = ""
     """The scheduler in whose job this machine is used on its own."""
+    hostfile: str = ""
+    """A file with just these hosts, one a line."""
+    queue: str = ""
+    array_index: str = ""
+    restarts: int = 0
+    """How often the scheduler has started this job again."""
+    ends_at: float | None = None
+    """When the walltime ends, in seconds since 1970, where the scheduler says so."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Where each fact comes from."""
     notes: tuple[str, ...] = ()
     """What the user should hear about before ranks start."""
 
 
-def find_job(scheduler: str | None, env: Mapping[str, str]) -> Job:
+@dataclass(frozen=True)
+class Machine:
+    """What the machine on which launch runs shows of itself."""
+
+    host: str
+    cores: int
+    cores_why: str
+    devices: int
+    devices_why: str
+
+
+def this_machine(env: Mapping[str, str]) -> Machine:
+    """Return what this machine shows to a process with ``env``."""
+    return Machine(socket.gethostname(), *count_cores(), *count_devices(env))
+
+
+def find_job(
+    scheduler: str | None,
+    env: Mapping[str, str],
+    machine: Machine,
+    site: Site | None = None,
+    hostfile: str | None = None,
+) -> Job:
     """Return the job that ``env`` is part of, or this machine where there is none.
 
+    Args:
+        scheduler: --scheduler; None: the one whose variables are set.
+        env: this process's environment.
+        machine: this machine.
+        site: the cluster, where it is known.
+        hostfile: --hostfile, which replaces the job's hosts.
+
     Raises:
-        ConfigError: the scheduler asked for is not supported yet.
+        ConfigError: a variable or file of the job is missing or cannot be understood.
     """
-    return READERS[scheduler or "none"](env, asked=scheduler is not None)
+    found = [name for name, variable in JOB_VARIABLES.items() if env.get(variable)]
+    chosen = scheduler or (found[0] if found else "none")
+    if chosen != "none" and chosen not in found:
+        raise ConfigError(f"--scheduler {chosen}: {JOB_VARIABLES[chosen]} is not set, so this is no job of it")
+    job = READERS[chosen](env, machine, site)
+    if chosen == "none":
+        job = replace(
+            job,
+            inside=found[0] if found else "",
+            reasons={**job.reasons, "scheduler": "--scheduler none" if scheduler else "this machine"},
+        )
+    return _with_hostfile(job, hostfile, machine) if hostfile is not None else job
 
 
-def _this_machine(env: Mapping[str, str], *, asked: bool) -> Job:
-    cores, cores_why = count_cores()
-    devices, devices_why = count_devices(env)
-    host = socket.gethostname()
-    found = [(name, env[variable]) for name, variable in JOB_VARIABLES.items() if env.get(variable)]
-    notes = tuple(
-        f"this is {name.upper()} job {job_id}, but this version of launch starts ranks on {host} alone "
-        "(--scheduler none says the same without this line)"
-        for name, job_id in found
-        if not asked
-    )
+def _alone(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
     return Job(
-        hosts=(host,), cores=(cores,), devices=(devices,), slots=(max(1, devices),),
-        inside=found[0][0] if found else "",
-        reasons={
-            "scheduler": "--scheduler none" if asked else "this machine",
-            "hosts": "this machine's name",
-            "cores": cores_why,
-            "devices": devices_why,
-        },
-        notes=notes,
+        hosts=(machine.host,), cores=(machine.cores,), devices=(machine.devices,), slots=(max(1, machine.devices),),
+        reasons={"hosts": "this machine's name", "cores": machine.cores_why, "devices": machine.devices_why},
     )  # fmt: skip
 
 
-def _not_yet(name: str) -> Callable[..., Job]:
-    def refuse(env: Mapping[str, str], *, asked: bool) -> Job:
+def _pbs(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
+    path = env.get("PBS_NODEFILE", "")
+    if not path:
         raise ConfigError(
-            f"--scheduler {name} comes with a later version: leave it out to start ranks on this machine alone"
+            f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: launch in the job's own shell, "
+            "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
         )
+    lines = _hosts_in(path, "PBS_NODEFILE")
+    hosts = tuple(dict.fromkeys(lines))
+    count = len(hosts)
+    cores, cores_why = machine.cores, machine.cores_why
+    if site and site.cores:
+        cores, cores_why = site.cores, f"site {site.name}"
+    elif env.get("NCPUS", "").isdigit() and machine.host.partition(".")[0] not in [h.partition(".")[0] for h in hosts]:
+        cores, cores_why = int(env["NCPUS"]), "NCPUS"
+    devices, devices_why = _devices(machine, site)
+    per_host = [lines.count(host) for host in hosts] if len(lines) > count and count < 1000 else [1] * count
+    if site and site.ranks_per_node:
+        slots = [site.ranks_per_node] * count
+    elif devices:
+        slots = [devices] * count
+    else:
+        slots = per_host
+    return Job(
+        hosts=hosts, cores=(cores,) * count, devices=(devices,) * count, slots=tuple(slots),
+        scheduler="pbs", id=env["PBS_JOBID"], hostfile=path if len(lines) == count else "",
+        queue=env.get("PBS_QUEUE", ""), array_index=env.get("PBS_ARRAY_INDEX", ""),
+        reasons={"scheduler": "PBS_JOBID", "hosts": f"PBS_NODEFILE {path}", "cores": cores_why, "devices": devices_why},
+    )  # fmt: skip
 
-    return refuse
+
+def _slurm(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
+    if env.get("SLURM_HET_SIZE"):
+        raise ConfigError(
+            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out; "
+            "submit one with equal components, or call srun --het-group yourself"
+        )
+    step = env.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in env:
+        raise ConfigError(
+            f"this is already task {env['SLURM_PROCID']} of step {step} of SLURM job {env['SLURM_JOB_ID']} "
+            "(SLURM_STEP_ID): call launch outside srun, where it starts the step itself, "
+            "or use --scheduler none for ranks on this node alone"
+        )
+    text = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
+    if not text:
+        raise ConfigError(
+            f"SLURM job {env['SLURM_JOB_ID']}, but SLURM_JOB_NODELIST is not set: launch in the job's own shell, "
+            "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
+        )
+    hosts = expand_hosts(text, "SLURM_JOB_NODELIST")
+    count = len(hosts)
+    notes: list[str] = []
+    cores, cores_why = (machine.cores,) * count, machine.cores_why
+    if env.get("SLURM_JOB_CPUS_PER_NODE"):
+        cores = _per_host("SLURM_JOB_CPUS_PER_NODE", env, count, notes)
+        cores_why = "SLURM_JOB_CPUS_PER_NODE"
+    elif site and site.cores:
+        cores, cores_why = (site.cores,) * count, f"site {site.name}"
+    devices, devices_why = _devices(machine, site)
+    if env.get("SLURM_GPUS_ON_NODE", "").isdigit():
+        devices, devices_why = int(env["SLURM_GPUS_ON_NODE"]), "SLURM_GPUS_ON_NODE"
+    if site and site.ranks_per_node:
+        slots = (site.ranks_per_node,) * count
+    elif devices:
+        slots = (devices,) * count
+    elif env.get("SLURM_NTASKS") and env.get("SLURM_TASKS_PER_NODE"):
+        # Without -n it would be the number of CPUs, which nobody asked for as ranks.
+        slots = _per_host("SLURM_TASKS_PER_NODE", env, count, notes)
+    else:
+        slots = (1,) * count
+    end = env.get("SLURM_JOB_END_TIME", "")
+    restarts = env.get("SLURM_RESTART_COUNT", "")
+    return Job(
+        hosts=hosts, cores=cores, devices=(devices,) * count, slots=slots,
+        scheduler="slurm", id=env["SLURM_JOB_ID"], queue=env.get("SLURM_JOB_PARTITION", ""),
+        array_index=env.get("SLURM_ARRAY_TASK_ID", ""), restarts=int(restarts) if restarts.isdigit() else 0,
+        ends_at=float(end) if end.isdigit() else None,
+        reasons={
+            "scheduler": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST", "cores": cores_why, "devices": devices_why,
+        },
+        notes=tuple(notes),
+    )  # fmt: skip
 
 
 # A scheduler's reader turns variables and files into a Job; it joins the table here.
-READERS: dict[str, Callable[..., Job]] = {"none": _this_machine, "pbs": _not_yet("pbs"), "slurm": _not_yet("slurm")}
+READERS: dict[str, Callable[[Mapping[str, str], Machine, Site | None], Job]] = {
+    "none": _alone, "pbs": _pbs, "slurm": _slurm,
+}  # fmt: skip
+
+
+def _per_host(name: str, env: Mapping[str, str], count: int, notes: list[str]) -> tuple[int, ...]:
+    counts = expand_counts(env[name], name)
+    if len(counts) < count:
+        raise ConfigError(f"{name}={env[name]} counts {len(counts)} nodes, but SLURM_JOB_NODELIST names {count}")
+    if len(counts) > count:
+        notes.append(
+            f"{name}={env[name]} counts more than the {count} nodes of SLURM_JOB_NODELIST; the rest is left out"
+        )
+    return tuple(counts[:count])
+
+
+def _devices(machine: Machine, site: Site | None) -> tuple[int, str]:
+    if site and site.devices is not None and not (site.count_devices and machine.devices):
+        return site.devices, f"site {site.name}"
+    return machine.devices, machine.devices_why
+
+
+def _hosts_in(path: str, name: str) -> list[str]:
+    try:
+        with open(path) as file:
+            lines = [line.partition("#")[0].strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}={path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    hosts = [line for line in lines if line]
+    if not hosts:
+        raise ConfigError(f"{name}={path} is empty: it should name one host a line")
+    return hosts
+
+
+def _with_hostfile(job: Job, path: str, machine: Machine) -> Job:
+    """Return ``job`` on the hosts of a file: one a line, with ``slots=N`` or ``:N`` where ranks per host differ."""
+    slots: dict[str, int] = {}
+    for line in _hosts_in(path, "--hostfile"):
+        name, *words = line.replace(":", " slots=").split()
+        number = words[0].removeprefix("slots=") if words else ""
+        if len(words) > 1 or (words and (not number.isdigit() or int(number) < 1)):
+            raise ConfigError(f"--hostfile {path}: {line!r} should be HOST, HOST:RANKS or HOST slots=RANKS")
+        slots[name] = slots.get(name, 0) + int(number or 0)
+    known = {host.partition(".")[0]: i for i, host in enumerate(job.hosts)}
+    if job.scheduler != "none":
+        strangers = [name for name in slots if name.partition(".")[0] not in known]
+        if strangers:
+            raise ConfigError(
+                f"--hostfile {path}: {', '.join(strangers[:5])} not in {job.scheduler.upper()} job {job.id}, "
+                f"which has {', '.join(job.hosts[:5])}{', ...' * (len(job.hosts) > 5)}"
+            )
+    index = [known.get(name.partition(".")[0], 0) for name in slots]
+    return replace(
+        job, hosts=tuple(slots), cores=tuple(job.cores[i] for i in index), devices=tuple(job.devices[i] for i in index),
+        slots=tuple(given or job.slots[i] for given, i in zip(slots.values(), index, strict=True)), hostfile="",
+        reasons={**job.reasons, "hosts": f"--hostfile {path}"},
+    )  # fmt: skip
 
 
 def count_cores() -> tuple[int, str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from wordrun.errors import ConfigError
+from wordrun.launch.job import Job
+from wordrun.launch.site import Site
 
 # What `mpiexec --version` says of itself. Intel MPI's is a Hydra too.
 VERSION_TEXTS = {"HYDRA": "hydra", "Intel(R) MPI": "hydra", "Open MPI": "openmpi", "OpenRTE": "openmpi",
@@ -24,32 +26,40 @@ class Launcher:
     """A program that starts ranks."""
 
     kind: str
-    """Its family: hydra, openmpi, torchrun or local."""
+    """Its family: pals, srun, hydra, openmpi, torchrun or local."""
     path: str = ""
     """The mpiexec or python that is run; empty for local."""
     why: str = ""
 
 
-def choose(wanted: str | None, np: int, env: Mapping[str, str]) -> Launcher:
-    """Return the launcher that ``--launcher`` names, else the best that this machine has for ``np`` ranks.
+def choose(
+    wanted: str | None, np: int, env: Mapping[str, str], job: Job | None = None, site: Site | None = None
+) -> Launcher:
+    """Return the launcher that ``--launcher`` names, else the best that this machine or job has for ``np`` ranks.
 
     Raises:
         ConfigError: it is not there, or cannot do what is asked.
     """
-    if wanted in ("pals", "srun"):
-        raise ConfigError(f"--launcher {wanted} comes with a later version, together with its scheduler")
-    if wanted == "local" or (wanted is None and np == 1):
+    scheduler = job.scheduler if job else "none"
+    if wanted == "srun" or (wanted is None and scheduler == "slurm"):
+        return _srun(wanted, env, scheduler)
+    if wanted == "pals" or (wanted is None and scheduler == "pbs" and site and site.launcher == "pals"):
+        return _pals(env, site)
+    several_hosts = job is not None and len(job.hosts) > 1
+    if wanted == "local" or (wanted is None and np == 1 and scheduler == "none" and not several_hosts):
         if np > 1:
             raise ConfigError(f"--launcher local starts one process, not {np}: leave it out, or leave -n out")
         return Launcher("local", why="--launcher local" if wanted else "one process needs no mpiexec")
+    kinds = (wanted,) if wanted else (site.launcher,) if site and scheduler == site.scheduler else ("hydra", "openmpi")
     passed_over: list[str] = []
     if wanted != "torchrun":
-        for path, where in candidates(env):
+        # The site's own first: an environment's MPICH knows nothing of the scheduler's hosts.
+        for path, where in candidates(env, own_first=scheduler == "none"):
             kind, told_by = flavour(path, env)
-            if kind == wanted or (wanted is None and kind in ("hydra", "openmpi")):
+            if kind in kinds:
                 return Launcher(kind, path, "; ".join([f"{kind} by {told_by}", where, *passed_over]))
             passed_over.append(f"passed over {path} ({kind or 'unknown kind'} by {told_by})")
-    if wanted in (None, "torchrun"):
+    if wanted == "torchrun" or (wanted is None and not several_hosts):
         if has_torch():
             why = "--launcher torchrun" if wanted else "; ".join(["no usable mpiexec", *passed_over])
             return Launcher("torchrun", sys.executable, why)
@@ -60,14 +70,49 @@ def choose(wanted: str | None, np: int, env: Mapping[str, str]) -> Launcher:
         )
     found = f" ({'; '.join(passed_over)})" if passed_over else ""
     remedy = " (pip install 'wordrun[mpich]' brings one)" if wanted == "hydra" else ""
-    raise ConfigError(f"--launcher {wanted}: no mpiexec of this kind beside python or in PATH{found}{remedy}")
+    asked = f"--launcher {wanted}" if wanted else f"no launcher for several hosts ({' or '.join(kinds)})"
+    raise ConfigError(f"{asked}: no mpiexec of this kind beside python or in PATH{found}{remedy}")
 
 
-def candidates(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each mpiexec with where it was found: the environment's own first, then PATH in order."""
+def _srun(wanted: str | None, env: Mapping[str, str], scheduler: str) -> Launcher:
+    if scheduler != "slurm":
+        raise ConfigError("--launcher srun: SLURM_JOB_ID is not set; salloc or sbatch gives a job to start ranks in")
+    path, _ = find_command("srun", env.get("PATH", ""))
+    if not path:
+        raise ConfigError(
+            "this is a SLURM job, but there is no srun in PATH (a container often has none): launch outside of it, "
+            "or use --launcher hydra, openmpi or torchrun"
+        )
+    return Launcher("srun", path, "--launcher srun" if wanted else "SLURM's own, in PATH")
+
+
+def _pals(env: Mapping[str, str], site: Site | None) -> Launcher:
+    """Find PALS's mpiexec: an activated conda environment often puts another one, which starts singletons, first."""
+    import glob
+
+    passed_over: list[str] = []
+    for pattern in site.launcher_paths if site else ():
+        for path in sorted(glob.glob(pattern), reverse=True):
+            if _runnable(path):
+                return Launcher("pals", path, f"site {site.name if site else ''}: {pattern}")
+    for path, where in candidates(env, own_first=False):
+        kind, told_by = flavour(path, env)
+        if kind == "pals":
+            return Launcher("pals", path, "; ".join([f"pals by {told_by}", where, *passed_over]))
+        passed_over.append(f"passed over {path} ({kind or 'unknown kind'} by {told_by}: knows nothing of PALS's nodes)")
+    looked = ", ".join(site.launcher_paths) if site else ""
+    raise ConfigError(
+        "no mpiexec of PALS: "
+        + "; ".join([f"nothing at {looked}" if looked else "", *passed_over, "module load cray-pals"]).lstrip("; ")
+    )
+
+
+def candidates(env: Mapping[str, str], *, own_first: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield each mpiexec with where it was found: the environment's own first or last, and PATH in order."""
     seen: set[str] = set()
-    places = [(own_bin(), "beside this python")]
-    places += [(directory, "in PATH") for directory in env.get("PATH", "").split(os.pathsep) if directory]
+    own = [(own_bin(), "beside this python")]
+    others = [(folder, "in PATH") for folder in env.get("PATH", "").split(os.pathsep) if folder not in ("", own_bin())]
+    places = own + others if own_first else others + own
     for directory, where in places:
         for name in ("mpiexec", "mpiexec.hydra", "mpirun"):
             path = os.path.join(directory, name)

@@ -104,12 +104,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "How they are started": (
         Option(("--launcher",), "launcher", ", ".join(LAUNCHERS), "NAME", _one_of(LAUNCHERS)),
         Option(("--env",), "env", "a variable for every rank (repeat for more)", "K=V", _setting, repeat=True),
-        Option(("--cpu-bind",), "cpu_bind", "CPU binding, as mpiexec's -bind-to takes it", "S"),
-        Option(("--launcher-args",), "launcher_args", "passed on to mpiexec or torchrun", '"..."', _words),
+        Option(("--cpu-bind",), "cpu_bind", "CPU binding, as the launcher takes it", "S"),
+        Option(("--launcher-args",), "launcher_args", "passed on to mpiexec, srun or torchrun", '"..."', _words),
         Option(("--idle-timeout",), "idle_timeout", "end the job after S seconds without output (124)", "S", _seconds),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
-        Option(("--hostfile",), "hostfile", "hosts, one per line", "FILE"),
-        Option(("--site",), "site", "name or file of a site", "NAME"),
+        Option(("--hostfile",), "hostfile", "hosts, one per line (of the job's, in a job)", "FILE"),
+        Option(("--site",), "site", "name or YAML file of a site", "NAME"),
     ),
     "What would happen": (
         Option(("--dry-run",), "dry_run", "print what would run, and why; run nothing"),

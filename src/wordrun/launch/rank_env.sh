@@ -55,5 +55,5 @@ export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 trap : HUP INT TERM USR1 USR2
 "$@"
 status=$?
-[ "$status" -eq 0 ] || echo "$status" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK"
+[ "$status" -eq 0 ] || echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK"
 exit "$status"

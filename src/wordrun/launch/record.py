@@ -40,7 +40,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "np": plan.np,
         "ppn": plan.ppn,
         "hosts": list(plan.hosts),
-        "site": None,
+        "site": plan.site,
         "scheduler": plan.job.scheduler,
         "launcher": plan.launcher.kind,
         "launcher_path": plan.launcher.path or None,

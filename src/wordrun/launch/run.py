@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
-from wordrun.launch.command import Plan
+from wordrun.launch.command import Plan, step_name
 from wordrun.launch.record import Record
 
 IDLE_STATUS = 124
@@ -48,12 +48,21 @@ def run(plan: Plan, idle_timeout: float | None = None) -> int:
     status_dir = plan.decided.status_dir if plan.launcher.kind != "local" else ""
     if status_dir:
         try:
+            os.makedirs(os.path.dirname(status_dir), exist_ok=True)
             os.mkdir(status_dir, 0o700)
         except OSError as error:
             raise ConfigError(
-                f"cannot make {status_dir}: {error.strerror}; point TMPDIR to a folder of yours"
+                f"cannot make {status_dir}: {error.strerror}; "
+                + (
+                    "point TMPDIR to a folder of yours"
+                    if plan.job.scheduler == "none"
+                    else "launch from a folder of yours"
+                )
             ) from None
     try:
+        for path, text in plan.files.items():
+            with open(path, "w") as file:
+                file.write(text)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
         with _signals() as arrived:
@@ -140,13 +149,15 @@ class _Running:
             with open(entry.path) as file:
                 text = file.read().strip()
             if text:  # else it is being written
-                reports.append((entry.stat().st_mtime_ns, int(entry.name), int(text)))
+                code, _, host = text.partition(" ")
+                reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
         if not reports:
             return
-        _, rank, status = min(reports)
+        _, rank, status, host = min(reports)
         self.failed = (rank, status)
         if self.plan.np > 1 and not self.stopped_by and not self.idle:
-            say(f"rank {rank} {_ending(status)}")
+            on = f" on {host}" if len(self.plan.hosts) > 1 else ""
+            say(f"rank {rank}{on} {_ending(status)}")
             self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def end_what_ranks_left(self) -> None:
@@ -158,14 +169,17 @@ class _Running:
     def deliver(self, number: int) -> None:
         """Pass a signal on to the command or to every rank, once."""
         kind, pid = self.plan.launcher.kind, self.child.pid
-        if kind == "local":
+        # An order to end is SIGTERM: HUP would end Hydra's mpiexec on the spot, and the ranks with it.
+        asked = signal.SIGTERM if number == signal.SIGHUP and kind != "local" else number
+        if kind == "srun":
+            _signal_step(self.plan, asked)
+        elif kind == "local":
             processes.send(pid, number, group=self.owns_group)
         elif number in DIRECT.get(kind, ()):
             for group in processes.rank_groups(pid):
                 processes.send(group, number, group=True)
         else:
-            # HUP would end Hydra's mpiexec on the spot, and the ranks with it.
-            processes.send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+            processes.send(pid, asked)
 
     def receive(self, number: int) -> None:
         """Act on a signal that launch itself got."""
@@ -204,6 +218,8 @@ class _Running:
     def kill(self) -> None:
         """End all processes of the job at once."""
         self.deadline = float("inf")
+        if self.plan.launcher.kind == "srun":
+            _signal_step(self.plan, signal.SIGKILL)
         if self.owns_group:
             processes.send(self.child.pid, signal.SIGKILL, group=True)
         self.notice(processes.end_all(0))
@@ -227,6 +243,23 @@ DIRECT = {
 }
 
 
+def _signal_step(plan: Plan, number: int) -> None:
+    """Signal the ranks of an srun, which are no processes of ours, by the step's name.
+
+    A signal to srun itself would not do: it answers SIGTERM with SIGKILL to the ranks at once.
+    """
+    steps = ["squeue", "--noheader", "--steps", "--jobs", plan.job.id, "--format", "%i %j"]
+    try:
+        listed = subprocess.run(steps, capture_output=True, text=True, timeout=10, check=False).stdout
+        for line in listed.splitlines():
+            step, _, name = line.partition(" ")
+            if name.strip() == step_name(plan.decided):
+                words = ["scancel", f"--signal={signal.Signals(number).name}", step]
+                subprocess.run(words, capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"could not ask SLURM to pass {signal.Signals(number).name} on: {error}")
+
+
 def _keeps_terminal(plan: Plan) -> bool:
     """Say whether the command reads the terminal itself, as pdb and a shell do: then it stays in our group."""
     return plan.launcher.kind == "local" and sys.stdin is not None and sys.stdin.isatty()
@@ -234,8 +267,9 @@ def _keeps_terminal(plan: Plan) -> bool:
 
 def _start(plan: Plan, env: dict[str, str], *, piped: bool) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE if piped else None
-    # torchrun ends its ranks on SIGTERM and leaves them on SIGKILL; mpiexec's go with it either way.
-    death_signal = signal.SIGTERM if plan.launcher.kind == "torchrun" else signal.SIGKILL
+    # These end their ranks on SIGTERM and leave them on SIGKILL; Hydra's and Open MPI's go with it either way.
+    remote = plan.launcher.kind in ("torchrun", "srun", "pals")
+    death_signal = signal.SIGTERM if remote else signal.SIGKILL
     return subprocess.Popen(
         plan.argv, env=env, stdout=pipe, stderr=pipe, bufsize=0,
         preexec_fn=processes.before_exec(own_group=not _keeps_terminal(plan), death_signal=death_signal),

@@ -13,6 +13,10 @@ from wordrun.launch.command import Plan, Ranks
 from wordrun.launch.job import Job
 from wordrun.launch.launcher import Launcher, find_command
 from wordrun.launch.record import facts, mask, mask_words
+from wordrun.launch.site import Site
+
+# More hosts than this are cut short for people; --json has them all.
+SHOWN = 8
 
 
 def dry_run(plan: Plan, *, as_json: bool) -> str:
@@ -23,7 +27,9 @@ def dry_run(plan: Plan, *, as_json: bool) -> str:
     launcher = f"{plan.launcher.kind} {plan.launcher.path}".strip()
     lines = [
         f"# {ranks}: {plan.reasons['ranks']}",
-        f"# hosts: {' '.join(plan.hosts)} ({plan.reasons['hosts']}; scheduler {plan.job.scheduler})",
+        f"# site: {plan.site or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
+        f"# scheduler: {plan.job.scheduler} {plan.job.id} ({plan.reasons['scheduler']})".replace("  ", " "),
+        f"# hosts: {' '.join(plan.hosts[:SHOWN])}{' ...' * (len(plan.hosts) > SHOWN)} ({plan.reasons['hosts']})",
         f"# cores: {plan.job.cores[0]} ({plan.reasons['cores']})",
         f"# devices: {plan.job.devices[0]} ({plan.reasons['devices']})",
         f"# launcher: {launcher} ({plan.launcher.why})",
@@ -36,15 +42,20 @@ def dry_run(plan: Plan, *, as_json: bool) -> str:
     for name, value in plan.env_set.items():
         why = plan.reasons.get(name)
         lines.append(f"export {name}={shlex.quote(mask(name, value))}" + (f"  # {why}" if why else ""))
+    for path, text in plan.files.items():
+        lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
+        lines.append(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}  # the hosts, for the launcher")
     return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
 
 
-def info(job: Job, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
+def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
     """Return the job, hosts, devices, launcher and python that were found: as JSON, or as a table."""
     path = os.pathsep.join(filter(None, (os.path.join(sys.prefix, "bin"), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
+        "site": f"{site.name}: {site.description}" if site else None,
         "scheduler": job.scheduler,
         "job": job.id or None,
+        "queue": job.queue or None,
         "hosts": list(job.hosts),
         "cores": list(job.cores),
         "devices": list(job.devices),

@@ -1,0 +1,66 @@
+"""SLURM's short forms: ``node[01-03,7]`` for names and ``4(x2),3`` for counts."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+from wordrun.errors import ConfigError
+
+ITEM = re.compile(r"((?:[^,\[\]\s]+|\[[^\[\]]*\])+)(,|$)")
+
+
+def expand_hosts(text: str, name: str = "host list") -> tuple[str, ...]:
+    """Return the names that a SLURM host list stands for, in its order.
+
+    Items are separated by commas outside brackets. Each bracket holds numbers and ranges, padded with zeros to the
+    width of their lower end; several brackets in one item multiply, the rightmost changing fastest.
+
+    Args:
+        text: such as ``nid[001234-001236,001300],login1``.
+        name: what the text is, for the error.
+
+    Raises:
+        ConfigError: it does not parse.
+    """
+    text = text.strip()
+    hosts: list[str] = []
+    at, comma = 0, ","
+    while comma:
+        item = ITEM.match(text, at)
+        if item is None:
+            raise ConfigError(f"{name}: {text!r} is not a host list such as node[01-03,7],login1")
+        # The split leaves names and the insides of brackets in turns.
+        parts = re.split(r"\[([^\[\]]*)\]", item[1])
+        choices = [[part] if i % 2 == 0 else _numbers(part, text, name) for i, part in enumerate(parts)]
+        hosts += ["".join(words) for words in product(*choices)] if len(parts) > 1 else parts
+        at, comma = item.end(), item[2]
+    return tuple(hosts)
+
+
+def _numbers(inside: str, text: str, name: str) -> list[str]:
+    numbers: list[str] = []
+    for part in inside.split(","):
+        low, dash, high = part.strip().partition("-")
+        if dash and low.isdigit() and high.isdigit() and int(low) <= int(high):
+            numbers += [f"{i:0{len(low)}d}" for i in range(int(low), int(high) + 1)]
+        elif not dash and re.fullmatch(r"\w+", low):
+            numbers.append(low)
+        else:
+            raise ConfigError(f"{name}: {part!r} in {text!r} is neither a number nor a range such as 01-03")
+    return numbers
+
+
+def expand_counts(text: str, name: str = "counts") -> list[int]:
+    """Return the numbers that SLURM's ``4(x2),3`` stands for: ``[4, 4, 3]``.
+
+    Raises:
+        ConfigError: it does not parse.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise ConfigError(f"{name}='{text}' is not a list of counts such as 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -1,0 +1,48 @@
+"""Where rank 0 is reached: decided once, outside the ranks, because they could not agree on it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+from wordrun.launch.site import Site
+
+
+def decide(
+    hosts: Sequence[str], site: Site | None, here: str, resolve: Callable[[str], str | None]
+) -> tuple[str, str, str]:
+    """Return the address of the first host, why it is that one, and what is wrong with it (empty: nothing).
+
+    It is never ``localhost``: the other hosts would look for rank 0 on themselves, and wait.
+
+    Args:
+        hosts: the hosts that have ranks, in the job's order.
+        site: the cluster, which may know a name on its fast network.
+        here: name of this machine.
+        resolve: gives the address of a name, or None.
+    """
+    first = hosts[0]
+    short = first.partition(".")[0]
+    names: dict[str, str] = {}
+    if site:
+        names[site.master_addr.format(host=short)] = f"first host of the job, by its name on {site.name}'s network"
+    names[first] = names.get(first, "first host of the job")
+    for name, why in names.items():
+        if resolve(name) is not None:
+            return name, why, ""
+    if short == here.partition(".")[0]:
+        own = resolve(here)
+        if own and not own.startswith("127."):
+            return own, f"address of the first host of the job, {first}, whose name does not resolve", ""
+    wanted = next(iter(names))
+    return wanted, names[wanted], (
+        f"the first host of the job does not resolve here ({' and '.join(names)}); --env MASTER_ADDR=ADDRESS names it"
+    )  # fmt: skip
+
+
+def resolve(name: str) -> str | None:
+    """Return the address of ``name``, or None where there is none."""
+    try:
+        return socket.gethostbyname(name)
+    except (OSError, UnicodeError):
+        return None

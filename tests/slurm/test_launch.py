@@ -1,0 +1,212 @@
+"""``launch`` in real SLURM jobs, and wordrun under a bare srun."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+WHO = 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE node $NODE_RANK on $SLURMD_NODENAME at $MASTER_ADDR"'
+SMALL = [
+    "data=sample", "tracker=jsonl", "train.global_batch_size=8", "train.max_iters=6", "train.log_interval=1",
+    "train.eval_interval=6", "train.eval_iters=2", "train.sample_tokens=8", "optimizer.warmup_iters=2",
+    "model.n_layer=1", "model.n_head=2", "model.n_embd=32", "model.block_size=32",
+]  # fmt: skip
+
+
+def batch(folder: Path, *lines: str, **options: str) -> Path:
+    """Write a job script."""
+    path = folder / "job.sh"
+    head = [f"#SBATCH --{name.replace('_', '-')}={value}" for name, value in options.items()]
+    path.write_text("\n".join(["#!/bin/bash", f"#SBATCH --output={folder}/out-%a.txt", *head, *lines, ""]))
+    return path
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def record(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "outputs" / "launches").glob("*.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def wait_for(job: subprocess.Popen[str], path: Path, text: str, count: int = 1, timeout: float = 40) -> None:
+    """Wait until ``text`` stands ``count`` times in a file."""
+    end = time.monotonic() + timeout
+    while not path.exists() or path.read_text().count(text) < count:
+        assert time.monotonic() < end, path.read_text() if path.exists() else f"no {path}"
+        assert job.poll() is None or path.exists(), job.communicate()
+        time.sleep(0.1)
+
+
+def test_in_salloc_each_rank_knows_its_place(cluster: Cluster, tmp_path: Path) -> None:
+    got = cluster.run("salloc", "-N2", "--ntasks-per-node=2", "launch", "-N", "2", "-n", "4", "sh", "-c", WHO)
+    assert got.returncode == 0, got.stderr
+    lines = sorted(got.stdout.splitlines())
+    first, second = lines[0].split()[5], lines[3].split()[5]
+    assert first != second
+    assert lines == [
+        f"{rank}/4 {rank % 2}/2 node {rank // 2} on {(first, second)[rank // 2]} at {first}" for rank in range(4)
+    ]
+    kept = record(tmp_path)
+    assert (kept["scheduler"], kept["launcher"], kept["hosts"]) == ("slurm", "srun", [first, second])
+    assert kept["exit_status"] == 0
+
+
+def test_in_sbatch_with_uneven_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    script = batch(tmp_path, f"launch sh -c '{WHO}'", nodes="2", ntasks="4", wait_all_nodes="1")
+    got = cluster.run("sbatch", "--wait", script)
+    text = (tmp_path / "out-4294967294.txt").read_text()
+    assert got.returncode == 0, text
+    places = sorted(re.findall(r"(\d)/4 (\d)/(\d) node (\d)", text))
+    # SLURM itself puts three tasks on the first node and one on the second.
+    assert places == [("0", "0", "3", "0"), ("1", "1", "3", "0"), ("2", "2", "3", "0"), ("3", "0", "1", "1")]
+
+
+def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, tmp_path: Path, command: Any) -> None:
+    together = cluster.run(
+        "salloc", "-N2", "-n4", "launch", "-N", "2", "-n", "4", sys.executable, "-m", "wordrun", *SMALL,
+        "model.batch_size=2", "hydra.run.dir=four", timeout=120,
+    )  # fmt: skip
+    assert together.returncode == 0, together.stdout + together.stderr
+    alone = command("wordrun", *SMALL, "model.batch_size=8", "hydra.run.dir=one")
+    assert alone.returncode == 0, alone.stderr
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    run = json.loads((tmp_path / "four" / "run.json").read_text())
+    assert run["world"]["size"] == 4
+    assert run["world"]["nodes"] == 2
+    assert together.stdout.count("metrics, in metrics.jsonl") == 1
+
+
+def test_the_smoke_check(cluster: Cluster) -> None:
+    words = ("salloc", "-N2", "-n4", "launch", sys.executable, "-m", "wordrun.test_dist")
+    got = cluster.run(*words, timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert len(re.findall(r"\[rank=\d/3\]\[local_rank=\d/[02]\]\[node=\d/1\]", got.stdout)) == 4
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_a_bare_srun(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
+    words = ("srun", f"--mpi={mpi}", "-N2", "-n4", sys.executable, "-m", "wordrun", *SMALL, "model.batch_size=2")
+    got = cluster.run(*words, timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert got.stdout.count("run directory:") == 2  # one at the start and one at the end
+    (path,) = tmp_path.glob("outputs/**/run.json")
+    assert json.loads(path.read_text())["world"]["size"] == 4
+
+
+def test_an_array_job(cluster: Cluster, tmp_path: Path) -> None:
+    line = "launch -n 2 sh -c 'echo $SLURM_ARRAY_TASK_ID:$RANK:$MASTER_PORT'"
+    got = cluster.run("sbatch", "--wait", batch(tmp_path, line, array="1-2", ntasks="2"))
+    assert got.returncode == 0
+    found = [re.findall(r"(\d):(\d):(\d+)", (tmp_path / f"out-{i}.txt").read_text()) for i in (1, 2)]
+    assert [{rank for _, rank, _ in ranks} for ranks in found] == [{"0", "1"}] * 2
+    assert found[0][0][2] != found[1][0][2]  # two members may share a node
+
+
+@pytest.mark.parametrize(("how", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster, tmp_path: Path, how: str, status: int) -> None:
+    rank = tmp_path / "rank.sh"
+    rank.write_text(f'[ "$RANK" = 3 ] && {{ echo $SLURMD_NODENAME > where; {how}; }}; exec sleep 61')
+    begin = time.monotonic()
+    got = cluster.run("salloc", "-N2", "-n4", "launch", "sh", rank)
+    assert time.monotonic() - begin < 30
+    assert got.returncode == status, got.stderr
+    host = (tmp_path / "where").read_text().strip()
+    ending = "ended with exit status 7" if status == 7 else "was ended by SIGKILL"
+    assert f"launch: rank 3 on {host} {ending}" in got.stderr
+    assert record(tmp_path)["exit_status"] == status
+
+
+POLITE = """
+import os, signal, sys, time
+asked = []
+def note(number, frame):
+    sys.stdout.write(f"rank {os.environ['RANK']} got {signal.Signals(number).name}\\n")
+    asked.append(number)
+for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+    signal.signal(getattr(signal, name), note)
+sys.stdout.write(f"rank {os.environ['RANK']} ready\\n")
+end = time.time() + 40
+while time.time() < end and not set(asked) & {signal.SIGINT, signal.SIGTERM}:
+    time.sleep(0.02)
+time.sleep(0.5)
+sys.stdout.write(f"rank {os.environ['RANK']} finished\\n")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_to_launch_lets_ranks_finish(cluster: Cluster, tmp_path: Path, number: signal.Signals) -> None:
+    """srun itself would answer SIGTERM with SIGKILL to the ranks."""
+    (tmp_path / "polite.py").write_text(POLITE)
+    script = f"exec > out 2>&1; launch -N 2 -n 2 {sys.executable} polite.py & echo $! > pid; wait $!; echo status $?"
+    job = cluster.start("salloc", "-N2", "-n2", "bash", "-c", script)
+    out = tmp_path / "out"
+    wait_for(job, out, "ready", 2)
+    pid = int((tmp_path / "pid").read_text())
+    subprocess.run(["kill", "-USR1", str(pid)], check=True)
+    wait_for(job, out, "got SIGUSR1", 2)
+    subprocess.run(["kill", f"-{number.value}", str(pid)], check=True)
+    job.communicate(timeout=40)
+    text = out.read_text()
+    assert text.count(f"got {number.name}") == 2, text
+    assert text.count("finished") == 2, text
+    if number == signal.SIGTERM:  # a shell's background job ignores SIGINT, so bash passes that on to nobody
+        assert "status 143" in text
+    assert not list(tmp_path.glob("outputs/launches/*.status"))
+
+
+def test_scancel_ends_all_in_seconds(cluster: Cluster, tmp_path: Path) -> None:
+    script = batch(tmp_path, "launch sh -c 'echo ready; exec sleep 61.25'", nodes="2", ntasks="2")
+    job = cluster.start("sbatch", "--wait", script)
+    wait_for(job, tmp_path / "out-4294967294.txt", "ready", 2)
+    begin = time.monotonic()
+    cluster.run("scancel", "--user=root")
+    job.communicate(timeout=30)
+    assert time.monotonic() - begin < 20
+    assert subprocess.run(["pgrep", "-f", "sleep 61.25"], capture_output=True).returncode == 1
+
+
+def test_a_node_that_goes_down_ends_the_launch(cluster: Cluster, tmp_path: Path) -> None:
+    where = "sh -c 'echo $SLURMD_NODENAME >> where; exec sleep 61'"
+    job = cluster.start(
+        "salloc", "--no-kill", "-N2", "-n2", "bash", "-c", f"launch -N 2 -n 2 {where}; echo $? > status"
+    )
+    wait_for(job, tmp_path / "where", "n", 2)
+    begin = time.monotonic()
+    cluster.set_node((tmp_path / "where").read_text().split()[0], "down")
+    job.communicate(timeout=40)
+    assert time.monotonic() - begin < 30
+    assert (tmp_path / "status").read_text().strip() not in ("", "0")
+
+
+def test_a_plain_torch_script(cluster: Cluster) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "plain_ddp.py"
+    got = cluster.run("salloc", "-N2", "-n2", "launch", "-N", "2", "-n", "2", sys.executable, script, timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+
+
+def test_launch_inside_a_step_is_refused(cluster: Cluster) -> None:
+    got = cluster.run("srun", "-n1", "launch", "-n", "2", "true")
+    assert got.returncode == 2
+    assert "this is already task 0 of step 0 of SLURM job" in got.stderr
+
+
+def test_more_ranks_than_the_job_has_room_for(cluster: Cluster, tmp_path: Path) -> None:
+    got = cluster.run("salloc", "-N2", "-n4", "launch", "-n", "5", "true")
+    assert got.returncode == 2
+    assert "has room for 4 ranks on 2 nodes (3+1 by devices and cores); -n 4 would fit" in got.stderr
+    assert not (tmp_path / "outputs").exists()

@@ -1,0 +1,401 @@
+"""Jobs on the sites: recorded and composed environments to the one command that is right there.
+
+The environments stand in for machines that tests cannot reach; what is in them comes from the sites' documentation
+and from recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wordrun.errors import ConfigError
+from wordrun.launch import address, site
+from wordrun.launch.command import RANK_ENV, Decided, Plan, build, decide_ranks
+from wordrun.launch.job import Job, Machine, find_job
+from wordrun.launch.launcher import Launcher, choose
+from wordrun.launch.options import Options
+
+Env = Mapping[str, str]
+RUN = "/p/outputs/launches/R"
+COMMAND = ("python", "-m", "wordrun", "train.backend=DDP")
+POLARIS = ["x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov", "x3209c0s25b0n0.hsn.cm.polaris.alcf.anl.gov"]
+HALVES = "list:24-27:16-19:8-11:0-3:28-31:20-23:12-15:4-7"
+AURORA = ["x4114c1s7b0n0.hostmgmt2.cm.aurora.alcf.anl.gov", "x4114c1s7b1n0.hostmgmt2.cm.aurora.alcf.anl.gov"]
+ONE_DEVICE_EACH = ":".join(
+    f"{low}-{low + 7}" for low in (1, 9, 17, 25, 33, 41, 53, 61, 69, 77, 85, 93)
+)  # cores 0 and 52 are the system's
+
+
+def slurm(nodes: str, cpus: str, **more: str) -> dict[str, str]:
+    return {"SLURM_JOB_ID": "955500", "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_CPUS_PER_NODE": cpus, **more}
+
+
+class Cluster:
+    """A made-up machine in front of launch's pure functions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodefile = folder / "nodefile"
+
+    def pbs(self, server: str, hosts: list[str], **more: str) -> dict[str, str]:
+        self.nodefile.write_text("".join(f"{host}\n" for host in hosts))
+        return {"PBS_JOBID": f"640002.{server}", "PBS_NODEFILE": str(self.nodefile), "PBS_QUEUE": "debug", **more}
+
+    def job(self, env: Env, here: str, devices: int = 0, cores: int = 64, **asked: Any) -> tuple[Job, site.Site | None]:
+        found, _ = site.find(asked.get("site"), here, env)
+        machine = Machine(here, cores, "affinity", devices, "devices")
+        return find_job(asked.get("scheduler"), env, machine, found, asked.get("hostfile")), found
+
+    def plan(self, env: Env, here: str, launcher: str, devices: int = 0, cores: int = 64, **asked: Any) -> Plan:
+        job, found = self.job(env, here, devices, cores, **asked)
+        options = Options(**{"command": COMMAND, **asked})
+        ranks = decide_ranks(options, job)
+        master = address.decide(job.hosts, found, here, lambda name: "10.0.0.1")[0]
+        decided = Decided("1-aa", "R", 12345, "/p", "/p/s", "/venv/bin", master)
+        return build(job, options, ranks, Launcher(launcher, launcher), decided, env, found)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def words(plan: Plan) -> str:
+    """Return the command line up to the rank's own words."""
+    assert plan.argv[-len(COMMAND) - 2 :] == ("/bin/sh", RANK_ENV, *COMMAND)
+    return " ".join(plan.argv[: -len(COMMAND) - 2])
+
+
+STEP = "--kill-on-bad-exit=1 --wait=60 --disable-status --job-name=wordrun-1-aa"
+
+
+def test_polaris(cluster: Cluster) -> None:
+    env = cluster.pbs("polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov", POLARIS, OMP_NUM_THREADS="64", NCPUS="64")
+    plan = cluster.plan(env, "x3209c0s19b0n0", "pals", devices=4)
+    assert words(plan) == (
+        f"pals --envall --line-buffer -n 8 --ppn 4 --hostfile {cluster.nodefile} --cpu-bind list:24-31:16-23:8-15:0-7"
+    )
+    assert plan.site == "polaris"
+    assert plan.env_set["MASTER_ADDR"] == "x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov"
+    assert plan.env_set["WORDRUN_WORLD_SIZE"] == "8"
+    assert plan.env_set["OMP_NUM_THREADS"] == "16"  # and not PBS's 64
+    assert plan.env_set["TMPDIR"] == "/tmp"
+    assert plan.env_set["https_proxy"] == "http://proxy.alcf.anl.gov:3128"
+    assert not [name for name in plan.env_set if name.startswith("PMI")]
+
+
+def test_a_node_file_that_repeats_its_hosts(cluster: Cluster) -> None:
+    repeated = [host for host in POLARIS for _ in range(4)]
+    env = cluster.pbs("polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov", repeated)
+    plan = cluster.plan(env, "x3209c0s19b0n0", "pals", devices=4)
+    assert plan.hosts == tuple(POLARIS)
+    assert f"--hostfile {RUN}.hosts" in words(plan)
+    assert plan.files[f"{RUN}.hosts"] == "".join(f"{host}\n" for host in POLARIS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"np": 1}, "-n 1 --ppn 1 --hostfile {own} --cpu-bind list:24-31"),
+        ({"np": 2}, "-n 2 --ppn 2 --hostfile {own} --cpu-bind list:24-31:16-23"),
+        ({"np": 2, "nodes": 2}, "-n 2 --ppn 1 --hostfile {job} --cpu-bind list:24-31"),
+        ({"np": 6}, "-n 6 --ppn 4 --hostfile {job} --cpu-bind list:24-31:16-23:8-15:0-7"),
+        ({"ppn": 8, "nodes": 1}, "-n 8 --ppn 8 --hostfile {own} --cpu-bind {halves}"),
+        ({"cpu_bind": "none"}, "-n 8 --ppn 4 --hostfile {job} --cpu-bind none"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_of_a_polaris_job(cluster: Cluster, asked: dict[str, Any], expected: str) -> None:
+    env = cluster.pbs("polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov", POLARIS)
+    plan = cluster.plan(env, "x3209c0s19b0n0", "pals", devices=4, **asked)
+    expected = expected.format(own=f"{RUN}.hosts", job=cluster.nodefile, halves=HALVES)
+    assert words(plan) == f"pals --envall --line-buffer {expected}"
+
+
+def test_aurora(cluster: Cluster) -> None:
+    env = cluster.pbs("aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov", AURORA)
+    plan = cluster.plan(env, "x4114c1s7b0n0", "pals", cores=208)
+    assert words(plan) == (
+        f"pals --envall --line-buffer -n 24 --ppn 12 --hostfile {cluster.nodefile} --cpu-bind list:{ONE_DEVICE_EACH}"
+    )
+    expected = {
+        "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi",
+        "FI_MR_CACHE_MONITOR": "userfaultfd", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT",
+        "MASTER_ADDR": "x4114c1s7b0n0.hsn.cm.aurora.alcf.anl.gov", "WORDRUN_WORLD_SIZE": "24",
+    }  # fmt: skip
+    assert {name: plan.env_set[name] for name in expected} == expected
+    assert "oneCCL" in plan.reasons["CCL_PROCESS_LAUNCHER"]
+
+
+def test_what_the_user_exported_wins_over_the_site(cluster: Cluster) -> None:
+    env = cluster.pbs("aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov", AURORA, ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE")
+    assert "ZE_FLAT_DEVICE_HIERARCHY" not in cluster.plan(env, "x4114c1s7b0n0", "pals").env_set
+
+
+def test_crux(cluster: Cluster) -> None:
+    hosts = ["x1000c0s0b1n1", "x1000c0s0b1n0"]
+    env = cluster.pbs("crux-pbs-0001.head.cm.crux.alcf.anl.gov", hosts)
+    plan = cluster.plan(env, hosts[0], "pals", cores=256)
+    assert plan.site == "crux"
+    assert words(plan) == (
+        f"pals --envall --line-buffer -n 16 --ppn 8 --hostfile {cluster.nodefile} --depth 16 --cpu-bind depth"
+    )
+
+
+def test_sophia_counts_the_gpus_that_it_holds(cluster: Cluster) -> None:
+    env = cluster.pbs("sophia-pbs-01.lab.alcf.anl.gov", ["sophia-gpu-07"] * 4)
+    plan = cluster.plan(env, "sophia-gpu-07", "openmpi", devices=4)
+    text = words(plan)
+    assert text.startswith(f"openmpi -n 4 -N 4 --hostfile {RUN}.hosts --bind-to none -x ")
+    assert plan.files[f"{RUN}.hosts"] == "sophia-gpu-07 slots=4\n"
+    for name in ("PATH", "LD_LIBRARY_PATH", "WORDRUN_WORLD_SIZE", "MASTER_ADDR", "https_proxy"):
+        assert f"-x {name}" in text
+
+
+@pytest.mark.parametrize(
+    "more", [{"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}, {}], ids=str
+)
+def test_perlmutter(cluster: Cluster, more: dict[str, str]) -> None:
+    env = slurm("nid[001234-001235]", "128(x2)", NERSC_HOST="perlmutter", CUDA_VISIBLE_DEVICES="0,1,2,3", **more)
+    plan = cluster.plan(env, "nid001234", "srun")
+    assert words(plan) == (
+        "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 32 --gpus-per-node=4 --gpu-bind=none --cpu-bind=cores " + STEP
+    )
+    assert plan.env_set["CUDA_VISIBLE_DEVICES"] == "3,2,1,0"
+    assert plan.env_set["SRUN_CPUS_PER_TASK"] == "32"
+    assert plan.env_set["MASTER_ADDR"] == "nid001234"
+
+
+def test_frontier(cluster: Cluster) -> None:
+    env = slurm("frontier[00001-00002]", "56(x2)", LMOD_SYSTEM_NAME="frontier")
+    plan = cluster.plan(env, "frontier00001", "srun")
+    assert words(plan) == ("srun -u -N 2 -n 16 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest " + STEP)
+    assert plan.env_set["NCCL_SOCKET_IFNAME"] == "hsn0"
+    assert plan.env_set["MIOPEN_USER_DB_PATH"].startswith("/tmp/")
+
+
+def test_juwels(cluster: Cluster) -> None:
+    env = slurm("jwb[0065,0070]", "96(x2)", SYSTEMNAME="juwelsbooster", SLURM_GPUS_ON_NODE="4")
+    plan = cluster.plan(env, "jwb0065.juwels", "srun")
+    assert words(plan) == (
+        "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 24 --gres=gpu:4 --gpu-bind=none --cpu-bind=none " + STEP
+    )
+    assert plan.env_set["MASTER_ADDR"] == "jwb0065i"
+    assert plan.env_set["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert plan.env_set["WANDB_MODE"] == "offline"
+
+
+def test_baskerville(cluster: Cluster) -> None:
+    env = slurm(
+        "bask-pg0308u06a,bask-pg0309u11a", "36(x2)", SLURM_JOB_PARTITION="baskerville-a100_40",
+        SLURM_MEM_PER_CPU="1", SLURM_TRES_PER_TASK="cpu:8",
+    )  # fmt: skip
+    plan = cluster.plan(env, "bask-pg0308u06a.cluster.baskerville.ac.uk", "srun")
+    assert plan.hosts == ("bask-pg0308u06a", "bask-pg0309u11a")
+    assert words(plan) == "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 9 --gpus-per-node=4 --gpu-bind=none " + STEP
+    assert {"SLURM_MEM_PER_CPU", "SLURM_TRES_PER_TASK"} <= {*plan.env_unset}
+
+
+def test_engaging_after_a_requeue(cluster: Cluster) -> None:
+    env = slurm(
+        "node2804", "16", SLURM_JOB_PARTITION="mit_preemptable", SLURM_GPUS_ON_NODE="2", SLURM_RESTART_COUNT="1"
+    )
+    plan = cluster.plan(env, "node2804", "srun")
+    assert words(plan) == "srun -u -N 1 -n 2 --ntasks-per-node=2 -c 8 --gres=gpu:2 --gpu-bind=none " + STEP
+    assert plan.job.restarts == 1
+
+
+def test_an_unknown_cluster_with_uneven_nodes(cluster: Cluster) -> None:
+    env = slurm("n[1-2]", "3,1", SLURM_NTASKS="4", SLURM_TASKS_PER_NODE="3,1")
+    plan = cluster.plan(env, "login", "srun")
+    assert plan.site is None
+    assert words(plan) == "srun -u -N 2 -n 4 -c 1 " + STEP
+    part = cluster.plan(env, "login", "srun", np=2)
+    assert words(part) == "srun -u -N 1 -n 2 --ntasks-per-node=2 -c 1 --nodelist=n1 " + STEP
+
+
+def test_an_unknown_pbs_cluster_with_hydra(cluster: Cluster) -> None:
+    plan = cluster.plan(cluster.pbs("server", ["a", "b"]), "a", "hydra", devices=2)
+    assert words(plan) == f"hydra -n 4 -f {RUN}.hosts -ppn 2"
+    assert plan.files[f"{RUN}.hosts"] == "a:2\nb:2\n"
+
+
+def test_a_hostfile_of_the_users(cluster: Cluster, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# mine\nb slots=3\na:1\n")
+    plan = cluster.plan({}, "laptop", "hydra", hostfile=str(hosts))
+    assert words(plan) == f"hydra -n 4 -f {RUN}.hosts"
+    assert plan.files[f"{RUN}.hosts"] == "b:3\na:1\n"
+    in_slurm = cluster.plan(slurm("[a-b],c".replace("[a-b]", "a,b"), "4(x3)"), "c", "srun", hostfile=str(hosts))
+    assert words(in_slurm) == "srun -u -N 2 -n 4 -c 1 --nodelist=b,a " + STEP
+
+
+def test_an_interactive_shell_of_salloc_is_no_rank(cluster: Cluster) -> None:
+    env = slurm(
+        "nid001096", "128", SLURM_STEP_ID="4294967290", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0",
+        SLURM_JOB_NAME="interactive", SLURM_GPUS_ON_NODE="4", NERSC_HOST="perlmutter",
+    )  # fmt: skip
+    assert words(cluster.plan(env, "nid001096", "srun")).startswith("srun -u -N 1 -n 4 --ntasks-per-node=4 -c 32 ")
+
+
+def test_an_array_job(cluster: Cluster) -> None:
+    env = cluster.pbs("polaris-pbs-01", POLARIS, PBS_ARRAY_INDEX="4")
+    job, _ = cluster.job({**env, "PBS_JOBID": "640002[4].polaris-pbs-01"}, "x3209c0s19b0n0")
+    assert (job.id, job.array_index, job.queue) == ("640002[4].polaris-pbs-01", "4", "debug")
+
+
+BAD_JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "no node file named": ({"PBS_JOBID": "1"}, ["PBS_NODEFILE is not set", "--hostfile"]),
+    "node file missing": ({"PBS_JOBID": "1", "PBS_NODEFILE": "/none"}, ["PBS_NODEFILE=/none", "No such file"]),
+    "node file empty": ({"PBS_JOBID": "1", "PBS_NODEFILE": "/dev/null"}, ["PBS_NODEFILE=/dev/null is empty"]),
+    "node list does not parse": (slurm("n[1-", "4"), ["SLURM_JOB_NODELIST", "n[1-"]),
+    "no node list": ({"SLURM_JOB_ID": "7"}, ["SLURM_JOB_NODELIST is not set"]),
+    "counts do not parse": (slurm("n1", "4x2"), ["SLURM_JOB_CPUS_PER_NODE", "4x2"]),
+    "too few counts": (slurm("n[1-3]", "4,4"), ["counts 2 nodes", "names 3"]),
+    "heterogeneous": (slurm("n1", "4", SLURM_HET_SIZE="2"), ["SLURM_HET_SIZE=2", "heterogeneous"]),
+    "inside a step": (
+        slurm("n1", "4", SLURM_STEP_ID="5", SLURM_PROCID="1"), ["task 1 of step 5", "--scheduler none"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("env", "says"), BAD_JOBS.values(), ids=BAD_JOBS)
+def test_a_job_that_cannot_be_understood(cluster: Cluster, env: dict[str, str], says: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cluster.job(env, "n1")
+    assert all(word in str(caught.value) for word in says), caught.value
+
+
+def test_more_counts_than_nodes_are_cut_with_a_note(cluster: Cluster) -> None:
+    job, _ = cluster.job(slurm("n[1-2]", "4(x3)"), "n1")
+    assert job.cores == (4, 4)
+    assert "counts more than" in job.notes[0]
+
+
+def test_a_hostfile_with_a_stranger(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("n1\nn9\n")
+    with pytest.raises(ConfigError, match=r"n9 not in SLURM job 955500, which has n1, n2"):
+        cluster.job(slurm("n[1-2]", "4(x2)"), "n1", hostfile=str(tmp_path / "hosts"))
+
+
+# Sites
+
+HOSTS = {
+    "x3209c0s19b0n0": "polaris", "polaris-login-02": "polaris", "x4407c6s2b0n0": "aurora", "aurora-uan-0009": "aurora",
+    "x1921c0s2b0n0.hostmgmt2000.cm.americas.sgi.com": "sunspot", "x1000c0s0b1n1": "crux", "sophia-gpu-03": "sophia",
+    "frontier00001": "frontier", "jwb0065.juwels": "juwels_booster",
+    "bask-pg0308u24a.cluster.baskerville.ac.uk": "baskerville", "orcd-login001": "engaging",
+    "nid001234": None, "login01": None, "laptop": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("host", "name"), HOSTS.items())
+def test_sites_are_recognised_by_host(host: str, name: str | None) -> None:
+    found, _ = site.find(None, host, {"HOME": "/nobody"})
+    assert (found.name if found else None) == name
+
+
+def test_every_site_file_is_right_for_any_number_of_ranks() -> None:
+    paths = list(site.site_files({"HOME": "/nobody"}).values())
+    assert len(paths) >= 10
+    for path in paths:
+        known = site.load(path)
+        assert known.description
+        assert known.scheduler
+        assert known.launcher
+        for ppn in range(1, (known.devices or 8) + 1):
+            binding = known.cpu_binding(ppn)
+            assert not binding.startswith("list:") or binding.count(":") == ppn
+
+
+def test_a_users_own_site_needs_no_python(cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "wordrun" / "sites"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "description: mine\nrecognise: {env: {SLURM_CLUSTER_NAME: mine}}\nscheduler: slurm\nlauncher: srun\n"
+        "devices: 2\n"
+        "srun_args: ['--gpus-per-node={devices}']\nmaster_addr: '{host}-ib'\nenv: {NCCL_IB_HCA: [mlx5, the fast one]}\n"
+    )
+    env = slurm("n[1-2]", "8(x2)", SLURM_CLUSTER_NAME="mine", XDG_CONFIG_HOME=str(tmp_path / "config"))
+    plan = cluster.plan(env, "n1", "srun")
+    assert words(plan) == "srun -u -N 2 -n 4 --ntasks-per-node=2 -c 4 --gpus-per-node=2 " + STEP
+    assert plan.env_set["MASTER_ADDR"] == "n1-ib"
+    assert plan.reasons["NCCL_IB_HCA"] == "site mine: the fast one"
+    by_file = cluster.plan(slurm("n1", "8"), "n1", "srun", site=str(folder / "mine.yaml"))
+    assert by_file.site == "mine"
+
+
+BAD_SITES = {
+    "devises: 4": ["unknown key 'devises'", "did you mean 'devices'?"],
+    "devices: four": ["devices: 'four' should be a whole number"],
+    "scheduler: lsf": ["scheduler: 'lsf' should be one of pbs, slurm"],
+    "env: {A: 1}": ["env.A: 1 should be [value, reason]"],
+    "recognise: {hosts: 'x['}": ["'x[' is no regular expression"],
+    "recognise: {host: x}": ["recognise: unknown key 'host'"],
+    "cores_near_device: [a]": ["cores_near_device: 'a' should be cores"],
+    "- a": ["should hold keys and values"],
+    "a: [": ["a: ["],
+    "{devises: 4, devices: four}": ["unknown key 'devises'", "should be a whole number"],
+}
+
+
+@pytest.mark.parametrize(("text", "says"), BAD_SITES.items(), ids=BAD_SITES)
+def test_a_site_file_with_a_mistake(tmp_path: Path, text: str, says: list[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        site.find(str(tmp_path / "mine.yaml"), "host", {})
+    assert f"site file {tmp_path / 'mine.yaml'}" in str(caught.value)
+    if text != "a: [":
+        assert all(word in str(caught.value) for word in says), caught.value
+
+
+# Launchers
+
+
+def program(path: Path, version: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{version}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_conda_mpiexec_is_passed_over_for_pals(cluster: Cluster, tmp_path: Path) -> None:
+    conda = program(tmp_path / "conda" / "bin" / "mpiexec", "HYDRA build details:")
+    pals = program(tmp_path / "cray" / "pals" / "1.8" / "bin" / "mpiexec", "PALS 1.8")
+    env = {**cluster.pbs("aurora-pbs-0001", AURORA), "PATH": f"{conda.parent}:{pals.parent}"}
+    job, known = cluster.job(env, "x4114c1s7b0n0")
+    found = choose(None, 24, env, job, known)
+    assert (found.kind, found.path) == ("pals", str(pals))
+    assert f"passed over {conda} (hydra" in found.why
+    with pytest.raises(ConfigError) as caught:
+        choose(None, 24, {**env, "PATH": str(conda.parent)}, job, known)
+    assert "no mpiexec of PALS: nothing at /opt/cray/pals" in str(caught.value)
+    assert "module load cray-pals" in str(caught.value)
+
+
+def test_slurm_without_srun(cluster: Cluster) -> None:
+    job, known = cluster.job(slurm("n[1-2]", "4(x2)"), "n1")
+    with pytest.raises(ConfigError, match="no srun in PATH"):
+        choose(None, 4, {"PATH": "/none"}, job, known)
+
+
+# Addresses
+
+
+def test_the_address_is_the_fast_networks_name_where_it_resolves() -> None:
+    juwels = site.find("juwels_booster", "", {"HOME": "/nobody"})[0]
+    names = {"jwb0065i": "10.1.1.1", "jwb0065": "10.0.0.1", "jwb0065.juwels": "10.0.0.1"}
+    assert address.decide(["jwb0065"], juwels, "login", names.get)[0] == "jwb0065i"
+    del names["jwb0065i"]
+    assert address.decide(["jwb0065.juwels"], juwels, "login", names.get)[0] == "jwb0065.juwels"
+    assert address.decide(["jwb0065"], juwels, "jwb0065.juwels", {"jwb0065.juwels": "10.0.0.1"}.get)[0] == "10.0.0.1"
+
+
+def test_an_address_is_never_the_loopbacks_for_want_of_a_better_one() -> None:
+    found, _, problem = address.decide(["n1", "n2"], None, "n1", {}.get)
+    assert found == "n1"
+    assert "does not resolve here (n1)" in problem
+    assert address.decide(["n1", "n2"], None, "n1.x", {"n1.x": "127.0.1.1"}.get)[2]
