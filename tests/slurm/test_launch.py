@@ -210,3 +210,37 @@ def test_more_ranks_than_the_job_has_room_for(cluster: Cluster, tmp_path: Path) 
     assert got.returncode == 2
     assert "has room for 4 ranks on 2 nodes (3+1 by devices and cores); -n 4 would fit" in got.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_submit_takes_a_chain_through_sbatch_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("-N", "2", "-n", "4", "--walltime", "0:05:00", "--job-name", "chained", "--chain", "2", "--", "sh", "-c")
+    got = cluster.run("launch", "--submit", *words, WHO, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    assert got.returncode == 0, got.stderr
+    first, second = re.findall(r"submitted (\d+) then (\d+)", got.stdout)[0]
+    for number in (first, second):
+        end = time.monotonic() + 60
+        path = tmp_path / f"chained-{number}.out"
+        while not path.exists() or path.read_text().count("/4 ") < 4:
+            assert time.monotonic() < end, path.read_text() if path.exists() else cluster.run("squeue").stdout
+            time.sleep(0.2)
+    cluster.wait_idle(60)
+    assert len(list(tmp_path.glob("outputs/launches/*.json"))) == 2
+    text = (tmp_path / f"chained-{first}.out").read_text()
+    assert "scheduler       slurm" in text  # what setup_job prints
+
+
+def test_sbatch_that_refuses(cluster: Cluster) -> None:
+    words = ("--walltime", "0:05:00", "--queue", "nowhere", "--scheduler", "slurm", "true")
+    got = cluster.run("launch", "--submit", *words)
+    assert got.returncode == 2
+    assert "refused the job" in got.stderr
+    assert "invalid partition" in got.stderr
+
+
+def test_ranks_are_told_before_the_walltime_ends(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "polite.py").write_text(POLITE)
+    # SLURM counts whole minutes: 50 s before the end is 10 s after the start.
+    words = ("salloc", "-N2", "-n2", "--time=1", "bash", "-c")
+    job = cluster.start(*words, f"exec launch --walltime-margin 50 {sys.executable} polite.py > out 2>&1")
+    wait_for(job, tmp_path / "out", "got SIGUSR1", 2)
+    assert "launch: the walltime ends soon" in (tmp_path / "out").read_text()

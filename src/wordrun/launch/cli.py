@@ -56,6 +56,8 @@ def _launch(options: Options) -> int:
     if options.info:
         return _info(options)
 
+    if options.submit:
+        return _submit(options)
     plan = make_plan(options)
     if options.dry_run:
         from wordrun.launch import show
@@ -66,7 +68,7 @@ def _launch(options: Options) -> int:
 
     for note in plan.job.notes:
         say(note)
-    return run(plan, options.idle_timeout)
+    return run(plan, options.idle_timeout, options.walltime_margin)
 
 
 def make_plan(options: Options) -> Plan:
@@ -104,6 +106,35 @@ def _info(options: Options) -> int:
     from wordrun.launch import show
 
     print(show.info(*_find(options), as_json=options.json))
+    return 0
+
+
+def _submit(options: Options) -> int:
+    """Write a job script and submit it, or print it."""
+    import shutil
+    import socket
+    import time
+
+    from wordrun.launch import site, submit
+
+    known, why = site.find(options.site, socket.gethostname(), os.environ)
+    here = [name for name, program in submit.SUBMITTERS.items() if shutil.which(program)]
+    scheduler = options.scheduler or (known.scheduler if known else "") or next(iter(here), "")
+    if scheduler not in submit.SUBMITTERS:
+        raise ConfigError("--submit: no qsub or sbatch in PATH, and no --site or --scheduler says which it should be")
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    setup = os.path.join(root, "bin", "setup.sh")
+    place = submit.Place(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
+    text = submit.script(options, known, scheduler, place)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    path = os.path.join("outputs", "jobs", f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        file.write(text)
+    jobs = submit.submit(scheduler, path, options.chain, os.environ)
+    print(f"submitted {' then '.join(jobs)} (site {known.name if known else 'unknown'}: {why}; script {path})")
     return 0
 
 

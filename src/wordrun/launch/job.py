@@ -248,6 +248,24 @@ def _with_hostfile(job: Job, path: str, machine: Machine) -> Job:
     )  # fmt: skip
 
 
+def job_end(job: Job) -> float | None:
+    """Return when the walltime of ``job`` ends, in seconds since 1970, as qstat or squeue say; None: nobody does."""
+    import json
+    import subprocess
+    import time
+
+    ask = {"pbs": ["qstat", "-f", "-F", "json", job.id], "slurm": ["squeue", "-h", "-j", job.id, "-o", "%e"]}
+    try:
+        text = subprocess.run(ask[job.scheduler], capture_output=True, text=True, timeout=20, check=True).stdout
+        if job.scheduler == "slurm":
+            return time.mktime(time.strptime(text.split()[0], "%Y-%m-%dT%H:%M:%S"))
+        (facts,) = json.loads(text)["Jobs"].values()
+        hours, minutes, seconds = map(int, facts["Resource_List"]["walltime"].split(":"))
+        return time.mktime(time.strptime(facts["stime"])) + 3600 * hours + 60 * minutes + seconds
+    except (KeyError, ValueError, IndexError, OSError, subprocess.SubprocessError):
+        return None
+
+
 def count_cores() -> tuple[int, str]:
     """Return how many cores this process may use, and what said so."""
     try:

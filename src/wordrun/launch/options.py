@@ -34,6 +34,16 @@ class Options:
     info: bool = False
     idle_timeout: float | None = None
     """Seconds without output after which the job is ended."""
+    submit: bool = False
+    walltime: str | None = None
+    """H:MM:SS."""
+    queue: str | None = None
+    account: str | None = None
+    job_name: str = "wordrun"
+    filesystems: str | None = None
+    chain: int = 1
+    walltime_margin: float | None = None
+    """Seconds before the walltime ends at which ranks get SIGUSR1."""
     help: bool = False
     version: bool = False
     command: tuple[str, ...] = ()
@@ -53,6 +63,13 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError("should be a number of seconds above 0")
     return seconds
+
+
+def _walltime(text: str) -> str:
+    from wordrun.launch.submit import seconds
+
+    seconds(text)
+    return text
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -107,9 +124,25 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--cpu-bind",), "cpu_bind", "CPU binding, as the launcher takes it", "S"),
         Option(("--launcher-args",), "launcher_args", "passed on to mpiexec, srun or torchrun", '"..."', _words),
         Option(("--idle-timeout",), "idle_timeout", "end the job after S seconds without output (124)", "S", _seconds),
+        Option(
+            ("--walltime-margin",),
+            "walltime_margin",
+            "SIGUSR1 to the ranks S seconds before the time limit",
+            "S",
+            _seconds,
+        ),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
         Option(("--hostfile",), "hostfile", "hosts, one per line (of the job's, in a job)", "FILE"),
         Option(("--site",), "site", "name or YAML file of a site", "NAME"),
+    ),
+    "As a job (--submit writes a job script with these and launch inside, and hands it to qsub or sbatch)": (
+        Option(("--submit",), "submit", "submit instead of starting here; with --dry-run: print the script"),
+        Option(("--walltime",), "walltime", "time limit, H:MM:SS", "T", _walltime),
+        Option(("--queue",), "queue", "queue, partition or QOS", "Q"),
+        Option(("--account",), "account", "project that pays", "A"),
+        Option(("--job-name",), "job_name", "name of the job (wordrun)", "J"),
+        Option(("--filesystems",), "filesystems", "PBS: file systems that must be up", "F"),
+        Option(("--chain",), "chain", "jobs in a row, each after the one before", "N", _count),
     ),
     "What would happen": (
         Option(("--dry-run",), "dry_run", "print what would run, and why; run nothing"),
@@ -121,6 +154,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
 }
 OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
 
+SUBMISSION = tuple(option for title, group in GROUPS.items() if title.startswith("As a job") for option in group)
+# What a submitted launch is called with again.
+INNER = tuple(option for title, group in GROUPS.items() if title.startswith("How") for option in group)
+
 USAGE = "usage: launch [options] [--] COMMAND..."
 EXAMPLES = """
 Start COMMAND as N ranks that know each other. Any torch script works: each rank finds RANK, WORLD_SIZE,
@@ -128,6 +165,7 @@ LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its envi
 
   launch -n 2 python -m wordrun train.backend=DDP data=shakespeare    two ranks on this machine
   launch --dry-run -n 4 python train.py --epochs 3                    what would run, and why
+  launch --submit -N 2 --walltime 1:00:00 --queue debug --account A -- python -m wordrun    as a job of two nodes
   launch --idle-timeout 600 --env NCCL_DEBUG=INFO python train.py     end a job that hangs
 
 The first word that is not an option of launch begins COMMAND; all that follows is COMMAND's own."""
@@ -188,4 +226,8 @@ def parse(words: Sequence[str]) -> Options:
     options = Options(**values, command=tuple(rest))
     if options.json and not (options.dry_run or options.info):
         raise ConfigError("--json goes with --dry-run or with --info")
+    if not options.submit:
+        given = [name for name, option in OPTIONS.items() if option in SUBMISSION and option.field in values]
+        if given:
+            raise ConfigError(f"{', '.join(given)}: for a job; add --submit")
     return options

@@ -16,6 +16,7 @@ from typing import IO, Any
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.command import Plan, step_name
+from wordrun.launch.job import job_end
 from wordrun.launch.record import Record
 
 IDLE_STATUS = 124
@@ -38,12 +39,13 @@ def say(message: str) -> None:
         print(f"launch: {line}", file=sys.stderr, flush=True)
 
 
-def run(plan: Plan, idle_timeout: float | None = None) -> int:
+def run(plan: Plan, idle_timeout: float | None = None, walltime_margin: float | None = None) -> int:
     """Run ``plan`` to its end and return its exit status.
 
     Args:
         plan: what to start.
         idle_timeout: end the job after so many seconds without output; None waits for ever.
+        walltime_margin: send the ranks SIGUSR1 so many seconds before the scheduler ends the job.
     """
     status_dir = plan.decided.status_dir if plan.launcher.kind != "local" else ""
     if status_dir:
@@ -72,7 +74,8 @@ def run(plan: Plan, idle_timeout: float | None = None) -> int:
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 status = CANNOT_START
             else:
-                status = _watch(_Running(plan, child, status_dir), arrived, idle_timeout)
+                job = _Running(plan, child, status_dir, warn_at=_warn_at(plan, walltime_margin))
+                status = _watch(job, arrived, idle_timeout)
     finally:
         if status_dir:
             for name in os.listdir(status_dir):
@@ -84,6 +87,16 @@ def run(plan: Plan, idle_timeout: float | None = None) -> int:
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
     return status
+
+
+def _warn_at(plan: Plan, margin: float | None) -> float:
+    if margin is None:
+        return float("inf")
+    end = plan.job.ends_at if plan.job.ends_at is not None else job_end(plan.job)
+    if end is None:
+        say(f"--walltime-margin {margin:g}: nobody says when this job ends, so the ranks will not be told")
+        return float("inf")
+    return end - margin
 
 
 def _begin_record(plan: Plan) -> tuple[Record | None, dict[str, str]]:
@@ -117,6 +130,8 @@ class _Running:
     """When to lose patience, on the monotonic clock."""
     at_deadline: Callable[[], None] = field(default=lambda: None)
 
+    warn_at: float = float("inf")
+    """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
     next_look: float = 0.0
 
     @property
@@ -317,6 +332,10 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
                 _pump(selector, key)
                 last_output = time.monotonic()
         job.collect()
+        if time.time() > job.warn_at and job.returned is None:
+            job.warn_at = float("inf")
+            say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")
+            job.deliver(signal.SIGUSR1)
         now = time.monotonic()
         silent = idle_timeout is not None and not job.stopped_by and not job.idle and now - last_output > idle_timeout
         if silent and job.returned is None:
