@@ -276,6 +276,40 @@ def test_idle_timeout(tmp_path: Path, start: Start) -> None:
     assert gone(path)
 
 
+STUCK = """
+import threading, time
+def waits_for_ever():
+    time.sleep(60.5)
+print("stuck", flush=True)
+waits_for_ever()
+"""
+
+
+def idle(folder: Path, py_spy: str) -> subprocess.CompletedProcess[str]:
+    """Launch two ranks that get stuck, with ``py_spy`` as the first program of that name in PATH."""
+    (folder / "py-spy").write_text(f"#!/bin/sh\n{py_spy}\n")
+    (folder / "py-spy").chmod(0o755)
+    env = environment()
+    env["PATH"] = f"{folder}:{env['PATH']}"
+    command = [LAUNCH, "--idle-timeout", "6", "-n", "2", "python", script(folder, STUCK)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_idle_ranks_show_their_stacks(tmp_path: Path) -> None:
+    """Where py-spy may not look, as on most clusters."""
+    run = idle(tmp_path, "exit 1")
+    assert run.returncode == 124, run.stderr
+    assert run.stderr.count("in waits_for_ever") == 2, run.stderr
+    assert "(SIGABRT)" in run.stderr
+    assert gone(str(tmp_path / "script.py"))
+
+
+def test_idle_ranks_are_looked_at_by_py_spy(tmp_path: Path) -> None:
+    run = idle(tmp_path, 'echo "stacks of $3: $(tr "\\0" " " < /proc/$3/cmdline)"')
+    assert run.returncode == 124
+    assert len(re.findall(rf"stacks of \d+: \S*python\S* {tmp_path}/script.py", run.stderr)) == 2, run.stderr
+
+
 def test_idle_timeout_counts_from_the_last_output_and_changes_none(tmp_path: Path) -> None:
     text = (
         "import os, sys, time\nfor i in range(6):\n    os.write(1 + i % 2, b'\\xff\\x00' * 50_000); time.sleep(0.4)\n"

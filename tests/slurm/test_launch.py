@@ -244,3 +244,11 @@ def test_ranks_are_told_before_the_walltime_ends(cluster: Cluster, tmp_path: Pat
     job = cluster.start(*words, f"exec launch --walltime-margin 50 {sys.executable} polite.py > out 2>&1")
     wait_for(job, tmp_path / "out", "got SIGUSR1", 2)
     assert "launch: the walltime ends soon" in (tmp_path / "out").read_text()
+
+
+def test_idle_ranks_show_their_stacks(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text("import time\ndef waits_for_ever():\n    time.sleep(60)\nwaits_for_ever()\n")
+    words = ("launch", "--idle-timeout", "6", "-N", "2", "-n", "2", sys.executable, "stuck.py")
+    got = cluster.run("salloc", "-N2", "-n2", *words)
+    assert got.returncode == 124, got.stderr
+    assert got.stderr.count("in waits_for_ever") == 2, got.stderr

@@ -290,6 +290,9 @@ def _environment(request: Request, env: Mapping[str, str]) -> tuple[dict[str, st
         if "PYTHONUNBUFFERED" not in env:
             values["PYTHONUNBUFFERED"] = "1"
             reasons["PYTHONUNBUFFERED"] = "ranks write to a pipe; the lines before a crash should not be lost"
+    if request.options.idle_timeout and "PYTHONFAULTHANDLER" not in env:
+        values["PYTHONFAULTHANDLER"] = "1"
+        reasons["PYTHONFAULTHANDLER"] = "--idle-timeout: stuck ranks print their stacks"
     loopback = next((name for name in decided.interfaces if name in ("lo", "lo0")), "")
     if one_host and ranks.np > 1 and loopback and "GLOO_SOCKET_IFNAME" not in env:
         values["GLOO_SOCKET_IFNAME"] = loopback

@@ -53,6 +53,29 @@ def rank_groups(pid: int) -> list[int]:
     return ranks
 
 
+def pythons(pid: int) -> list[int]:
+    """Return the Python processes below ``pid`` that a launcher's daemon or shell started, not those below them."""
+    found: list[int] = []
+    inside = {pid}
+    for process in descendants(pid):
+        if process.parent not in inside:
+            continue
+        if process.name.startswith(("python", "pypy")) and not _is_launcher(process.pid):
+            found.append(process.pid)
+        else:
+            inside.add(process.pid)
+    return found
+
+
+def _is_launcher(pid: int) -> bool:
+    """Say whether a Python process is torchrun, whose ranks are below it."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"torch.distributed.run" in file.read()
+    except OSError:
+        return False
+
+
 def send(pid: int, number: int, *, group: bool = False) -> None:
     """Send a signal to a process or a group that may have ended already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -52,7 +52,7 @@ export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 
 # mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, with the 9 of those that it killed). This
 # shell stays to report its own rank's. Signals come to the whole group; it waits for the command to act on them.
-trap : HUP INT TERM USR1 USR2
+trap : HUP INT TERM USR1 USR2 ABRT
 "$@"
 status=$?
 [ "$status" -eq 0 ] || echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK"

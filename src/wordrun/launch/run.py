@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -224,6 +225,25 @@ class _Running:
         """Wait ``seconds`` at most for the job's end, and do ``then`` if it has not come."""
         self.deadline, self.at_deadline = time.monotonic() + seconds, then
 
+    def show_stacks(self) -> None:
+        """Print where the ranks are stuck: by py-spy where it is installed and may look, else by faulthandler.
+
+        faulthandler, which PYTHONFAULTHANDLER has switched on, prints all threads' stacks on SIGABRT and lets the
+        process end.
+        """
+        looked = False
+        for rank in processes.pythons(self.child.pid):
+            looked = _spy(rank) or looked
+        if looked:
+            self.give_up()
+            return
+        say("py-spy is not installed or may not look, so each rank prints its stacks and ends (SIGABRT)")
+        if self.plan.launcher.kind == "srun":
+            _signal_step(self.plan, signal.SIGABRT)
+        for rank in processes.pythons(self.child.pid):
+            processes.send(rank, signal.SIGABRT)
+        self.patience(FAILURE_PATIENCE_S, self.give_up)
+
     def give_up(self) -> None:
         """End the ranks that outlive a failed one or a silence."""
         say("ending the other ranks" if self.failed else "ending the job")
@@ -256,6 +276,21 @@ DIRECT = {
     "openmpi": PASSED_ON,  # answers INT and TERM with SIGKILL to the ranks after a moment
     "torchrun": (signal.SIGUSR1, signal.SIGUSR2),  # dies of them and leaves the ranks
 }
+
+
+def _spy(pid: int) -> bool:
+    """Print a process's stacks by py-spy; say whether that was possible."""
+    program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
+    try:
+        done = subprocess.run(
+            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if done.returncode == 0:
+        sys.stderr.write(f"{done.stdout}\n")
+        sys.stderr.flush()
+    return done.returncode == 0
 
 
 def _signal_step(plan: Plan, number: int) -> None:
@@ -341,7 +376,7 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
         if silent and job.returned is None:
             job.idle = True
             say(f"no output for {idle_timeout:g} seconds (--idle-timeout)")
-            job.give_up()
+            job.show_stacks()
         elif now > job.deadline and job.returned is None:
             job.at_deadline()
     processes.end_all(LEFTOVER_PATIENCE_S)
