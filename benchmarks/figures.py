@@ -1,6 +1,6 @@
-"""wordrun's own figures: parity, two ranks against two threads, the loop against a bare one, start-up times.
+"""wordrun's own figures: parity, two ranks against two threads, the loop against a bare one, start-up times, launch.
 
-    python benchmarks/figures.py [parity ranks loop start]
+    python benchmarks/figures.py [parity ranks loop start launch]
 
 Two things that are compared run in turns in the same call, and the figure is the median.
 """
@@ -121,10 +121,10 @@ def loop(scratch: Path, steps: int) -> None:
     print(f"| cost of the loop | {100 * (ours / theirs - 1):+.1f} % | less than 2 % |")
 
 
-def wall(command: list[str]) -> float:
-    """Return the wall seconds of a command."""
+def wall(command: list[str], env: dict[str, str] | None = None) -> float:
+    """Return the wall seconds of a command, with the variables ``env`` added."""
     begin = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **(env or {})})
     return time.perf_counter() - begin
 
 
@@ -146,10 +146,48 @@ def start(rounds: int) -> None:
     print(f"| `launch -n 2 true` over `mpiexec -n 2 true` [s] | {added:.3f} | less than 0.15 |")
 
 
+def big_jobs(scratch: Path, rounds: int) -> None:
+    """launch in jobs of many hosts, what its wrapper costs a rank, and its memory."""
+    from wordrun.launch.command import RANK_ENV
+
+    for hosts, limit in ((10_000, 0.15), (100_000, 1.0)):
+        nodefile = scratch / f"hosts{hosts}"
+        nodefile.write_text("".join(f"x{i:06d}s0b0n0.hsn\n" for i in range(hosts)))
+        jobs = {
+            "node file": {"PBS_JOBID": "1.server", "PBS_NODEFILE": str(nodefile)},
+            "host list": {
+                "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": f"nid[000001-{hosts:06d}]",
+                "SLURM_JOB_CPUS_PER_NODE": f"128(x{hosts})",
+            },
+        }  # fmt: skip
+        for name, job in jobs.items():
+            command = ["launch", "--dry-run", "--launcher", "hydra", "true"]
+            times = [wall(command, job) for _ in range(rounds)]
+            print(
+                f"| `launch --dry-run`, {name} of {hosts:,} [s] | {statistics.median(times):.3f} | less than {limit} |"
+            )
+    rank = {"WORDRUN_LAUNCHER": "srun", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
+            "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}  # fmt: skip
+    wrapped, bare = [], []
+    for _ in range(20 * rounds):
+        wrapped.append(wall(["/bin/sh", RANK_ENV, "true"], rank))
+        bare.append(wall(["true"]))
+    cost = 1000 * (statistics.median(wrapped) - statistics.median(bare))
+    print(f"| `rank_env.sh` for a rank [ms] | {cost:.2f} | less than 5 |")
+    running = subprocess.Popen(["launch", "-n", "2", "sleep", "2"])
+    time.sleep(1)
+    status = Path(f"/proc/{running.pid}/status").read_text()
+    running.wait()
+    memory = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1000
+    print(f"| memory of launch itself [MB] | {memory:.0f} | less than 60 |")
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["parity", "ranks", "loop", "start"], help="which figures")
+    parser.add_argument(
+        "parts", nargs="*", default=["parity", "ranks", "loop", "start", "launch"], help="which figures"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     print("| figure | measured | wanted |\n|---|---|---|")
@@ -163,6 +201,8 @@ def main() -> None:
             loop(scratch, 100 * args.rounds)
         if "start" in args.parts:
             start(2 * args.rounds + 1)
+        if "launch" in args.parts:
+            big_jobs(scratch, 2 * args.rounds + 1)
 
 
 if __name__ == "__main__":

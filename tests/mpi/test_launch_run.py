@@ -485,3 +485,11 @@ def test_overhead_over_mpiexec(tmp_path: Path) -> None:
     ]
     overhead = min(ours for _, ours in times) - statistics.median(theirs for theirs, _ in times)
     assert overhead < 1
+
+
+def test_doctor(tmp_path: Path) -> None:
+    run = launch(tmp_path, "--doctor", "-n", "2", "--json", timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    states = {finding["check"]: finding["state"] for finding in json.loads(run.stdout)}
+    assert set(states.values()) == {"ok"}, run.stdout
+    assert {"launcher", "MPI", "address", "cores", "import torch", "W&B"} <= set(states)

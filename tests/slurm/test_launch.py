@@ -252,3 +252,20 @@ def test_idle_ranks_show_their_stacks(cluster: Cluster, tmp_path: Path) -> None:
     got = cluster.run("salloc", "-N2", "-n2", *words)
     assert got.returncode == 124, got.stderr
     assert got.stderr.count("in waits_for_ever") == 2, got.stderr
+
+
+def test_doctor(cluster: Cluster) -> None:
+    got = cluster.run("salloc", "-N2", "-n4", "launch", "--doctor", "--json", timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+    found = {finding["check"]: finding for finding in json.loads(got.stdout)}
+    assert found["ranks"]["found"] == "all 4 answered, from 1 hosts"  # it is this machine twice
+    assert "not used: srun" in found["MPI"]["found"]
+
+
+def test_doctor_finds_an_mpi_that_does_not_speak_to_srun(cluster: Cluster) -> None:
+    # A PMI that nobody serves, as under the wrong --mpi type: each rank is alone in MPI.
+    words = ("salloc", "-N2", "-n2", "launch", "--env", "PMI_RANK=0", "--doctor", "--json")
+    got = cluster.run(*words, timeout=120)
+    assert got.returncode == 1, got.stdout + got.stderr
+    found = {finding["check"]: finding for finding in json.loads(got.stdout)}
+    assert (found["MPI"]["state"], found["MPI"]["found"]) == ("wrong", "sees ['1'] where srun started 2")

@@ -22,10 +22,11 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log, config <- dist <- data, model, track <- backend
 # <- train <- cli, and config <- launch <- cli.
-BASE = {"errors", "log", "config", "composer"}
+BASE = {"errors", "hostlist", "log", "config", "composer"}
 PARALLEL = BASE | {"dist", "data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
+    "hostlist": {"errors"},
     "log": {"errors"},
     "config": {"errors"},
     "composer": {"errors", "log", "config"},
@@ -37,6 +38,7 @@ MAY_USE: dict[str, set[str]] = {
     "backend": PARALLEL,
     "train": PARALLEL | {"backend"},
     "test_dist": PARALLEL,
+    "probe": PARALLEL,
     "cli": PARALLEL | {"backend", "train", "launch"},
     "__main__": {"cli"},
     "": {"composer", "train"},

@@ -91,7 +91,7 @@ def test_every_option_is_read() -> None:
         (["--idle-timeout", "0", "x"], "--idle-timeout 0 should be a number of seconds above 0"),
         (["--idle-timeout", "nan", "x"], "should be a number of seconds above 0"),
         (["--dry-run=1", "x"], "--dry-run takes no value"),
-        (["--json", "x"], "--json goes with --dry-run or with --info"),
+        (["--json", "x"], "--json goes with --dry-run, --info or --doctor"),
     ],
 )
 def test_refusals_name_the_option_and_the_way_out(words: list[str], message: str) -> None:

@@ -50,11 +50,15 @@ def _launch(options: Options) -> int:
     if options.version:
         print(f"launch (wordrun) {wordrun.__version__}")
         return 0
-    if not options.command and not options.info:
+    if not (options.command or options.info or options.doctor):
         print(f"{USAGE}\n(launch --help says more)", file=sys.stderr)
         return 2
     if options.info:
         return _info(options)
+    if options.doctor:
+        from wordrun.launch import doctor
+
+        return doctor.main(options)
 
     if options.submit:
         return _submit(options)
@@ -90,11 +94,14 @@ def make_plan(options: Options) -> Plan:
 def _find(options: Options) -> tuple[Job, Site | None, Ranks, Launcher]:
     """Return what is there and what is asked of it."""
     from wordrun.launch import command, launcher, site
-    from wordrun.launch.job import find_job, this_machine
+    from wordrun.launch.job import JOB_VARIABLES, find_job, this_machine
 
     env = os.environ
     machine = this_machine(env)
-    found, why = site.find(options.site, machine.host, env)
+    found, why = None, ""
+    # On a machine of one's own no site would change a thing, and reading them all takes a while.
+    if options.site or options.info or any(env.get(name) for name in JOB_VARIABLES.values()):
+        found, why = site.find(options.site, machine.host, env)
     job = find_job(options.scheduler, env, machine, found, options.hostfile)
     if found:
         job = replace(job, reasons={**job.reasons, "site": why})

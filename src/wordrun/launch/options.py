@@ -32,6 +32,7 @@ class Options:
     dry_run: bool = False
     json: bool = False
     info: bool = False
+    doctor: bool = False
     idle_timeout: float | None = None
     """Seconds without output after which the job is ended."""
     submit: bool = False
@@ -147,7 +148,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "What would happen": (
         Option(("--dry-run",), "dry_run", "print what would run, and why; run nothing"),
         Option(("--info",), "info", "print the job, hosts, devices, launcher and python"),
-        Option(("--json",), "json", "print --dry-run or --info as JSON"),
+        Option(("--doctor",), "doctor", "start a probe on the ranks and say what is wrong, with remedies"),
+        Option(("--json",), "json", "print --dry-run, --info or --doctor as JSON"),
         Option(("-h", "--help"), "help", "this text"),
         Option(("--version",), "version", "print the version"),
     ),
@@ -224,8 +226,8 @@ def parse(words: Sequence[str]) -> Options:
     if problems:
         raise ConfigError("\n".join(problems))
     options = Options(**values, command=tuple(rest))
-    if options.json and not (options.dry_run or options.info):
-        raise ConfigError("--json goes with --dry-run or with --info")
+    if options.json and not (options.dry_run or options.info or options.doctor):
+        raise ConfigError("--json goes with --dry-run, --info or --doctor")
     if not options.submit:
         given = [name for name, option in OPTIONS.items() if option in SUBMISSION and option.field in values]
         if given:

@@ -1,0 +1,209 @@
+"""``launch --doctor``: start a probe on the ranks, and say what is wrong with what they saw, with the remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from wordrun.launch.command import Plan, is_stale
+from wordrun.launch.options import Options
+from wordrun.launch.submit import inner
+
+MARK = "wordrun-probe "
+PROBE_S = 180
+# Slower than this the disk that holds the environment is the likely reason.
+SLOW_IMPORT_S = 20.0
+# A Unix socket's path, which is made of this and some 50 characters, may have 107.
+LONG_TMPDIR = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    state: str
+    """ok, warning or wrong."""
+    found: str
+    remedy: str = ""
+
+
+def main(options: Options) -> int:
+    """Look, print the findings, and return 1 where something is wrong."""
+    import subprocess
+
+    from wordrun.launch.cli import make_plan
+
+    command = (sys.executable, "-m", "wordrun.probe")
+    probe = replace(options, command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None)
+    plan = make_plan(probe)
+    words = [sys.executable, "-m", "wordrun.launch", *inner(probe, plan.job.scheduler)[1:]]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)
+        output, status = done.stdout, done.returncode
+        errors = done.stderr
+    except subprocess.TimeoutExpired as late:
+        output, errors, status = _text(late.stdout), _text(late.stderr), 124
+    ranks = [json.loads(line.partition(MARK)[2]) for line in output.splitlines() if MARK in line]
+    findings = [*of_machine(plan, os.environ), *of_ranks(plan, ranks, status, errors)]
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _show(findings)
+    return 1 if any(finding.state == "wrong" for finding in findings) else 0
+
+
+def _text(output: Any) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def of_machine(plan: Plan, env: Mapping[str, str]) -> list[Finding]:
+    """Return what this process sees without the ranks."""
+    findings = [
+        Finding("site", "ok", f"{plan.site or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
+        Finding("launcher", "ok", f"{plan.launcher.kind} {plan.launcher.path} ({plan.launcher.why})"),
+    ]
+    stale = sorted(name for name in env if is_stale(name))
+    if stale:
+        findings.append(
+            Finding(
+                "variables", "warning", f"left by an earlier launcher: {', '.join(stale)}",
+                f"launch takes them away; for a bare python: unset {' '.join(stale)}",
+            )
+        )  # fmt: skip
+    else:
+        findings.append(Finding("variables", "ok", "none left by an earlier launcher"))
+    scratch = plan.env_set.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
+    for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
+        if not os.access(folder, os.W_OK):
+            findings.append(
+                Finding(name, "wrong", f"{folder} cannot be written", "launch from another folder, or export TMPDIR")
+            )
+        elif name == "TMPDIR" and len(folder) > LONG_TMPDIR:
+            findings.append(
+                Finding(
+                    name,
+                    "warning",
+                    f"{folder} has {len(folder)} characters; a socket's path in it may be too long",
+                    "export TMPDIR=/tmp",
+                )
+            )
+        else:
+            findings.append(Finding(name, "ok", f"{folder} can be written"))
+    return findings
+
+
+def of_ranks(plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str) -> list[Finding]:
+    """Return what is to be said of the lines that the probe printed.
+
+    Args:
+        plan: how the probe was started.
+        ranks: the lines, one for each rank that could.
+        status: exit status of launch.
+        errors: what it printed on stderr.
+    """
+    if len(ranks) < plan.np or status:
+        missing = sorted({*range(plan.np)} - {rank.get("rank") for rank in ranks})
+        last = " | ".join(errors.strip().splitlines()[-3:])
+        return [
+            Finding(
+                "ranks", "wrong", f"{len(ranks)} of {plan.np} answered, missing {missing[:8]}; status {status}: {last}",
+                "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)",
+            )
+        ]  # fmt: skip
+    findings = [Finding("ranks", "ok", f"all {plan.np} answered, from {len({rank['host'] for rank in ranks})} hosts")]
+    for problem in dict.fromkeys(text for rank in ranks for text in rank["problems"]):
+        findings.append(Finding("ranks", "wrong", problem))
+    findings.append(_mpi(plan, ranks))
+    unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
+    findings.append(
+        Finding(
+            "address", "wrong" if unmet else "ok",
+            "; ".join(unmet[:3]) or f"a socket opens at {plan.env_set['MASTER_ADDR']}:{plan.env_set['MASTER_PORT']}",
+            "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach" if unmet else "",
+        )
+    )  # fmt: skip
+    findings += [_cores(plan, ranks), _threads(ranks), _devices(ranks)]
+    slowest = max(rank["torch_s"] for rank in ranks)
+    slow = slowest > SLOW_IMPORT_S
+    findings.append(
+        Finding(
+            "import torch", "warning" if slow else "ok", f"{slowest:g} s on the slowest rank",
+            "copy the environment to node-local disk, or broadcast it (sbcast, Copper)" if slow else "",
+        )
+    )  # fmt: skip
+    modes = [rank["wandb"] for rank in ranks if "wandb" in rank]
+    findings += [Finding("W&B", "ok", f"would record {mode}") for mode in modes]
+    return findings
+
+
+def _mpi(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    sizes = {rank["mpi_size"] for rank in ranks}
+    if sizes == {None}:
+        return Finding("MPI", "ok", f"not used: {plan.launcher.kind} starts ranks that meet by address")
+    if sizes == {plan.np}:
+        return Finding("MPI", "ok", f"sees {plan.np} ranks, as {plan.launcher.kind} does")
+    return Finding(
+        "MPI", "wrong", f"sees {sorted(map(str, sizes))} where {plan.launcher.kind} started {plan.np}",
+        "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
+        "under srun the --mpi type that it speaks (srun --mpi=list), or rebuild mpi4py",
+    )  # fmt: skip
+
+
+def _cores(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    least = min(rank["cores"] for rank in ranks)
+    have = min(plan.job.cores[: len(plan.hosts)]) // plan.ppn
+    if least < have and least == 1:
+        return Finding(
+            "cores", "wrong", f"a rank may use 1 core, though there are {have} for each",
+            "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
+        )  # fmt: skip
+    return Finding("cores", "ok", f"{least} for a rank")
+
+
+def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    crowded = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
+    if crowded:
+        return Finding(
+            "threads", "warning", f"OMP_NUM_THREADS={crowded[0]['threads']} on {crowded[0]['cores']} cores of a rank",
+            "unset OMP_NUM_THREADS, and launch divides the cores",
+        )  # fmt: skip
+    return Finding("threads", "ok", f"OMP_NUM_THREADS={ranks[0]['threads']}")
+
+
+def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    crowded = [rank for rank in ranks if rank["devices"] > 1 and rank.get("local_size", 1) > rank["devices"]]
+    if crowded:
+        some = crowded[0]
+        return Finding(
+            "devices", "warning", f"{some['local_size']} ranks share {some['devices']} devices on {some['host']}",
+            f"--ppn {some['devices']}",
+        )  # fmt: skip
+    seen = sorted({rank["devices"] for rank in ranks})
+    if len(seen) > 1:
+        return Finding(
+            "devices", "wrong", f"torch sees {seen} devices on different ranks",
+            "a node has lost one, or the launcher deals them out unevenly: leave that node out by --hostfile",
+        )  # fmt: skip
+    return Finding(
+        "devices", "ok", f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs"
+    )
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours = {"ok": "green", "warning": "yellow", "wrong": "red"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
+        table.add_row(
+            f"[{colours[finding.state]}]{finding.state}[/]", finding.check, escape(f"{finding.found}{remedy}")
+        )
+    Console(highlight=False).print(table)
