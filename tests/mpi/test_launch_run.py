@@ -30,7 +30,7 @@ import os, signal, sys, time
 asked = []
 def note(number, frame):
     # In one write: print makes two of it, and another rank's words come between.
-    sys.stdout.write(f"rank {os.environ['RANK']} got {signal.Signals(number).name}\n")
+    sys.stdout.write(f"rank {os.environ['RANK']} got {signal.Signals(number).name}\\n")
     asked.append(number)
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     signal.signal(getattr(signal, name), note)
@@ -493,3 +493,29 @@ def test_doctor(tmp_path: Path) -> None:
     states = {finding["check"]: finding["state"] for finding in json.loads(run.stdout)}
     assert set(states.values()) == {"ok"}, run.stdout
     assert {"launcher", "MPI", "address", "cores", "import torch", "W&B"} <= set(states)
+
+
+FAILS_ONCE = """
+import os, sys
+if os.environ["RANK"] == "1":
+    with open("tries", "a") as file:
+        file.write("x")
+    if os.path.getsize("tries") < 2:
+        sys.exit(sys.argv[1])
+"""
+
+
+def test_a_fault_of_the_fabric_is_tried_again(tmp_path: Path) -> None:
+    path = script(tmp_path, FAILS_ONCE)
+    run = launch(tmp_path, "--retries", "2", "-n", "2", "python", path, "mpiexec: No VNIs available")
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "tries").read_text() == "xx"
+    assert (
+        "launch: the fabric has no free network identifier (mpiexec: No VNIs available): launching again" in run.stderr
+    )
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    run = launch(tmp_path, "--retries", "2", "-n", "2", "python", script(tmp_path, FAILS_ONCE), "a mistake")
+    assert run.returncode == 1
+    assert (tmp_path / "tries").read_text() == "x"

@@ -269,3 +269,22 @@ def test_doctor_finds_an_mpi_that_does_not_speak_to_srun(cluster: Cluster) -> No
     assert got.returncode == 1, got.stdout + got.stderr
     found = {finding["check"]: finding for finding in json.loads(got.stdout)}
     assert (found["MPI"]["state"], found["MPI"]["found"]) == ("wrong", "sees ['1'] where srun started 2")
+
+
+def test_a_spare_node_takes_the_place_of_one_that_failed(cluster: Cluster, tmp_path: Path) -> None:
+    rank = tmp_path / "rank.sh"
+    rank.write_text("echo $SLURMD_NODENAME >> where$TRIES; [ -e again ] || { touch ready; exec sleep 61; }")
+    words = ("launch", "--retries", "1", "--spare-nodes", "1", "sh", rank)
+    script = f"{' '.join(map(str, words))} > out 2>&1; echo $? > status"
+    job = cluster.start("salloc", "--no-kill", "-N3", "--ntasks-per-node=1", "bash", "-c", script)
+    wait_for(job, tmp_path / "where", "n", 2)
+    first = (tmp_path / "where").read_text().split()
+    (tmp_path / "again").touch()
+    cluster.set_node(first[1], "down")
+    job.communicate(timeout=60)
+    text = (tmp_path / "out").read_text()
+    assert (tmp_path / "status").read_text().strip() == "0", text
+    second = (tmp_path / "where").read_text().split()[2:]
+    assert len(second) == 2
+    assert first[1] not in second
+    assert "SLURM lost a node" in text

@@ -81,7 +81,7 @@ def test_every_option_is_read() -> None:
         (["--dryrun", "x"], "unknown option '--dryrun'; did you mean '--dry-run'? (launch --help lists them)"),
         (["--dry", "x"], "unknown option '--dry'"),  # no abbreviations
         (["-np", "2", "x"], "unknown option '-np'; did you mean '--np'?"),
-        (["--retries", "3", "x"], "unknown option '--retries'"),
+        (["--relaunch", "3", "x"], "unknown option '--relaunch'"),
         (["--launcher", "hidra", "x"], "should be one of pals, hydra, openmpi, srun, torchrun, local; did you mean 'h"),
         (["--scheduler", "lsf", "x"], "--scheduler lsf should be one of pbs, slurm, none"),
         (["--env", "A", "x"], "--env A: should be NAME=VALUE"),

@@ -68,15 +68,32 @@ def _launch(options: Options) -> int:
 
         print(show.dry_run(plan, as_json=options.json))
         return 0
+    return _run(options, plan)
+
+
+def _run(options: Options, plan: Plan) -> int:
+    """Run the plan, and again without the hosts that failed, as often as --retries allows."""
+    from wordrun.launch.faults import classify
     from wordrun.launch.run import run, say
 
     for note in plan.job.notes:
         say(note)
-    return run(plan, options.idle_timeout, options.walltime_margin)
+    left_out: frozenset[str] = frozenset()
+    for left in range(options.retries, -1, -1):
+        last: list[str] | None = [] if options.retries else None
+        status = run(plan, options.idle_timeout, options.walltime_margin, last)
+        fault = classify(last or (), status)
+        if fault is None or left == 0:
+            break
+        left_out |= {host.partition(".")[0] for host in fault.hosts}
+        without = f" without {', '.join(sorted(left_out))}" if left_out else ""
+        say(f"{fault.meaning} ({fault.line}): launching again{without}")
+        plan = make_plan(options, left_out)
+    return status
 
 
-def make_plan(options: Options) -> Plan:
-    """Return the Plan that ``options`` lead to on this machine.
+def make_plan(options: Options, left_out: frozenset[str] = frozenset()) -> Plan:
+    """Return the Plan that ``options`` lead to on this machine, without the hosts ``left_out`` (short names).
 
     Raises:
         ConfigError: the options contradict each other or the machine.
@@ -85,16 +102,16 @@ def make_plan(options: Options) -> Plan:
     from wordrun.launch import command
 
     env = os.environ
-    job, site, ranks, chosen = _find(options)
+    job, site, ranks, chosen = _find(options, left_out)
     plan = command.build(job, options, ranks, chosen, _decide(options, job, ranks, site), env, site)
     _check_command(options.command[0], plan.environment(env).get("PATH", os.defpath))
     return plan
 
 
-def _find(options: Options) -> tuple[Job, Site | None, Ranks, Launcher]:
+def _find(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site | None, Ranks, Launcher]:
     """Return what is there and what is asked of it."""
     from wordrun.launch import command, launcher, site
-    from wordrun.launch.job import JOB_VARIABLES, find_job, this_machine
+    from wordrun.launch.job import JOB_VARIABLES, find_job, hold_back, this_machine
 
     env = os.environ
     machine = this_machine(env)
@@ -103,6 +120,7 @@ def _find(options: Options) -> tuple[Job, Site | None, Ranks, Launcher]:
     if options.site or options.info or any(env.get(name) for name in JOB_VARIABLES.values()):
         found, why = site.find(options.site, machine.host, env)
     job = find_job(options.scheduler, env, machine, found, options.hostfile)
+    job = hold_back(job, options.spare_nodes, left_out)
     if found:
         job = replace(job, reasons={**job.reasons, "site": why})
     ranks = command.decide_ranks(options, job)

@@ -380,7 +380,11 @@ def _srun(r: Request) -> tuple[str, ...]:
         args = (*(word for word in args if not word.startswith("--cpu-bind")), f"--cpu-bind={r.options.cpu_bind}")
     per_node = (f"--ntasks-per-node={r.ranks.ppn}",) if r.ranks.even else ()
     # srun may take any of the job's nodes; rank 0 has to be where MASTER_ADDR says.
-    chosen = (f"--nodelist={','.join(r.hosts)}",) if r.ranks.nodes < len(r.job.hosts) or r.options.hostfile else ()
+    chosen = (
+        (f"--nodelist={','.join(r.hosts)}",)
+        if r.ranks.nodes < len(r.job.hosts) or r.options.hostfile or r.job.partial
+        else ()
+    )
     return (
         r.launcher.path, "-u", "-N", str(r.ranks.nodes), "-n", str(r.ranks.np), *per_node,
         "-c", str(r.cores_per_rank), *chosen, *args, "--kill-on-bad-exit=1", "--wait=60", "--disable-status",

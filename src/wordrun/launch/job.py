@@ -35,6 +35,8 @@ class Job:
     """The scheduler in whose job this machine is used on its own."""
     hostfile: str = ""
     """A file with just these hosts, one a line."""
+    partial: bool = False
+    """Some of the scheduler's hosts are not to be used."""
     queue: str = ""
     array_index: str = ""
     restarts: int = 0
@@ -245,6 +247,34 @@ def _with_hostfile(job: Job, path: str, machine: Machine) -> Job:
         job, hosts=tuple(slots), cores=tuple(job.cores[i] for i in index), devices=tuple(job.devices[i] for i in index),
         slots=tuple(given or job.slots[i] for given, i in zip(slots.values(), index, strict=True)), hostfile="",
         reasons={**job.reasons, "hosts": f"--hostfile {path}"},
+    )  # fmt: skip
+
+
+def hold_back(job: Job, spares: int, left_out: frozenset[str] = frozenset()) -> Job:
+    """Return ``job`` without ``spares`` of its hosts: those that have failed, and then the last ones.
+
+    Args:
+        job: the whole job.
+        spares: --spare-nodes.
+        left_out: short names of hosts that have failed.
+
+    Raises:
+        ConfigError: no host would be left.
+    """
+    if not spares and not left_out:
+        return job
+    good = [i for i, host in enumerate(job.hosts) if host.partition(".")[0] not in left_out]
+    failed = len(job.hosts) - len(good)
+    used = good[: max(0, len(good) - max(0, spares - failed))]
+    if not used:
+        raise ConfigError(
+            f"--spare-nodes {spares}: {job.scheduler.upper()} job {job.id} has {len(job.hosts)} nodes"
+            + (f", of which {', '.join(sorted(left_out))} failed" if left_out else "")
+            + "; none would be left for ranks"
+        )
+    return replace(
+        job, hosts=tuple(job.hosts[i] for i in used), cores=tuple(job.cores[i] for i in used),
+        devices=tuple(job.devices[i] for i in used), slots=tuple(job.slots[i] for i in used), hostfile="", partial=True,
     )  # fmt: skip
 
 

@@ -35,6 +35,8 @@ class Options:
     doctor: bool = False
     idle_timeout: float | None = None
     """Seconds without output after which the job is ended."""
+    retries: int = 0
+    spare_nodes: int = 0
     submit: bool = False
     walltime: str | None = None
     """H:MM:SS."""
@@ -125,6 +127,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--cpu-bind",), "cpu_bind", "CPU binding, as the launcher takes it", "S"),
         Option(("--launcher-args",), "launcher_args", "passed on to mpiexec, srun or torchrun", '"..."', _words),
         Option(("--idle-timeout",), "idle_timeout", "end the job after S seconds without output (124)", "S", _seconds),
+        Option(("--retries",), "retries", "relaunch up to N times after a fault of node or fabric", "N", _count),
+        Option(("--spare-nodes",), "spare_nodes", "nodes held back to replace failed ones", "N", _count),
         Option(
             ("--walltime-margin",),
             "walltime_margin",

@@ -29,6 +29,8 @@ FAILURE_PATIENCE_S = 4.0
 # What is left when the command itself has ended: time to close a file.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
+# What a fault is looked for in.
+TAIL_BYTES = 65536
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
@@ -40,13 +42,19 @@ def say(message: str) -> None:
         print(f"launch: {line}", file=sys.stderr, flush=True)
 
 
-def run(plan: Plan, idle_timeout: float | None = None, walltime_margin: float | None = None) -> int:
+def run(
+    plan: Plan,
+    idle_timeout: float | None = None,
+    walltime_margin: float | None = None,
+    last_lines: list[str] | None = None,
+) -> int:
     """Run ``plan`` to its end and return its exit status.
 
     Args:
         plan: what to start.
         idle_timeout: end the job after so many seconds without output; None waits for ever.
         walltime_margin: send the ranks SIGUSR1 so many seconds before the scheduler ends the job.
+        last_lines: filled with the last lines that the launcher and the ranks print on stderr.
     """
     status_dir = plan.decided.status_dir if plan.launcher.kind != "local" else ""
     if status_dir:
@@ -70,13 +78,16 @@ def run(plan: Plan, idle_timeout: float | None = None, walltime_margin: float | 
         processes.adopt_orphans()
         with _signals() as arrived:
             try:
-                child = _start(plan, env, piped=idle_timeout is not None)
+                child = _start(plan, env, piped=idle_timeout is not None or last_lines is not None)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 status = CANNOT_START
             else:
                 job = _Running(plan, child, status_dir, warn_at=_warn_at(plan, walltime_margin))
+                job.tail = bytearray() if last_lines is not None else None
                 status = _watch(job, arrived, idle_timeout)
+                if last_lines is not None and not job.stopped_by:
+                    last_lines += (job.tail or b"").decode(errors="replace").splitlines()
     finally:
         if status_dir:
             for name in os.listdir(status_dir):
@@ -133,6 +144,8 @@ class _Running:
 
     warn_at: float = float("inf")
     """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
+    tail: bytearray | None = None
+    """The end of what came on stderr, where somebody wants to know."""
     next_look: float = 0.0
 
     @property
@@ -364,7 +377,7 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
                     if number != signal.SIGCHLD:
                         job.receive(number)
             else:
-                _pump(selector, key)
+                _pump(selector, key, job.tail)
                 last_output = time.monotonic()
         job.collect()
         if time.time() > job.warn_at and job.returned is None:
@@ -382,17 +395,23 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
     processes.end_all(LEFTOVER_PATIENCE_S)
     while keys := [key for key, _ in selector.select(0) if key.fd != arrived]:
         for key in keys:
-            _pump(selector, key)
+            _pump(selector, key, job.tail)
     for stream in (job.child.stdout, job.child.stderr):
         if stream is not None:
             stream.close()
     return job.status()
 
 
-def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    """Pass on, byte for byte, what the job has written; stop at the end, or where nobody reads us any more."""
+def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey, tail: bytearray | None) -> None:
+    """Pass on, byte for byte, what the job has written; stop at the end, or where nobody reads us any more.
+
+    The end of stderr is kept in ``tail`` too.
+    """
     stream: IO[bytes] = key.fileobj  # type: ignore[assignment]
     chunk = os.read(key.fd, 65536)
+    if tail is not None and key.data == 2:
+        tail += chunk
+        del tail[:-TAIL_BYTES]
     try:
         rest = memoryview(chunk)
         while rest:

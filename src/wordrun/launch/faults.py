@@ -1,0 +1,56 @@
+"""Which failures a relaunch can cure: those of nodes, fabric and launcher, never those of the user's program.
+
+Of 63 relaunches after arbitrary failures in a series of runs at ALCF 7 helped; the others repeated a mistake. So only
+what the launchers themselves print of such a fault counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# A line, what it means, and which group of it (0: none) names the host that is to be left out.
+PATTERNS: tuple[tuple[str, str, int], ...] = (
+    (r"srun: error: Node failure on (\S+)", "SLURM lost a node", 1),
+    (r"error: .*(?:Unable to contact|Communication connection failure).* ?(?:node|host) (\S+)", "SLURM lost a node", 1),
+    (r"CANCELLED AT .* DUE TO NODE FAILURE", "SLURM lost a node", 0),
+    (r"launch failed on (\S+): .*Couldn't forward RPC", "PALS cannot reach a node", 1),
+    (r"Couldn't forward RPC launch", "PALS cannot reach a node", 0),
+    (r"(\S+): ping failed", "PALS lost a node", 1),
+    (r"ping failed|RPC timeout", "PALS lost a node", 0),
+    (r"No VNIs available", "the fabric has no free network identifier", 0),
+    (r"CXI alloc failed on cxi\d+", "the fabric's resources of an earlier job are not free yet", 0),
+    (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure that another try may not have."""
+
+    meaning: str
+    line: str
+    hosts: tuple[str, ...]
+    """Hosts to leave out, by the names that the launcher gave."""
+
+
+def classify(lines: Iterable[str], status: int) -> Fault | None:
+    """Return the fault that the last lines of a failed launch show; None: a relaunch would only repeat it.
+
+    Args:
+        lines: what the launcher and the ranks printed last.
+        status: exit status; 0, and 2 for wrong options, are never a fault.
+    """
+    if status in (0, 2):
+        return None
+    first: Fault | None = None
+    hosts: list[str] = []
+    for line in lines:
+        for pattern, meaning, group in PATTERNS:
+            match = re.search(pattern, line, re.IGNORECASE)
+            if match:
+                hosts += [match[group].rstrip(":,.")] if group else []
+                first = first or Fault(meaning, line.strip(), ())
+                break
+    return Fault(first.meaning, first.line, tuple(dict.fromkeys(hosts))) if first else None
