@@ -3,7 +3,7 @@
 #
 #   source bin/setup.sh && setup_python && setup_job
 #
-# setup_python   finds or makes the Python environment, checks it, and puts it first in PATH
+# setup_python   loads the site's modules, finds or makes the Python environment, checks it, and puts it first in PATH
 # setup_job      prints who, where, when, and what launch would use
 #
 # Each returns non-zero and says why when something is missing. Nothing here exits the shell, sets its options, or
@@ -44,11 +44,63 @@ for name, remedy in (
 PYTHON
 }
 
-# Find or make the environment: an active one, else the repository's .venv. Puts its bin first in PATH.
+# Print the file of the site that this is, if it has modules: the user's own sites first, then wordrun's. Here no
+# Python may be at hand yet, so this reads the files by line: "  hosts: REGEX", "  env: {NAME: REGEX, ...}".
+_wordrun_site() {
+  local file hosts pair name pattern
+  while IFS= read -r file; do
+    grep -q '^modules:' "$file" 2>/dev/null || continue
+    hosts=$(sed -n "s/^  hosts: *//p" "$file" | tr -d "'\"")
+    if [ -n "$hosts" ] && uname -n | sed 'p; s/[.].*//' | grep -qxP -- "$hosts"; then
+      printf '%s\n' "$file" && return 0
+    fi
+    while IFS= read -r pair; do
+      name=${pair%%:*} pattern=${pair#*: }
+      if [ -n "$pair" ] && printenv "$name" | grep -qP -- "$pattern"; then
+        printf '%s\n' "$file" && return 0
+      fi
+    done <<EOF
+$(sed -n 's/^  env: *{\(.*\)} *$/\1/p' "$file" | sed 's/, \([A-Z]\)/\n\1/g' | tr -d "'\"")
+EOF
+  done <<EOF
+$(for folder in "${XDG_CONFIG_HOME:-$HOME/.config}/wordrun/sites" "$(_wordrun_root)/src/wordrun/launch/sites"; do
+    find "$folder" -name '*.yaml' 2>/dev/null | sort
+  done)
+EOF
+  return 1
+}
+
+# Run the module lines of the site file "$1"; what they return says little, so their effect is checked afterwards.
+_wordrun_modules() {
+  local line
+  if ! command -v module >/dev/null; then
+    _wordrun_say "$1 has modules to load, but this shell has no 'module': start it as a login shell (bash -l)"
+    return 1
+  fi
+  while IFS= read -r line; do
+    printf 'module     %s\n' "$line"
+    eval "$line" || _wordrun_say "'$line' returned $?"
+  done <<EOF
+$(sed -n 's/^modules: *\[\(.*\)\] *$/\1/p' "$1" | sed 's/, /\n/g')
+EOF
+}
+
+# Find or make the environment: an active one; on a known site one of its own over the site's modules; else the
+# repository's .venv. Puts its bin first in PATH.
 setup_python() {
-  local home why python problems line
+  local home why python problems line site
+  site=$(_wordrun_site) || site=
   if [ -n "${VIRTUAL_ENV:-}" ]; then
     home=$VIRTUAL_ENV why="active virtual environment"
+  elif [ -n "$site" ]; then
+    # An active conda environment is what the user has made of the modules.
+    [ -n "${CONDA_PREFIX:-}" ] || _wordrun_modules "$site" || return 1
+    why="over the modules of $(basename "$site" .yaml)"
+    home=$(_wordrun_root)/.venv-$(basename "$site" .yaml)
+    if [ ! -x "$home/bin/python" ] && ! WORDRUN_VENV=$home "$(_wordrun_root)/bin/venv" ''; then
+      _wordrun_say "bin/venv could not make $home (see above)"
+      return 1
+    fi
   elif [ -n "${CONDA_PREFIX:-}" ]; then
     home=$CONDA_PREFIX why="active conda environment"
   else

@@ -120,3 +120,79 @@ def test_shellcheck() -> None:
     done = subprocess.run(["shellcheck", "-s", "bash", SETUP], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert len(SETUP.read_text().splitlines()) < 200
+
+
+SITE = """description: a made-up cluster
+recognise:
+  hosts: nothing-like-this
+  env: {MADE_UP: 'clu.ter', OTHER: x}
+scheduler: slurm
+launcher: srun
+modules: [module use /some/where, module load python]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository whose bin/venv only notes how it was called, and a site of the user's own."""
+    root = tmp_path / "repository"
+    (root / "bin").mkdir(parents=True)
+    shutil.copy(SETUP, root / "bin")
+    venv = root / "bin" / "venv"
+    venv.write_text(
+        '#!/bin/sh\necho "venv [$1] $WORDRUN_VENV" >> calls\nmkdir -p "$WORDRUN_VENV/bin"\n'
+        'printf \'#!/bin/sh\\n[ "$1" = - ] || echo Python 3.12.0\\n\' > "$WORDRUN_VENV/bin/python"\n'
+        'chmod +x "$WORDRUN_VENV/bin/python"\n'
+    )
+    venv.chmod(0o755)
+    sites = tmp_path / "config" / "wordrun" / "sites"
+    sites.mkdir(parents=True)
+    (sites / "made_up.yaml").write_text(SITE)
+    return root
+
+
+@in_each_shell
+def test_a_sites_modules_and_an_environment_over_them(shell: str, tmp_path: Path, repository: Path) -> None:
+    script = 'module() { echo "$*" >> calls; }\nset -eu\nsetup_python\nsetup_python >/dev/null'
+    env = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "MADE_UP": "a clutter"}
+    done = run(shell, script, tmp_path, repository / "bin" / "setup.sh", **env)
+    assert done.returncode == 0, done.stderr
+    home = f"{repository}/.venv-made_up"
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "use /some/where", "load python", f"venv [] {home}", "use /some/where", "load python"
+    ]  # fmt: skip
+    assert "module     module load python" in done.stdout
+    assert f"python     {home}/bin/python (Python 3.12.0; over the modules of made_up)" in done.stdout
+
+
+@in_each_shell
+def test_a_site_in_a_shell_without_modules(shell: str, tmp_path: Path, repository: Path) -> None:
+    env = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "MADE_UP": "cluster"}
+    done = run(shell, "setup_python", tmp_path, repository / "bin" / "setup.sh", **env)
+    assert done.returncode == 1
+    assert "no 'module': start it as a login shell" in done.stderr
+
+
+@in_each_shell
+@pytest.mark.parametrize(
+    ("name", "variable", "value"),
+    [
+        ("polaris", "PBS_JOBID", "640002.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov"),
+        ("aurora", "PBS_JOBID", "12[3].aurora-pbs-0001.hostmgmt"),
+        ("baskerville", "SLURM_JOB_PARTITION", "baskerville-a100_40"),
+        ("frontier", "LMOD_SYSTEM_NAME", "frontier"),
+        ("engaging", "SLURM_JOB_PARTITION", "mit_normal"),
+    ],
+)
+def test_sites_are_recognised_in_the_shell_too(
+    shell: str, tmp_path: Path, name: str, variable: str, value: str
+) -> None:
+    done = run(shell, "_wordrun_site", tmp_path, XDG_CONFIG_HOME=str(tmp_path), **{variable: value})
+    assert done.returncode == 0
+    assert Path(done.stdout.strip()).name == f"{name}.yaml"
+
+
+@in_each_shell
+def test_no_site_is_seen_where_there_is_none(shell: str, tmp_path: Path) -> None:
+    done = run(shell, "set -eu\n_wordrun_site || echo none", tmp_path, XDG_CONFIG_HOME=str(tmp_path))
+    assert done.stdout == "none\n", done.stderr
