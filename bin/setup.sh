@@ -50,7 +50,7 @@ _wordrun_site() {
   local file hosts pair name pattern
   while IFS= read -r file; do
     grep -q '^modules:' "$file" 2>/dev/null || continue
-    hosts=$(sed -n "s/^  hosts: *//p" "$file" | tr -d "'\"")
+    hosts=$(sed -n 's/ *#.*//; s/^  hosts: *//p' "$file" | tr -d "'\"")
     if [ -n "$hosts" ] && uname -n | sed 'p; s/[.].*//' | grep -qxP -- "$hosts"; then
       printf '%s\n' "$file" && return 0
     fi
@@ -60,7 +60,7 @@ _wordrun_site() {
         printf '%s\n' "$file" && return 0
       fi
     done <<EOF
-$(sed -n 's/^  env: *{\(.*\)} *$/\1/p' "$file" | sed 's/, \([A-Z]\)/\n\1/g' | tr -d "'\"")
+$(sed -n 's/^  env: *{\(.*\)}.*/\1/p' "$file" | sed 's/, \([A-Z]\)/\n\1/g' | tr -d "'\"")
 EOF
   done <<EOF
 $(for folder in "${XDG_CONFIG_HOME:-$HOME/.config}/wordrun/sites" "$(_wordrun_root)/src/wordrun/launch/sites"; do
@@ -81,7 +81,7 @@ _wordrun_modules() {
     printf 'module     %s\n' "$line"
     eval "$line" || _wordrun_say "'$line' returned $?"
   done <<EOF
-$(sed -n 's/^modules: *\[\(.*\)\] *$/\1/p' "$1" | sed 's/, /\n/g')
+$(sed -n 's/^modules: *\[\(.*\)\].*/\1/p' "$1" | sed 's/, /\n/g')
 EOF
 }
 

@@ -124,11 +124,11 @@ def test_shellcheck() -> None:
 
 SITE = """description: a made-up cluster
 recognise:
-  hosts: nothing-like-this
+  hosts: nothing-like-this   # a name
   env: {MADE_UP: 'clu.ter', OTHER: x}
 scheduler: slurm
 launcher: srun
-modules: [module use /some/where, module load python]
+modules: [module use /some/where, module load python]  # two lines
 """
 
 
