@@ -6,6 +6,7 @@ and from recordings.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,18 @@ def test_an_unknown_cluster_with_uneven_nodes(cluster: Cluster) -> None:
     assert words(plan) == "srun -u -N 2 -n 4 -c 1 " + STEP
     part = cluster.plan(env, "login", "srun", np=2)
     assert words(part) == "srun -u -N 1 -n 2 --ntasks-per-node=2 -c 1 --nodelist=n1 " + STEP
+
+
+def test_ten_thousand_hosts_fit_into_what_linux_starts(cluster: Cluster) -> None:
+    nodes = [f"x4{i:05d}c1s7b0n0.hostmgmt2.cm.aurora.alcf.anl.gov" for i in range(10_624)]
+    pbs = cluster.plan(cluster.pbs("aurora-pbs-0001", nodes), nodes[0], "pals")
+    in_slurm = cluster.plan(slurm("n[000001-020000]", "8(x20000)"), "n000001", "srun", nodes=19_000)
+    assert f"--nodelist={RUN}.hosts" in in_slurm.argv
+    assert in_slurm.files[f"{RUN}.hosts"].count("\n") == 19_000
+    for plan in (pbs, in_slurm):
+        assert max(map(len, [*plan.argv, *plan.env_set.values()])) < 128 * 1024
+    done = subprocess.run(["true", *pbs.argv], env={**pbs.env_set, "PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0
 
 
 def test_an_unknown_pbs_cluster_with_hydra(cluster: Cluster) -> None:

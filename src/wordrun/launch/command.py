@@ -28,6 +28,9 @@ STALE = frozenset([
     "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID", "WORDRUN_WORLD_SIZE",
     "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
 ])  # fmt: skip
+# Linux starts no program with a word or variable longer than 128 KiB. 10,000 hosts' names are that, and ranks can do
+# without: the names are for people.
+LONGEST = 100_000
 STALE_PREFIXES = ("ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 
 
@@ -240,7 +243,8 @@ def build(
         env_set=env_set,
         env_unset=tuple(sorted(unset - set(env_set))),
         np=ranks.np, ppn=ranks.ppn, hosts=request.hosts, launcher=launcher, job=job, decided=decided, reasons=reasons,
-        site=site.name if site else None, files={hosts_file: _hosts_text(request)} if hosts_file in argv else {},
+        site=site.name if site else None,
+        files={hosts_file: _hosts_text(request)} if any(word.endswith(hosts_file) for word in argv) else {},
     )  # fmt: skip
 
 
@@ -271,9 +275,11 @@ def _environment(request: Request, env: Mapping[str, str]) -> tuple[dict[str, st
         "WORDRUN_LAUNCH_ID": decided.launch_id,
         "WORDRUN_RUN_ID": decided.run_id,
         "WORDRUN_WORLD_SIZE": str(ranks.np),
-        "WORDRUN_HOSTS": ",".join(request.hosts),
         "WORDRUN_LAUNCH_RECORD": os.path.join(decided.cwd, "outputs", "launches", f"{decided.run_id}.json"),
     }
+    hosts = ",".join(request.hosts)
+    if len(hosts) <= LONGEST:
+        values["WORDRUN_HOSTS"] = hosts
     reasons = {
         "MASTER_ADDR": "all ranks are on one host" if one_host else decided.master_why or "first host of the job",
         "MASTER_PORT": "free just now, drawn at random",
@@ -380,11 +386,9 @@ def _srun(r: Request) -> tuple[str, ...]:
         args = (*(word for word in args if not word.startswith("--cpu-bind")), f"--cpu-bind={r.options.cpu_bind}")
     per_node = (f"--ntasks-per-node={r.ranks.ppn}",) if r.ranks.even else ()
     # srun may take any of the job's nodes; rank 0 has to be where MASTER_ADDR says.
-    chosen = (
-        (f"--nodelist={','.join(r.hosts)}",)
-        if r.ranks.nodes < len(r.job.hosts) or r.options.hostfile or r.job.partial
-        else ()
-    )
+    hosts = ",".join(r.hosts)
+    part = r.ranks.nodes < len(r.job.hosts) or r.options.hostfile or r.job.partial
+    chosen = (f"--nodelist={hosts if len(hosts) <= LONGEST else _hosts_path(r.decided)}",) if part else ()
     return (
         r.launcher.path, "-u", "-N", str(r.ranks.nodes), "-n", str(r.ranks.np), *per_node,
         "-c", str(r.cores_per_rank), *chosen, *args, "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
