@@ -6,7 +6,7 @@
 
 Quality: both train to the end of nanoGPT's schedule for a CPU, and both are judged by the mean loss over every
 window of the validation split, nanoGPT by the checkpoint that it kept. Speed: both programs are started, then stopped
-and continued in turns of a few seconds, so that whatever else the machine does slows both alike; the figure is the
+and continued in turns of several steps, so that whatever else the machine does slows both alike; the figure is the
 median over all steps of the wall time from step to step, logging included.
 """
 
@@ -55,7 +55,7 @@ class Shape:
 
 SHAPES = (
     Shape("nanoGPT's CPU setting (4 layers, 4 heads, 128, block 64, batch 12)", 4, 4, 128, 64, 12, 0.0, 500, 2.0),
-    Shape("experiment=shakespeare at batch 16 (6 layers, 6 heads, 384, block 256)", 6, 6, 384, 256, 16, 0.2, 30, 5.0),
+    Shape("experiment=shakespeare at batch 16 (6 layers, 6 heads, 384, block 256)", 6, 6, 384, 256, 16, 0.2, 30, 20.0),
 )
 
 
