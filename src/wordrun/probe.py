@@ -13,12 +13,11 @@ from wordrun.dist import mpi
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError
 
-MARK = "wordrun-probe "
 MEETING_S = 20.0
 
 
-def main() -> int:
-    """Print one line of JSON: who this rank is, by whom, and what it found."""
+def main(mark: str) -> int:
+    """Print one line, ``mark`` and JSON: who this rank is, by whom, and what it found."""
     found: dict[str, Any] = {"host": socket.gethostname(), "rank": os.environ.get("RANK"), "problems": []}
     try:
         world = discover()
@@ -37,7 +36,7 @@ def main() -> int:
 
     found["torch_s"] = round(time.perf_counter() - begin, 2)
     found["devices"] = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    sys.stdout.write(f"{MARK}{json.dumps(found)}\n")  # in one write, so that no other rank's words come between
+    sys.stdout.write(f"{mark}{json.dumps(found)}\n")  # in one write, so that no other rank's words come between
     sys.stdout.flush()
     return 0
 
@@ -91,4 +90,4 @@ def _wandb_mode() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

@@ -519,3 +519,19 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     run = launch(tmp_path, "--retries", "2", "-n", "2", "python", script(tmp_path, FAILS_ONCE), "a mistake")
     assert run.returncode == 1
     assert (tmp_path / "tries").read_text() == "x"
+
+
+def test_a_hostfile_of_one_host(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    run = launch(tmp_path, "--hostfile", "hosts", "-n", "2", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_a_relaunch_that_cannot_be_planned_keeps_the_first_status(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, sys\nos.rename(__file__, 'gone.py')\nsys.exit('No VNIs available')")
+    Path(path).chmod(0o755)
+    Path(path).write_text(f"#!{sys.executable}\n{Path(path).read_text()}")
+    run = launch(tmp_path, "--retries", "1", path)
+    assert run.returncode == 1, run.stderr
+    assert "launch: cannot launch again: " in run.stderr

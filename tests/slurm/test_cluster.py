@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
+from wordrun.slurm import expand_hosts
+
 if TYPE_CHECKING:
     from conftest import Cluster
 
@@ -14,3 +18,10 @@ def test_tasks_of_one_step_run_on_two_nodes(cluster: Cluster) -> None:
     names = got.stdout.split()
     assert len(names) == 4
     assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["nid[001234-001236,001300]", "u05a,u06a", "gpu-[9-11]", "login1,a[1-2]", "r[1-2]n[08-10]", "one"]
+)
+def test_scontrol_expands_host_lists_as_we_do(cluster: Cluster, text: str) -> None:
+    assert tuple(cluster.run("scontrol", "show", "hostnames", text).stdout.split()) == expand_hosts(text)

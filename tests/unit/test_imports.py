@@ -22,11 +22,12 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log, config <- dist <- data, model, track <- backend
 # <- train <- cli, and config <- launch <- cli.
-BASE = {"errors", "hostlist", "log", "config", "composer"}
+BASE = {"errors", "slurm", "ports", "log", "config", "composer"}
 PARALLEL = BASE | {"dist", "data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
-    "hostlist": {"errors"},
+    "slurm": {"errors"},
+    "ports": set(),
     "log": {"errors"},
     "config": {"errors"},
     "composer": {"errors", "log", "config"},

@@ -11,13 +11,11 @@ from typing import Any
 from wordrun.dist import mpi
 from wordrun.dist.world import World
 from wordrun.errors import WorldError
-from wordrun.hostlist import expand_hosts
+from wordrun.ports import pick
+from wordrun.slurm import expand_hosts
 
 # Ranks that do not find each other in this time never will; a wrong address should not cost half an hour.
 MEETING = timedelta(seconds=300)
-
-# Below the range from which systems hand out ports to outgoing connections (Linux: from 32768).
-PORTS = range(10000, 30000)
 
 
 def open_store(world: World, timeout: timedelta) -> Any:
@@ -65,23 +63,25 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     return store
 
 
-def _of_step(env: Mapping[str, str]) -> tuple[str, str]:
-    """Return the address and port at which the tasks of a SLURM step meet: the same for all, another for each step."""
+def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT, or where the tasks of a bare srun meet, which decides neither.
+
+    The latter is the same for all tasks, and another for each step.
+    """
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if world.launcher != "srun" or (address and port):
+        return address, port
     nodes = expand_hosts(env["SLURM_STEP_NODELIST"], "SLURM_STEP_NODELIST")
     step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    port = PORTS[int.from_bytes(hashlib.sha256(step.encode()).digest()[:4], "little") % len(PORTS)]
-    return "127.0.0.1" if len(nodes) == 1 else nodes[0], str(port)
+    first = "127.0.0.1" if len(nodes) == 1 else nodes[0]
+    return address or first, port or str(pick(hashlib.sha256(step.encode()).digest()))
 
 
 def _store_over_env(world: World, timeout: timedelta) -> Any:
     """Meet at MASTER_ADDR:MASTER_PORT, as torchrun and ``launch`` export them."""
     from torch.distributed.rendezvous import rendezvous
 
-    if world.launcher == "srun" and not os.environ.get("WORDRUN_LAUNCH_ID"):
-        address, port = _of_step(os.environ)  # a bare srun, which decides neither
-        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-    else:
-        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address, port = meeting_point(world, os.environ)
     if not address or not port or not port.isdigit() or not 0 < int(port) < 65536:
         raise WorldError(
             f"{world.size} ranks ({world.source}) cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: "
@@ -89,6 +89,7 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
         )
     if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
         raise WorldError(f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: name the first host")
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}  # which env:// reads
     try:
         store, _, _ = next(rendezvous("env://", rank=world.rank, world_size=world.size, timeout=timeout))
     except Exception as error:

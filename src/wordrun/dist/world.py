@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wordrun.errors import WorldError
-from wordrun.hostlist import expand_counts
-
-# Step ids from here up are no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
+from wordrun.slurm import expand_counts, is_task
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Family:
         """Say whether this launcher started the process that has ``env``."""
         if not all(env.get(name) for name in self.needs):
             return False
-        return self.launcher != "srun" or _is_task(env)
+        return self.launcher != "srun" or is_task(env)
 
 
 TORCHRUN = Family(
@@ -143,11 +140,6 @@ def discover(env: Mapping[str, str] | None = None) -> World:
     if traces:
         return World(hosts=(socket.gethostname(),), launcher="mpi", source=f"MPI ({', '.join(traces)} set)")
     return World(hosts=(socket.gethostname(),))
-
-
-def _is_task(env: Mapping[str, str]) -> bool:
-    step = env.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
 
 
 def _read(family: Family, env: Mapping[str, str]) -> World:

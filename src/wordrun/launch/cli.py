@@ -88,7 +88,11 @@ def _run(options: Options, plan: Plan) -> int:
         left_out |= {host.partition(".")[0] for host in fault.hosts}
         without = f" without {', '.join(sorted(left_out))}" if left_out else ""
         say(f"{fault.meaning} ({fault.line}): launching again{without}")
-        plan = make_plan(options, left_out)
+        try:
+            plan = make_plan(options, left_out)
+        except UserError as error:
+            say(f"cannot launch again: {error}")
+            break
     return status
 
 

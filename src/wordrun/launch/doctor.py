@@ -13,7 +13,8 @@ from wordrun.launch.command import Plan, is_stale
 from wordrun.launch.options import Options
 from wordrun.launch.submit import inner
 
-MARK = "wordrun-probe "
+MARK = "wordrun-probe:"
+"""What the line of a rank begins with."""
 PROBE_S = 180
 # Slower than this the disk that holds the environment is the likely reason.
 SLOW_IMPORT_S = 20.0
@@ -38,7 +39,7 @@ def main(options: Options) -> int:
 
     from wordrun.launch.cli import make_plan
 
-    command = (sys.executable, "-m", "wordrun.probe")
+    command = (sys.executable, "-m", "wordrun.probe", MARK)
     probe = replace(options, command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None)
     plan = make_plan(probe)
     words = [sys.executable, "-m", "wordrun.launch", *inner(probe, plan.job.scheduler)[1:]]

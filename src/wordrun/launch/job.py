@@ -8,14 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from wordrun.errors import ConfigError
-from wordrun.hostlist import expand_counts, expand_hosts
 from wordrun.launch.site import Site
+from wordrun.slurm import expand_counts, expand_hosts, is_task
 
 # A scheduler's job is at work when its variable is set.
 JOB_VARIABLES = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# Step ids from here up are no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -142,11 +140,10 @@ def _slurm(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
             f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out; "
             "submit one with equal components, or call srun --het-group yourself"
         )
-    step = env.get("SLURM_STEP_ID", "")
-    if step.isdigit() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in env:
+    if is_task(env):
         raise ConfigError(
-            f"this is already task {env['SLURM_PROCID']} of step {step} of SLURM job {env['SLURM_JOB_ID']} "
-            "(SLURM_STEP_ID): call launch outside srun, where it starts the step itself, "
+            f"this is already task {env['SLURM_PROCID']} of step {env['SLURM_STEP_ID']} of SLURM job "
+            f"{env['SLURM_JOB_ID']} (SLURM_STEP_ID): call launch outside srun, where it starts the step itself, "
             "or use --scheduler none for ranks on this node alone"
         )
     text = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")

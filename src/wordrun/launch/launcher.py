@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.site import Site
+from wordrun.ports import PORTS, pick
 
 # What `mpiexec --version` says of itself. Intel MPI's is a Hydra too.
 VERSION_TEXTS = {"HYDRA": "hydra", "Intel(R) MPI": "hydra", "Open MPI": "openmpi", "OpenRTE": "openmpi",
                  "PRRTE": "openmpi", "prterun": "openmpi", "PALS": "pals"}  # fmt: skip
 FILE_NAMES = {"hydra": "hydra", "mpich": "hydra", "orterun": "openmpi", "prte": "openmpi", "openmpi": "openmpi",
               "/pals/": "pals"}  # fmt: skip
-# Below the range from which systems hand out ports to outgoing connections (Linux: from 32768).
-PORTS = range(10000, 30000)
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def _runnable(path: str) -> bool:
 def free_port() -> int:
     """Return a port that nobody listens at; drawn at random, so that two launches at once draw different ones."""
     for _ in range(200):
-        port = PORTS[int.from_bytes(os.urandom(4), "little") % len(PORTS)]
+        port = pick(os.urandom(4))
         if is_free(port):
             return port
     raise ConfigError(f"no free port between {PORTS[0]} and {PORTS[-1]}: name one by --env MASTER_PORT=P")

@@ -72,6 +72,7 @@ def run(
             ) from None
     try:
         for path, text in plan.files.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "w") as file:
                 file.write(text)
         record, env = _begin_record(plan)

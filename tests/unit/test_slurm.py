@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-
 import pytest
 
+from wordrun.dist.rendezvous import meeting_point
+from wordrun.dist.world import World
 from wordrun.errors import ConfigError
-from wordrun.hostlist import expand_counts, expand_hosts
+from wordrun.slurm import expand_counts, expand_hosts
 
 HOST_LISTS = {
     "nid[001234-001236,001300]": "nid001234 nid001235 nid001236 nid001300",
@@ -26,16 +25,6 @@ HOST_LISTS = {
 @pytest.mark.parametrize(("text", "hosts"), HOST_LISTS.items())
 def test_host_lists_are_expanded(text: str, hosts: str) -> None:
     assert expand_hosts(text) == tuple(hosts.split())
-
-
-@pytest.mark.slurm
-@pytest.mark.skipif(not shutil.which("scontrol"), reason="needs scontrol: apt-get install slurm-wlm")
-@pytest.mark.parametrize("text", [text for text in HOST_LISTS if "a,06a" not in text])
-def test_scontrol_says_the_same(text: str) -> None:
-    shown = subprocess.run(["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=False)
-    if shown.returncode:
-        pytest.skip(f"scontrol needs a slurm.conf: {shown.stderr.strip()}")
-    assert expand_hosts(text) == tuple(shown.stdout.split())
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a[1-", "a]1", "a[3-1]", "a[]", "a[1,]", "a[x-y]", "a[[1]]", "a b"])
@@ -67,3 +56,17 @@ def test_slurm_counts_are_expanded(text: str, counts: list[int]) -> None:
 def test_what_are_no_counts_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="list of counts"):
         expand_counts(text)
+
+
+def test_where_the_tasks_of_a_bare_srun_meet() -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "jwb[0065,0070]"}
+    tasks = World(size=2, nodes=2, launcher="srun")
+    address, port = meeting_point(tasks, step)
+    assert address == "jwb0065"
+    assert meeting_point(tasks, step) == (address, port)
+    assert meeting_point(tasks, {**step, "SLURM_STEP_ID": "1"})[1] != port
+    assert meeting_point(tasks, {**step, "SLURM_STEP_NODELIST": "jwb0070"})[0] == "127.0.0.1"
+    # What a job script has exported, as the sites' own examples do, is a decision.
+    assert meeting_point(tasks, {**step, "MASTER_ADDR": "jwb0065i", "MASTER_PORT": "6000"}) == ("jwb0065i", "6000")
+    assert meeting_point(tasks, {**step, "MASTER_ADDR": "jwb0065i"}) == ("jwb0065i", port)
+    assert meeting_point(World(launcher="torchrun"), step) == ("", "")
