@@ -88,7 +88,7 @@ def _tree(args: Namespace) -> Tree:
 
 def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
     try:
-        return 0, compose(args.overrides, tree=_tree(args), world_size=world.size)
+        return 0, compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_status, None

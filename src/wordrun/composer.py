@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from wordrun.config import BACKENDS, DTYPES, SCHEMAS, Config, check
+from wordrun.checks import check
+from wordrun.config import BACKENDS, DTYPES, SCHEMAS, Config
 from wordrun.errors import ConfigError, nearest
 
 # What Hydra and OmegaConf raise for a wrong override.
@@ -39,13 +40,16 @@ class Tree:
     extra_dir: str | None = None
 
 
-def compose(overrides: Sequence[str] = (), *, tree: Tree | None = None, world_size: int = 1) -> Config:
+def compose(
+    overrides: Sequence[str] = (), *, tree: Tree | None = None, ranks: int | None = None, per_node: int | None = None
+) -> Config:
     """Return the Config that ``overrides`` (as on the command line) make, checked.
 
     Args:
         overrides: such as ``["data=sample", "train.max_iters=20"]``.
         tree: where the configuration tree begins, if not at wordrun's own.
-        world_size: number of data-parallel ranks, for the checks that depend on it.
+        ranks: number of ranks, for the checks that depend on it; a Trainer makes those for itself.
+        per_node: ranks on each node, if not all are on one.
 
     Raises:
         ConfigError: names every problem at once.
@@ -60,11 +64,13 @@ def compose(overrides: Sequence[str] = (), *, tree: Tree | None = None, world_si
     try:
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
-        raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, world_size))) from None
-    return to_config(composed, world_size=world_size)
+        raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, ranks, per_node))) from None
+    return to_config(composed, ranks=ranks, per_node=per_node)
 
 
-def to_config(composed: DictConfig, *, run_dir: str | None = None, world_size: int = 1) -> Config:
+def to_config(
+    composed: DictConfig, *, run_dir: str | None = None, ranks: int | None = None, per_node: int | None = None
+) -> Config:
     """Return the checked Config of a composed tree; ``run_dir`` defaults to ``hydra.run.dir``.
 
     Raises:
@@ -82,7 +88,7 @@ def to_config(composed: DictConfig, *, run_dir: str | None = None, world_size: i
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
         cfg.run_dir = directory
-        check(cfg, world_size)
+        check(cfg, ranks, per_node)
         cfg.train.dtype = DTYPES[cfg.train.dtype]
     except ConfigError as error:
         problems += str(error).splitlines()
@@ -169,7 +175,7 @@ def _keys(composed: DictConfig) -> Iterator[str]:
             yield from (f"{section}.{f.name}" for f in fields(cls))
 
 
-def _diagnose(overrides: list[str], tree: Tree, whole: Exception, world_size: int) -> list[str]:
+def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | None, per_node: int | None) -> list[str]:
     """Return a message for every override that cannot be applied, and for what is wrong with the rest."""
     problems: list[str] = []
     good: list[str] = []
@@ -187,7 +193,7 @@ def _diagnose(overrides: list[str], tree: Tree, whole: Exception, world_size: in
     if not problems:
         return [str(whole).splitlines()[0]]
     try:
-        to_config(base, world_size=world_size)
+        to_config(base, ranks=ranks, per_node=per_node)
     except ConfigError as error:
         problems += str(error).splitlines()
     return problems

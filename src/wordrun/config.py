@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from wordrun.errors import ConfigError, nearest
-
 DTYPES = {
     "auto": "auto",
     "fp32": "fp32", "float32": "fp32",
@@ -44,6 +42,8 @@ class ModelConfig:
     """Biases in the linear layers and norms, as GPT-2 has them."""
     vocab_size: int | None = None
     """Rows of the embedding; null: as many as the tokenizer has."""
+    gelu: str = "none"
+    """The MLP's GELU: none (exact) or tanh, the approximation with which OpenAI trained GPT-2."""
 
 
 @dataclass
@@ -84,9 +84,86 @@ class DDPConfig(BackendConfig):
     """Gradients are averaged in buckets of this many MiB, while the backward pass goes on."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: one copy less in memory and time."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters, so that DDP need not look for unused ones."""
+    compress: str = "none"
+    """Send gradients as they are (none) or rounded to bf16, in half the bytes."""
 
 
-BACKENDS: dict[str, type[BackendConfig]] = {"DDP": DDPConfig}
+@dataclass
+class FSDPConfig(BackendConfig):
+    """Fully sharded data parallel: each rank keeps a share of parameters, gradients and optimizer state (ZeRO-3)."""
+
+    name: str = "FSDP"
+    """Name of the backend; set by train.backend."""
+    replicate: int = 1
+    """Copies of the model, each sharded over backend.shard ranks (hybrid sharding)."""
+    shard: int = -1
+    """Ranks that share a copy of the model; -1: the rest."""
+    tp: int | None = 1
+    """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
+    reshard_after_forward: bool = True
+    """Free a block's parameters after its forward pass and gather them again for the backward (ZeRO-3); false: ZeRO-2."""
+    reduce_dtype: str = "fp32"
+    """Precision in which gradients are averaged: fp32 or bf16."""
+    cpu_offload: bool = False
+    """Keep the shares in the host's memory, and take the optimizer's step there."""
+    prefetch: int = 1
+    """Blocks whose parameters are gathered ahead of the one that computes; 0: only when they are needed."""
+
+
+@dataclass
+class TPConfig(FSDPConfig):
+    """Tensor parallel (Megatron) with sequence parallel norms, over FSDP on the remaining ranks."""
+
+    name: str = "TP"
+    """Name of the backend; set by train.backend."""
+    tp: int | None = None
+    """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
+
+
+@dataclass
+class PPConfig(FSDPConfig):
+    """Pipeline parallel: each stage of ranks has some of the blocks, and micro-batches flow through them."""
+
+    name: str = "PP"
+    """Name of the backend; set by train.backend."""
+    pp: int | None = None
+    """Stages of ranks; null: as many as the other axes leave."""
+    replicate: int = -1
+    """Copies of the pipeline, each on its own share of the data; -1: the rest."""
+    shard: int = 1
+    """Ranks that share each stage's parameters, gradients and optimizer state."""
+    schedule: str = "1F1B"
+    """Order of the micro-batches: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble."""
+    stages_per_rank: int = 2
+    """Runs of blocks that a rank has in the interleaved schedules."""
+    microbatches: int | None = None
+    """Parts into which a micro-step's sequences are cut; null: one for each stage, or as many as divide them."""
+
+
+@dataclass
+class ThreeDConfig(PPConfig):
+    """Pipeline x data x tensor parallel."""
+
+    name: str = "3D"
+    """Name of the backend; set by train.backend."""
+    pp: int | None = 2
+    """Stages of ranks."""
+    replicate: int = 1
+    """Copies of the sharded model; for DDP between the pipelines use replicate=-1 shard=1."""
+    shard: int = -1
+    """Ranks that share each stage's parameters, gradients and optimizer state; -1: the rest."""
+    tp: int | None = 2
+    """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
+
+
+BACKENDS: dict[str, type[BackendConfig]] = {
+    "DDP": DDPConfig, "FSDP": FSDPConfig, "TP": TPConfig, "PP": PPConfig, "3D": ThreeDConfig,
+}  # fmt: skip
+INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules in which a rank has several runs of blocks."""
+SCHEDULES = ("GPipe", "1F1B", *INTERLEAVED)
 
 
 @dataclass
@@ -146,7 +223,10 @@ class TrainConfig:
     dtype: str = "auto"
     """Precision of the computation: fp32, bf16, fp16, or auto (bf16 where the device is fast at it, else fp32)."""
     compile: bool = False
-    """Compile the model with torch.compile: minutes at the start, faster steps."""
+    """Compile the model's blocks with torch.compile: minutes at the start, faster steps."""
+    activation_checkpointing: str = "none"
+    """What the backward pass computes again, to save memory: none, full (each block), a number n (each n-th block), or
+    selective (all of a block but its matrix products)."""
     device: str = "auto"
     """auto (the accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
@@ -232,139 +312,6 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 def documentation(cls: type[Any]) -> dict[str, str]:
     """Return the documentation of each field of a config dataclass, those of its bases included."""
     return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
-
-
-def check(cfg: Config, world_size: int = 1) -> None:
-    """Raise one ConfigError that names every impossible value and combination of ``cfg``.
-
-    Args:
-        cfg: the composed config.
-        world_size: number of data-parallel ranks, for what depends on it.
-    """
-    problems = [*_check_model(cfg.model), *_check_data(cfg.data), *_check_optimizer(cfg.optimizer)]
-    problems += [*_check_train(cfg), *_check_batch(cfg, world_size), *_check_rest(cfg)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def accumulation(cfg: Config, world_size: int) -> int:
-    """Return the micro-steps per optimizer step for ``world_size`` data-parallel ranks."""
-    if cfg.train.global_batch_size is None:
-        return cfg.optimizer.gas or 1
-    return cfg.train.global_batch_size // (cfg.model.batch_size * world_size)
-
-
-def _positive(section: str, node: Any, *names: str) -> list[str]:
-    return _at_least(1, section, node, names, "should be at least 1")
-
-
-def _not_negative(section: str, node: Any, *names: str) -> list[str]:
-    return _at_least(0, section, node, names, "should not be negative")
-
-
-def _at_least(least: int, section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
-    values = [(name, getattr(node, name)) for name in names]
-    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and not value >= least]
-
-
-def _one_of(key: str, value: str, known: list[str]) -> list[str]:
-    return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
-
-
-def _check_model(model: ModelConfig) -> list[str]:
-    problems = _positive("model", model, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
-    if not problems and model.n_embd % model.n_head:
-        below = model.n_embd // model.n_head * model.n_head
-        fits = f"{below} or {below + model.n_head}" if below else f"{model.n_head}"
-        problems.append(
-            f"model.n_embd={model.n_embd} is not divisible by model.n_head={model.n_head}: "
-            f"with {model.n_head} heads use n_embd={fits}"
-        )
-    if not 0 <= model.dropout < 1:
-        problems.append(f"model.dropout={model.dropout} should be at least 0 and less than 1")
-    return problems
-
-
-def _check_data(data: DataConfig) -> list[str]:
-    problems = _one_of("data.kind", data.kind, ["file", "download", "sample"])
-    problems += _one_of("data.offline", data.offline, ["error", "sample"])
-    if data.kind in ("file", "download") and not data.path:
-        problems.append(f"data={data.name} needs data.path=FILE, a text file")
-    if data.kind == "download" and not (data.url and data.sha256):
-        problems.append("data.kind=download needs data.url and data.sha256")
-    if not 0 < data.val_fraction < 1:
-        problems.append(f"data.val_fraction={data.val_fraction} should be between 0 and 1")
-    return problems
-
-
-def _check_optimizer(optimizer: OptimizerConfig) -> list[str]:
-    problems = _positive("optimizer", optimizer, "gas", "lr_decay_iters")
-    problems += _not_negative("optimizer", optimizer, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
-    if not 0 < optimizer.learning_rate < float("inf"):
-        problems.append(f"optimizer.learning_rate={optimizer.learning_rate} should be a number above 0")
-    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.learning_rate:
-        problems.append(
-            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.learning_rate={optimizer.learning_rate}"
-        )
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(optimizer, name) < 1:
-            problems.append(f"optimizer.{name}={getattr(optimizer, name)} should be at least 0 and less than 1")
-    return problems
-
-
-def _check_train(cfg: Config) -> list[str]:
-    train = cfg.train
-    problems = _positive("train", train, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
-    problems += _not_negative("train", train, "eval_interval", "sample_interval", "sample_tokens", "seed")
-    for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
-        if getattr(train, name) > most:
-            problems.append(f"train.{name}={getattr(train, name)} should be at most {most}")
-    if train.dtype not in DTYPES:
-        problems += _one_of("train.dtype", train.dtype, list(DTYPES))
-    problems += _one_of("train.device", train.device, ["auto", "cpu", "cuda", "xpu"])
-    if not 0 < train.temperature < float("inf"):
-        problems.append(f"train.temperature={train.temperature} should be a number above 0")
-    if not train.sample_prompt:
-        problems.append("train.sample_prompt is empty: a sample has to begin with something, such as a line break")
-    if train.backend not in BACKENDS:
-        problems += _one_of("train.backend", train.backend, list(BACKENDS))
-    elif train.backend != cfg.backend.name:
-        problems.append(
-            f"train.backend={train.backend}, but the options are those of backend={cfg.backend.name}: "
-            f"choose by train.backend={cfg.backend.name} alone "
-            "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
-        )
-    return problems
-
-
-def _check_batch(cfg: Config, world_size: int) -> list[str]:
-    whole, per_micro_step = cfg.train.global_batch_size, cfg.model.batch_size * world_size
-    if whole is None or per_micro_step < 1:
-        return []
-    if whole < 1 or whole % per_micro_step:
-        fits = max(1, round(whole / per_micro_step)) * per_micro_step
-        return [
-            f"train.global_batch_size={whole} is not a multiple of model.batch_size={cfg.model.batch_size} "
-            f"x {world_size} data-parallel ranks = {per_micro_step}: use {fits}, or another model.batch_size"
-        ]
-    if cfg.optimizer.gas not in (None, whole // per_micro_step):
-        return [
-            f"train.global_batch_size={whole} needs {whole // per_micro_step} micro-steps of {per_micro_step} "
-            f"sequences, but optimizer.gas={cfg.optimizer.gas}: leave one of the two out"
-        ]
-    return []
-
-
-def _check_rest(cfg: Config) -> list[str]:
-    problems: list[str] = []
-    if isinstance(cfg.backend, DDPConfig):
-        problems += _positive("backend", cfg.backend, "bucket_cap_mb")
-    if isinstance(cfg.tracker, WandbConfig):
-        problems += _one_of("tracker.mode", cfg.tracker.mode, ["auto", "online", "offline"])
-        problems += _not_negative("tracker", cfg.tracker, "probe_s")
-    if isinstance(cfg.profiler, PyinstrumentConfig) and not cfg.profiler.interval_s > 0:
-        problems.append(f"profiler.interval_s={cfg.profiler.interval_s} should be more than 0")
-    return problems
 
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {

@@ -1,5 +1,5 @@
 """Backends: one optimizer step, in parallel. One file and one line in ``TABLE`` each."""
 
-from wordrun.backend.base import TABLE, Backend, StepResult, build
+from wordrun.backend.base import TABLE, Backend, Job, StepResult, build
 
-__all__ = ["TABLE", "Backend", "StepResult", "build"]
+__all__ = ["TABLE", "Backend", "Job", "StepResult", "build"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +14,19 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import Config
 from wordrun.data.loader import Batch
 from wordrun.dist import World
-from wordrun.model import GPT
+from wordrun.dist.mesh import Layout
+from wordrun.model import Transformer
 
-TABLE = {"DDP": "wordrun.backend.ddp:DDPBackend"}
+TABLE = {
+    "DDP": "wordrun.backend.ddp:DDPBackend",
+    "FSDP": "wordrun.backend.fsdp:FSDPBackend",
+    "TP": "wordrun.backend.fsdp:FSDPBackend",
+    "PP": "wordrun.backend.pipeline:PipelineBackend",
+    "3D": "wordrun.backend.pipeline:PipelineBackend",
+}
 """Name, as in train.backend, to module and class. The options are in ``wordrun.config.BACKENDS``."""
 
-MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -27,43 +34,52 @@ class StepResult:
     """What one optimizer step leaves behind, still on the device: reading it waits for the step to end."""
 
     loss: Tensor
-    """Mean loss over this rank's sequences, in nats per token."""
+    """Mean loss over the sequences of this rank's share of the batch, in nats per token."""
     grad_norm: Tensor
-    """Norm of all gradients together, before clipping."""
+    """Norm of all gradients of the whole model together, before clipping."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a backend is made from."""
+
+    cfg: Config
+    world: World
+    layout: Layout
+    """Which ranks do what together."""
+    vocab_size: int
+    """Size of the tokenizer's vocabulary."""
+    make_optimizer: MakeOptimizer
 
 
 class Backend(Protocol):
-    """One optimizer step, and what evaluation needs."""
+    """One optimizer step, and what evaluation and generation need. Every rank must call each of these methods."""
 
     device: torch.device
-    model: GPT
-    """The plain module, for evaluation and generation."""
-    dp_rank: int
-    """Which share of the data this rank sees."""
-    dp_size: int
-    """How many shares there are."""
     dtype: torch.dtype
     """Precision of the computation."""
+    parts: Sequence[Transformer]
+    """What this rank holds of the model: all of it, or the stages of a pipeline."""
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float, clock: Stopwatch) -> StepResult:
-        """Take one optimizer step on ``batches``, the micro-steps of it; every rank must call this."""
+        """Take one optimizer step on ``batches``, the micro-steps of it."""
+        ...
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Return the loss of each sequence of ``batch``, (B,), without gradients."""
+        ...
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the last of ``tokens`` (B, T), as (B, V), without gradients."""
         ...
 
     def close(self) -> None:
         """Give back what belongs to the process group, which ends next; no step can follow."""
         ...
 
-    def autocast(self) -> torch.autocast:
-        """Return the context in which the model computes in ``dtype``."""
-        ...
 
-    def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each sequence of ``batch``, (B,), without gradients; every rank must call this."""
-        ...
-
-
-def build(cfg: Config, world: World, model: GPT, make_optimizer: MakeOptimizer) -> Backend:
-    """Return the backend that ``train.backend`` names, around ``model``; every rank must call this."""
-    module, _, name = TABLE[cfg.train.backend].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), name)(cfg, world, model, make_optimizer)
+def build(job: Job) -> Backend:
+    """Return the backend that ``train.backend`` names; every rank must call this."""
+    module, _, name = TABLE[job.cfg.train.backend].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), name)(job)
     return backend

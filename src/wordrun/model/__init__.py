@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from wordrun.config import ModelConfig
+from wordrun.model.base import Transformer
 from wordrun.model.gpt import GPT
 
-__all__ = ["GPT", "build"]
+__all__ = ["GPT", "Transformer", "build", "materialise", "outline"]
 
 
-def build(cfg: ModelConfig, vocab_size: int) -> GPT:
-    """Return the model that ``cfg`` describes, initialised from torch's random stream.
+def outline(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> Transformer:
+    """Return the model that ``cfg`` describes, or a part of it, without memory: all on torch's meta device.
 
     Args:
         cfg: shapes.
         vocab_size: size of the tokenizer's vocabulary, which ``cfg.vocab_size`` may exceed.
+        layers: numbers of the blocks of the part; None: all.
     """
-    return GPT(cfg, cfg.vocab_size or vocab_size)
+    with torch.device("meta"):
+        return GPT(cfg, cfg.vocab_size or vocab_size, layers)
+
+
+def build(cfg: ModelConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
+    """Return the model that ``cfg`` describes, whole, on ``device`` and with the first values that ``seed`` makes."""
+    return materialise(outline(cfg, vocab_size), seed, device)
+
+
+def materialise(model: Transformer, seed: int, device: torch.device | str) -> Transformer:
+    """Give an outline memory on ``device`` and its first values."""
+    model.to_empty(device=device)
+    model.tie()
+    model.initialise(seed)
+    return model

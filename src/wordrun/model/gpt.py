@@ -6,12 +6,14 @@ Shapes: B sequences, T tokens, C = n_embd, N heads, H = C / N, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+from wordrun.model.base import Transformer
 from wordrun.model.dropout import Dropout, causal_attention
 
 
@@ -20,19 +22,20 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.n_head = cfg.n_head
+        self.head_size = cfg.n_embd // cfg.n_head
         self.dropout = cfg.dropout
+        # Rows in the order of heads, and of q, k, v within a head: whole heads lie together, to be shared among ranks.
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what each token gathers from itself and the tokens before it; x and result (B, T, C)."""
-        B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, N, T, H)
+        B, T, _ = x.shape
+        heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
+        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (B, N, T, H)
         y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
-        return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, C)))  # type: ignore[no-any-return]
+        return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -40,13 +43,14 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
+        self.gelu = cfg.gelu
         self.up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token by itself; x and result (B, T, C)."""
-        return self.drop(self.proj(F.gelu(self.up(x))))  # type: ignore[no-any-return]
+        return self.drop(self.proj(F.gelu(self.up(x), approximate=self.gelu)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -65,66 +69,61 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
 
 
-class GPT(nn.Module):
-    """Predicts the next token. The output layer shares its weights with the token embedding."""
+class GPT(Transformer):
+    """Learned positions, layer norms, GELU; the output layer shares its weights with the token embedding."""
 
-    def __init__(self, cfg: ModelConfig, vocab_size: int) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.vocab_size = vocab_size
-        self.tokens = nn.Embedding(vocab_size, cfg.n_embd)
-        self.positions = nn.Embedding(cfg.block_size, cfg.n_embd)
-        self.drop = Dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-        self.head = nn.Linear(cfg.n_embd, vocab_size, bias=False)
-        self.head.weight = self.tokens.weight
-        self.init_weights()
+    tied = True
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw all weights anew: normal with deviation 0.02, biases 0, norms 1.
+    def add_embedding(self) -> None:
+        """Make the embeddings of tokens and of positions."""
+        super().add_embedding()
+        self.positions = nn.Embedding(self.cfg.block_size, self.cfg.n_embd)
+        self.drop = Dropout(self.cfg.dropout)
 
-        The projections that end in the residual stream get 0.02 / sqrt(2 n_layer), so that its variance
-        does not grow with depth (Radford et al. 2019, section 2.3).
+    def new_block(self) -> nn.Module:
+        """Return a block."""
+        return Block(self.cfg)
+
+    def new_norm(self) -> nn.Module:
+        """Return the last norm."""
+        return nn.LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return token plus position, (B, T, C)."""
+        positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
+
+    def initial_std(self, name: str) -> float:
+        """Return 0.02, and 0.02 / sqrt(2 n_layer) for the projections that end in the residual stream.
+
+        With that its variance does not grow with depth (Radford et al. 2019, section 2.3).
         """
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Embedding | nn.Linear):
-                std = 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith(".proj") else 0.02
-                if module is not self.head:  # tied: drawn as the embedding already
-                    nn.init.normal_(module.weight, std=std)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+        return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the loss of each sequence where ``targets`` are given, else the logits of the last token.
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Return how the ranks of a tensor-parallel group share the matrices (Megatron-LM, Shoeybi et al. 2019).
 
-        Args:
-            tokens: (B, T) token numbers, T at most block_size.
-            targets: (B, T) the tokens that should follow.
-
-        Returns:
-            (B,) mean over each sequence's tokens in nats, or (B, V).
+        Attention by heads, the MLP by hidden units, embedding and output layer by vocabulary. Between them each rank
+        has a run of the tokens (sequence parallelism, Korthikanti et al. 2022).
         """
-        x = self.features(tokens)
-        if targets is None:
-            return self.head(x[:, -1])  # type: ignore[no-any-return]
-        logits = self.head(x).float()  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).mean(1)
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import parallel as tp
 
-    def features(self, tokens: Tensor) -> Tensor:
-        """Return the normalised residual stream (B, T, C) at the end of the blocks."""
-        T = tokens.shape[1]
-        x = self.drop(self.tokens(tokens) + self.positions.weight[:T])
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)  # type: ignore[no-any-return]
-
-    def num_parameters(self) -> int:
-        """Return the number of parameters; shared ones count once."""
-        return sum(p.numel() for p in self.parameters())
+        gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        return {
+            "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "positions": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "blocks.*.norm_1": tp.SequenceParallel(),
+            "blocks.*.attention": gathered,
+            "blocks.*.attention.qkv": tp.ColwiseParallel(),
+            "blocks.*.attention.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+            "blocks.*.norm_2": tp.SequenceParallel(),
+            "blocks.*.mlp": gathered,
+            "blocks.*.mlp.up": tp.ColwiseParallel(),
+            "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+            "norm": tp.SequenceParallel(),
+            "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        }
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
 from wordrun.config import OptimizerConfig
 
 
-def adamw(cfg: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2019) over ``model``, fused, with decay on matrices alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def adamw(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2019) over ``parameters``, fused, with decay on matrices alone."""
+    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -17,7 +17,8 @@ import torch
 from wordrun import backend as backends
 from wordrun import dist, log
 from wordrun.backend.base import StepResult
-from wordrun.config import Config, accumulation, check
+from wordrun.checks import accumulation, check
+from wordrun.config import Config
 from wordrun.data import corpus as corpora
 from wordrun.data.loader import Batch, FixedSet, Sequences
 from wordrun.data.sources import locate
@@ -25,7 +26,7 @@ from wordrun.dist.collectives import all_sum
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
-from wordrun.model import build as build_model
+from wordrun.model import outline
 from wordrun.model.generate import generate
 from wordrun.train import optim, streams
 from wordrun.train.hooks import Bar, Evaluate, Hook, Log, Sample
@@ -88,7 +89,7 @@ class Trainer:
 
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
-        check(cfg, world.size)
+        layout = check(cfg, world.size, world.local_size)
         source = dist.share(locate(cfg.data) if world.rank == 0 else None, world)
         self.corpus = corpora.load(cfg.data, source)
         vocab_size = self.corpus.tokenizer.vocab_size
@@ -97,28 +98,33 @@ class Trainer:
                 f"model.vocab_size={cfg.model.vocab_size} is too small for data={cfg.data.name}, "
                 f"which has {vocab_size} tokens: leave it out, or use at least {vocab_size}"
             )
+        self.outline = outline(cfg.model, vocab_size)
+        if self.outline.vocab_size % layout.tp:
+            raise ConfigError(
+                f"data={cfg.data.name} has a vocabulary of {vocab_size} tokens, which backend.tp={layout.tp} does not "
+                f"divide: use model.vocab_size={math.ceil(vocab_size / layout.tp) * layout.tp}"
+            )
         try:
             self.corpus.tokenizer.encode(cfg.train.sample_prompt)
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
-        self.backend = backends.build(
-            cfg, world, build_model(cfg.model, vocab_size), partial(optim.adamw, cfg.optimizer)
-        )
-        self.model = self.backend.model
-        rank, size = self.backend.dp_rank, self.backend.dp_size
-        self.gas = accumulation(cfg, size)
+        self.backend = backends.build(backends.Job(cfg, world, layout, vocab_size, partial(optim.adamw, cfg.optimizer)))
+        self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
+        self.gas = accumulation(cfg, layout.dp)
         self.sequences = Sequences(self.corpus.train, cfg.model.block_size, cfg.train.seed)
         wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
-        self.validation = FixedSet(self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, rank, size)
-        # The weights came from the same stream everywhere; dropout must not.
-        self.rank_seed = cfg.train.seed + 1 + rank
+        self.validation = FixedSet(
+            self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, self.dp_rank, layout.dp
+        )
+        # Of dropout, which strikes other elements on every rank: no two hold the same ones.
+        self.rank_seed = cfg.train.seed + 1 + world.rank
         seed_everything(self.rank_seed)
         self.stop = StopSignal(self.backend.device)
 
     @property
     def sequences_per_step(self) -> int:
         """Sequences in one optimizer step over all ranks: the global batch size."""
-        return self.cfg.model.batch_size * self.backend.dp_size * self.gas
+        return self.cfg.model.batch_size * self.layout.dp * self.gas
 
     def train(self) -> Summary:
         """Train to the end and return how it went; every rank must call this.
@@ -161,7 +167,7 @@ class Trainer:
         The step takes the next ``sequences_per_step`` sequences of the run. Which rank and which micro-step
         gets which of them does not change what the step learns.
         """
-        size, rank, ranks = self.cfg.model.batch_size, self.backend.dp_rank, self.backend.dp_size
+        size, rank, ranks = self.cfg.model.batch_size, self.dp_rank, self.layout.dp
         first = self.step * self.sequences_per_step
         return [
             self.sequences.batch(first + (micro * ranks + rank) * size, size).to(self.backend.device)
@@ -170,14 +176,12 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
-        training = self.model.training
-        self.model.eval()
         total = torch.zeros(2, dtype=torch.float64)
-        for i in range(len(self.validation)):
-            batch, weights = self.validation[i]
-            losses = self.backend.losses(batch.to(self.backend.device))
-            total += torch.stack(((losses.cpu().double() * weights).sum(), weights.sum()))
-        self.model.train(training)
+        with self._evaluating():
+            for i in range(len(self.validation)):
+                batch, weights = self.validation[i]
+                losses = self.backend.losses(batch.to(self.backend.device))
+                total += torch.stack(((losses.cpu().double() * weights).sum(), weights.sum()))
         loss_sum, count = all_sum(total.float().to(self.backend.device)).tolist()
         return float(loss_sum / count)
 
@@ -202,9 +206,22 @@ class Trainer:
         tokens = torch.from_numpy(self.corpus.tokenizer.encode(prompt))[None].to(self.backend.device)
         seed = train.seed if seed is None else seed
         # Uncompiled: each length of the growing text would be compiled anew.
-        with self.backend.autocast(), torch.compiler.set_stance("force_eager"):
-            text = generate(self.model, tokens, length, temperature=temperature, top_k=top_k, seed=seed)
+        with self._evaluating(), torch.compiler.set_stance("force_eager"):
+            text = generate(
+                self.backend.logits, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
+                top_k=top_k, seed=seed,
+            )  # fmt: skip
         return self.corpus.tokenizer.decode(text[0].cpu().numpy())
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Put the model into evaluation mode, and back into the one that it was in."""
+        training = self.backend.parts[0].training
+        for part in self.backend.parts:
+            part.eval()
+        yield
+        for part in self.backend.parts:
+            part.train(training)
 
     def summary(self) -> Summary:
         """Return how far the run has come."""
@@ -223,11 +240,12 @@ class Trainer:
         file = None
         self.meter = Meter(
             self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
-            self.model.flops_per_token(), self.world.size,
+            self.outline.flops_per_token(), self.world.size,
         )  # fmt: skip
         hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample(), *self.extra_hooks]
         reason = "finished"
-        self.model.train()
+        for part in self.backend.parts:
+            part.train()
         try:
             if self.world.rank == 0:
                 file = self.log.add_file(self.run.path / "log.txt")
@@ -270,7 +288,7 @@ class Trainer:
                 "origin": source.origin, "banner": source.banner, "vocab_size": tokenizer.vocab_size,
                 "train_tokens": len(self.corpus.train), "val_tokens": len(self.corpus.val),
             },
-            "parameters": self.model.num_parameters(),
+            "parameters": self.outline.num_parameters(),
             "device_name": device_name(self.backend.device),
             "dtype": str(self.backend.dtype).removeprefix("torch."),
             "global_batch_size": self.sequences_per_step,
@@ -290,8 +308,8 @@ class Trainer:
             f"{data['train_tokens']:,}", f"{data['val_tokens']:,}", data["vocab_size"],
         )  # fmt: skip
         LOGGER.info(
-            "a step takes %d sequences (%d ranks x %d x %d micro-steps) of %d tokens; %d steps are %.2f epochs",
-            self.sequences_per_step, self.backend.dp_size, cfg.model.batch_size, self.gas, cfg.model.block_size,
+            "a step takes %d sequences (%d data-parallel ranks x %d x %d micro-steps) of %d tokens; %d steps are %.2f epochs",
+            self.sequences_per_step, self.layout.dp, cfg.model.batch_size, self.gas, cfg.model.block_size,
             cfg.train.max_iters, self.sequences.epoch_of(cfg.train.max_iters * self.sequences_per_step),
         )  # fmt: skip
         if data["banner"]:

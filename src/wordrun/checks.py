@@ -1,0 +1,255 @@
+"""What a config must not say: every impossible value and combination, found together and before anything starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from wordrun.config import (
+    BACKENDS,
+    DTYPES,
+    INTERLEAVED,
+    SCHEDULES,
+    BackendConfig,
+    Config,
+    DataConfig,
+    DDPConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPConfig,
+    PyinstrumentConfig,
+    WandbConfig,
+)
+from wordrun.dist.mesh import AXES, Layout, resolve
+from wordrun.errors import ConfigError, nearest
+
+
+def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) -> Layout:
+    """Return the layout of the ranks, or raise one ConfigError that names every problem of ``cfg``.
+
+    Args:
+        cfg: the composed config.
+        ranks: number of ranks; None: not known yet, and what depends on it is not checked.
+        per_node: ranks on each node, if not all are on one.
+    """
+    problems = [*_check_model(cfg.model), *_check_data(cfg.data), *_check_optimizer(cfg.optimizer)]
+    problems += [*_check_train(cfg), *_check_rest(cfg)]
+    if ranks is None:
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return Layout()
+    whole = Layout(replicate=ranks)
+    try:
+        whole = layout(cfg.backend, ranks, per_node or ranks)
+        problems += _check_batch(cfg, whole.dp)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if isinstance(cfg.backend, FSDPConfig) and not problems:  # else their numbers may mean nothing
+        problems += [*_check_tensor(cfg.model, whole.tp), *_check_sharded(cfg, ranks)]
+        if isinstance(cfg.backend, PPConfig):
+            problems += _check_pipeline(cfg, cfg.backend, whole)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return whole
+
+
+def layout(backend: BackendConfig, ranks: int, per_node: int) -> Layout:
+    """Return how ``backend`` lays out ``ranks`` ranks, ``per_node`` to a node."""
+    if not isinstance(backend, FSDPConfig):
+        return Layout(replicate=ranks)
+    return resolve(ranks, per_node, {axis: getattr(backend, axis) for axis in AXES if hasattr(backend, axis)})
+
+
+def accumulation(cfg: Config, dp: int) -> int:
+    """Return the micro-steps per optimizer step for ``dp`` data-parallel ranks."""
+    if cfg.train.global_batch_size is None:
+        return cfg.optimizer.gas or 1
+    return cfg.train.global_batch_size // (cfg.model.batch_size * dp)
+
+
+def stages(backend: PPConfig, pp: int) -> int:
+    """Return the runs of blocks of the whole pipeline, with ``pp`` stages of ranks."""
+    if backend.schedule == "ZBVZeroBubble":
+        return 2 * pp  # each rank has one on the way in and one on the way back
+    return pp * backend.stages_per_rank if backend.schedule in INTERLEAVED else pp
+
+
+def microbatches(cfg: Config, backend: PPConfig, pp: int) -> int:
+    """Return into how many parts a micro-step's sequences are cut for the pipeline."""
+    return backend.microbatches or math.gcd(cfg.model.batch_size, pp)
+
+
+def _positive(section: str, node: Any, *names: str) -> list[str]:
+    return _at_least(1, section, node, names, "should be at least 1")
+
+
+def _not_negative(section: str, node: Any, *names: str) -> list[str]:
+    return _at_least(0, section, node, names, "should not be negative")
+
+
+def _at_least(least: int, section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
+    values = [(name, getattr(node, name)) for name in names]
+    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and not value >= least]
+
+
+def _one_of(key: str, value: str, known: list[str]) -> list[str]:
+    return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
+
+
+def _check_model(model: ModelConfig) -> list[str]:
+    problems = _positive("model", model, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+    if not problems and model.n_embd % model.n_head:
+        below = model.n_embd // model.n_head * model.n_head
+        fits = f"{below} or {below + model.n_head}" if below else f"{model.n_head}"
+        problems.append(
+            f"model.n_embd={model.n_embd} is not divisible by model.n_head={model.n_head}: "
+            f"with {model.n_head} heads use n_embd={fits}"
+        )
+    if not 0 <= model.dropout < 1:
+        problems.append(f"model.dropout={model.dropout} should be at least 0 and less than 1")
+    return [*problems, *_one_of("model.gelu", model.gelu, ["none", "tanh"])]
+
+
+def _check_data(data: DataConfig) -> list[str]:
+    problems = _one_of("data.kind", data.kind, ["file", "download", "sample"])
+    problems += _one_of("data.offline", data.offline, ["error", "sample"])
+    if data.kind in ("file", "download") and not data.path:
+        problems.append(f"data={data.name} needs data.path=FILE, a text file")
+    if data.kind == "download" and not (data.url and data.sha256):
+        problems.append("data.kind=download needs data.url and data.sha256")
+    if not 0 < data.val_fraction < 1:
+        problems.append(f"data.val_fraction={data.val_fraction} should be between 0 and 1")
+    return problems
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> list[str]:
+    problems = _positive("optimizer", optimizer, "gas", "lr_decay_iters")
+    problems += _not_negative("optimizer", optimizer, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
+    if not 0 < optimizer.learning_rate < float("inf"):
+        problems.append(f"optimizer.learning_rate={optimizer.learning_rate} should be a number above 0")
+    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.learning_rate:
+        problems.append(
+            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.learning_rate={optimizer.learning_rate}"
+        )
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            problems.append(f"optimizer.{name}={getattr(optimizer, name)} should be at least 0 and less than 1")
+    return problems
+
+
+def _check_train(cfg: Config) -> list[str]:
+    train = cfg.train
+    problems = _positive("train", train, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
+    problems += _not_negative("train", train, "eval_interval", "sample_interval", "sample_tokens", "seed")
+    for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
+        if getattr(train, name) > most:
+            problems.append(f"train.{name}={getattr(train, name)} should be at most {most}")
+    if train.dtype not in DTYPES:
+        problems += _one_of("train.dtype", train.dtype, list(DTYPES))
+    checkpointing = train.activation_checkpointing
+    if not (checkpointing.isdecimal() and int(checkpointing)):
+        problems += _one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
+    problems += _one_of("train.device", train.device, ["auto", "cpu", "cuda", "xpu"])
+    if not 0 < train.temperature < float("inf"):
+        problems.append(f"train.temperature={train.temperature} should be a number above 0")
+    if not train.sample_prompt:
+        problems.append("train.sample_prompt is empty: a sample has to begin with something, such as a line break")
+    if train.backend not in BACKENDS:
+        problems += _one_of("train.backend", train.backend, list(BACKENDS))
+    elif train.backend != cfg.backend.name:
+        problems.append(
+            f"train.backend={train.backend}, but the options are those of backend={cfg.backend.name}: "
+            f"choose by train.backend={cfg.backend.name} alone "
+            "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
+        )
+    return problems
+
+
+def _check_batch(cfg: Config, dp: int) -> list[str]:
+    whole, per_micro_step = cfg.train.global_batch_size, cfg.model.batch_size * dp
+    if whole is None or per_micro_step < 1:
+        return []
+    if whole < 1 or whole % per_micro_step:
+        fits = max(1, round(whole / per_micro_step)) * per_micro_step
+        return [
+            f"train.global_batch_size={whole} is not a multiple of model.batch_size={cfg.model.batch_size} "
+            f"x {dp} data-parallel ranks = {per_micro_step}: use {fits}, or another model.batch_size"
+        ]
+    if cfg.optimizer.gas not in (None, whole // per_micro_step):
+        return [
+            f"train.global_batch_size={whole} needs {whole // per_micro_step} micro-steps of {per_micro_step} "
+            f"sequences, but optimizer.gas={cfg.optimizer.gas}: leave one of the two out"
+        ]
+    return []
+
+
+def _check_rest(cfg: Config) -> list[str]:
+    problems: list[str] = []
+    if isinstance(cfg.backend, DDPConfig):
+        problems += _positive("backend", cfg.backend, "bucket_cap_mb")
+        problems += _one_of("backend.compress", cfg.backend.compress, ["none", "bf16"])
+    if isinstance(cfg.backend, FSDPConfig):
+        problems += _one_of("backend.reduce_dtype", cfg.backend.reduce_dtype, ["fp32", "bf16"])
+        problems += _not_negative("backend", cfg.backend, "prefetch")
+    if isinstance(cfg.backend, PPConfig):
+        problems += _one_of("backend.schedule", cfg.backend.schedule, list(SCHEDULES))
+        problems += _positive("backend", cfg.backend, "stages_per_rank", "microbatches")
+    if isinstance(cfg.tracker, WandbConfig):
+        problems += _one_of("tracker.mode", cfg.tracker.mode, ["auto", "online", "offline"])
+        problems += _not_negative("tracker", cfg.tracker, "probe_s")
+    if isinstance(cfg.profiler, PyinstrumentConfig) and not cfg.profiler.interval_s > 0:
+        problems.append(f"profiler.interval_s={cfg.profiler.interval_s} should be more than 0")
+    return problems
+
+
+def _check_sharded(cfg: Config, ranks: int) -> list[str]:
+    problems = []
+    if ranks == 1:
+        problems.append(
+            f"train.backend={cfg.train.backend} shares the model among ranks, and there is one: "
+            "use launch -n 2, or train.backend=DDP"
+        )
+    if DTYPES[cfg.train.dtype] == "fp16":
+        problems.append(
+            f"train.dtype=fp16 needs a loss scaler that sharded gradients do not have: with train.backend="
+            f"{cfg.train.backend} use train.dtype=bf16 or fp32"
+        )
+    return problems
+
+
+def _check_tensor(model: ModelConfig, tp: int) -> list[str]:
+    """Each rank of a tensor-parallel group has whole heads, and the same number of hidden units and tokens."""
+    return [
+        f"model.{name}={getattr(model, name)} is not divisible by backend.tp={tp}: "
+        f"use model.{name}={math.ceil(getattr(model, name) / tp) * tp}, or another backend.tp"
+        for name in ("n_head", "n_embd", "block_size", "vocab_size")
+        if (getattr(model, name) or 0) % tp
+    ]
+
+
+def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:
+    problems = []
+    count, parts = stages(backend, whole.pp), microbatches(cfg, backend, whole.pp)
+    if count > cfg.model.n_layer:
+        problems.append(
+            f"a pipeline of {count} stages (backend.pp={whole.pp}, backend.schedule={backend.schedule}) needs as many "
+            f"blocks, but model.n_layer={cfg.model.n_layer}: use a smaller backend.pp, or a deeper model"
+        )
+    if cfg.model.batch_size % parts:
+        problems.append(
+            f"backend.microbatches={parts} does not divide model.batch_size={cfg.model.batch_size}: "
+            f"use {math.gcd(cfg.model.batch_size, parts)}, or another model.batch_size"
+        )
+    in_all = parts * accumulation(cfg, whole.dp)
+    if backend.schedule != "GPipe" and in_all % whole.pp:
+        problems.append(
+            f"backend.schedule={backend.schedule} needs a multiple of backend.pp={whole.pp} micro-batches in a step, "
+            f"not {in_all}: change model.batch_size, optimizer.gas or backend.microbatches, or use backend.schedule=GPipe"
+        )
+    if cfg.train.compile and "ZeroBubble" in backend.schedule:
+        problems.append(
+            f"train.compile=true: compiled blocks cannot split their backward pass in two, as backend.schedule="
+            f"{backend.schedule} does: use train.compile=false, or backend.schedule=1F1B"
+        )
+    return problems

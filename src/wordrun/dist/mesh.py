@@ -1,0 +1,121 @@
+"""Which ranks do what together: pipeline x replicate x shard x tensor, as arithmetic on rank numbers.
+
+Ranks are numbered with the tensor-parallel axis innermost, so that its ranks, which speak most, are neighbours on a
+node, and the pipeline outermost, whose ranks speak least. Nothing here needs torch or another rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from wordrun.errors import ConfigError
+
+AXES = ("pp", "replicate", "shard", "tp")
+"""Outermost first."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each axis has."""
+
+    pp: int = 1
+    """Stages of the pipeline."""
+    replicate: int = 1
+    """Copies of the model, among which gradients are averaged."""
+    shard: int = 1
+    """Ranks that share the parameters, gradients and optimizer state of a copy."""
+    tp: int = 1
+    """Ranks that share each matrix product."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes in the order of ``AXES``."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.shape)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: shares of each batch."""
+        return self.replicate * self.shard
+
+    def stride(self, axis: str) -> int:
+        """Return the distance of neighbours along ``axis``."""
+        return math.prod(self.shape[AXES.index(axis) + 1 :])
+
+    def index(self, rank: int, axis: str) -> int:
+        """Return the place of ``rank`` along ``axis``."""
+        size: int = getattr(self, axis)
+        return rank // self.stride(axis) % size
+
+    def dp_index(self, rank: int) -> int:
+        """Return which share of the data ``rank`` reads: the same for its peers along pp and tp."""
+        return self.index(rank, "replicate") * self.shard + self.index(rank, "shard")
+
+    def group(self, rank: int, axis: str) -> range:
+        """Return the ranks that differ from ``rank`` along ``axis`` alone, itself included, in order."""
+        stride, size = self.stride(axis), getattr(self, axis)
+        first = rank - self.index(rank, axis) * stride
+        return range(first, first + size * stride, stride)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+
+
+def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
+    """Return the layout of ``ranks`` ranks that ``wanted`` describes.
+
+    Args:
+        ranks: in all.
+        per_node: ranks on each node; a tensor-parallel group has to fit.
+        wanted: size of each axis (those left out are 1); one may be -1, for the rest. None leaves it to us: the ranks
+            of a node for tp, and for pp all that the other axes leave.
+
+    Raises:
+        ConfigError: the numbers do not fit; it says which, and what would.
+    """
+    sizes: dict[str, Any] = {axis: 1 for axis in AXES} | wanted
+    wrong = [f"backend.{axis}={n} should be at least 1, or -1 for the rest" for axis, n in sizes.items()
+             if n is not None and n < 1 and n != -1]  # fmt: skip
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    if sizes["tp"] is None:
+        sizes["tp"] = per_node
+    if sizes["pp"] is None:
+        sizes["pp"] = max(1, ranks // math.prod(max(1, n) for axis, n in sizes.items() if axis != "pp"))
+    rest = [axis for axis, n in sizes.items() if n == -1]
+    given = {axis: n for axis, n in sizes.items() if n not in (-1, 1)}
+    shown = " x ".join(f"backend.{axis}={n}" for axis, n in given.items()) or "1"
+    if len(rest) > 1:
+        raise ConfigError(f"{' and '.join(f'backend.{axis}=-1' for axis in rest)}: only one axis can take the rest")
+    product = math.prod(given.values())
+    if ranks % product or (not rest and ranks != product):
+        near = max(1, ranks // product) * product if rest else product
+        raise ConfigError(
+            f"{shown} = {product} does not fit {ranks} rank{'s' * (ranks != 1)}: start {near} ranks"
+            f"{_or_sizes(ranks, given)}"
+        )
+    if rest:
+        sizes[rest[0]] = ranks // product
+    layout = Layout(**sizes)
+    if ranks > per_node and per_node % layout.tp:
+        fits = max(n for n in range(1, per_node + 1) if per_node % n == 0 and ranks % n == 0 and n <= layout.tp)
+        raise ConfigError(
+            f"backend.tp={layout.tp} would span nodes, which have {per_node} ranks each, and every layer waits "
+            f"for its group: use backend.tp={fits}"
+        )
+    return layout
+
+
+def _or_sizes(ranks: int, given: dict[str, int]) -> str:
+    """Return what else would fit, where there is one size that could change."""
+    if len(given) != 1:
+        return ", or change one of the sizes"
+    (axis, size), *_ = given.items()
+    fits = sorted({n for n in range(1, min(ranks, 2 * size) + 1) if ranks % n == 0}, key=lambda n: abs(n - size))[:2]
+    return f", or use backend.{axis}={' or '.join(map(str, sorted(fits)))}"
