@@ -546,6 +546,36 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     assert (tmp_path / "tries").read_text() == "x"
 
 
+# Rank 0 finds the port taken that was free when launch chose it; torch says so.
+TAKEN_ONCE = """
+import os, socket, sys
+import torch.distributed
+if os.environ["RANK"] == "0" and not os.path.exists("tried"):
+    open("tried", "w").close()
+    server = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+torch.distributed.init_process_group("gloo")
+sys.stdout.write(f"met at {os.environ['MASTER_PORT']}\\n")
+"""
+
+
+def test_a_port_that_was_taken_in_the_meantime_is_survived(tmp_path: Path) -> None:
+    run = launch(tmp_path, "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
+    assert run.returncode == 0, run.stderr
+    (taken,) = re.findall(r"^launch: port (\d+) was taken in the meantime", run.stderr, re.MULTILINE)
+    met = re.findall(r"met at (\d+)", run.stdout)
+    assert len(met) == 2
+    assert taken not in met
+
+
+def test_a_port_that_the_user_named_is_not_changed(tmp_path: Path) -> None:
+    from wordrun.launch.launcher import free_port
+
+    run = launch(tmp_path, "--env", f"MASTER_PORT={free_port()}", "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
+    assert run.returncode == 1
+    assert "EADDRINUSE" in run.stderr
+    assert "launching again" not in run.stderr
+
+
 def test_a_hostfile_of_one_host(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost:2\n")
     run = launch(tmp_path, "--hostfile", "hosts", "-n", "2", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")

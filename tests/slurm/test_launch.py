@@ -200,6 +200,25 @@ def test_a_plain_torch_script(cluster: Cluster) -> None:
     assert got.returncode == 0, got.stdout + got.stderr
 
 
+TAKEN_ONCE = """
+import os, socket, sys
+from wordrun.dist import session
+if os.environ["RANK"] == "0" and not os.path.exists("tried"):
+    open("tried", "w").close()
+    server = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+with session() as world:
+    sys.stdout.write(f"{world.rank} of {world.size} has met the others\\n")
+"""
+
+
+def test_a_port_that_was_taken_in_the_meantime_is_survived(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(TAKEN_ONCE)
+    got = cluster.run("salloc", "-N2", "-n2", "launch", "-N", "2", "-n", "2", sys.executable, "rank.py", timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert got.stdout.count("has met the others") == 2
+    assert "was taken in the meantime: launching again with another" in got.stderr
+
+
 def test_launch_inside_a_step_is_refused(cluster: Cluster) -> None:
     got = cluster.run("srun", "-n1", "launch", "-n", "2", "true")
     assert got.returncode == 2

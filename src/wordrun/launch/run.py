@@ -78,8 +78,8 @@ def run(
         processes.adopt_orphans()
         with _signals() as arrived:
             try:
-                idle, many = idle_timeout is not None, plan.np > 1
-                child = _start(plan, env, stdout=idle, stderr=idle or many or last_lines is not None)
+                idle = idle_timeout is not None
+                child = _start(plan, env, stdout=idle, stderr=idle or plan.np > 1 or last_lines is not None)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 status = CANNOT_START
