@@ -212,6 +212,10 @@ class Request:
     @property
     def cores_per_rank(self) -> int:
         """Cores that each rank can have, on the host where they are fewest."""
+        if self.launcher.kind == "pals" and self.site and not self.options.cpu_bind:
+            bound = self.site.bound_cores(self.ranks.ppn)
+            if bound is not None:
+                return bound
         pairs = zip(self.job.cores, self.ranks.layout, strict=False)
         return max(1, min(cores // ranks for cores, ranks in pairs))
 

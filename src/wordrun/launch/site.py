@@ -58,9 +58,9 @@ class Site:
     modules: tuple[str, ...] = ()
     """Shell lines that bring torch and MPI, for setup_python."""
     submit: Mapping[str, Any] = field(default_factory=dict)
-    """For job scripts: filesystems, select, account_needed, queue_option, directives."""
+    """For job scripts: filesystems, select, account_needed, queue_needed, queue_option, directives."""
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name to nodes [least, most], hours and rerunnable, as far as they are known."""
+    """Name to nodes [least, most], hours, rerunnable, and device_per_rank where a job asks for devices one by one."""
 
     def matches(self, host: str, env: Mapping[str, str]) -> bool:
         """Say whether ``host`` or a variable of ``env`` tells that this is the site."""
@@ -82,6 +82,13 @@ class Site:
         sharing = -(-ppn // len(near))
         parts = [_split(cores, sharing, self.name) for cores in near]
         return "list:" + ":".join(parts[rank % len(near)][rank // len(near)] for rank in range(ppn))
+
+    def bound_cores(self, ppn: int) -> int | None:
+        """Return how many cores ``cpu_binding`` leaves the rank that has fewest; None: all that the node has for it."""
+        kind, _, parts = self.cpu_binding(ppn).partition(":")
+        if kind != "list":
+            return None
+        return min(sum(high - low + 1 for low, high in _ranges(cores)) for cores in parts.split(":"))
 
 
 def _split(cores: str, parts: int, site: str) -> list[str]:
