@@ -88,21 +88,23 @@ class Site:
         kind, _, parts = self.cpu_binding(ppn).partition(":")
         if kind != "list":
             return None
-        return min(sum(high - low + 1 for low, high in _ranges(cores)) for cores in parts.split(":"))
+        return min(len(numbers(cores)) for cores in parts.split(":"))
 
 
 def _split(cores: str, parts: int, site: str) -> list[str]:
     if parts == 1:
         return [cores]
-    numbers = [n for low, high in _ranges(cores) for n in range(low, high + 1)]
-    each = len(numbers) // parts
+    near = sorted(numbers(cores))
+    each = len(near) // parts
     if each == 0:
-        raise ConfigError(f"--ppn: {site} has {len(numbers)} cores near each device, too few for {parts} ranks on it")
-    return [f"{numbers[i * each]}-{numbers[(i + 1) * each - 1]}" for i in range(parts)]
+        raise ConfigError(f"--ppn: {site} has {len(near)} cores near each device, too few for {parts} ranks on it")
+    return [f"{near[i * each]}-{near[(i + 1) * each - 1]}" for i in range(parts)]
 
 
-def _ranges(cores: str) -> list[tuple[int, int]]:
-    return [(int(low), int(high or low)) for low, _, high in (part.partition("-") for part in cores.split(","))]
+def numbers(cores: str) -> set[int]:
+    """Return the cores that a text such as 8-15,40 names."""
+    ranges = (part.partition("-") for part in cores.split(","))
+    return {number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)}
 
 
 def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site | None, str]:
