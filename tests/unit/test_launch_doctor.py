@@ -103,6 +103,28 @@ def test_what_this_process_sees(plan: Plan, tmp_path: Path) -> None:
     assert doctor.of_machine(replace(plan, env_set={**plan.env_set, "TMPDIR": "/tmp"}), {})[-1].state == "ok"
 
 
+@pytest.mark.parametrize(
+    ("site", "env", "state", "found"),
+    [
+        (Site("far", internet=False), {}, "ok", "compute nodes of far do not reach it"),
+        (Site("far", internet=False), {"WANDB_MODE": "online"}, "warning", "but WANDB_MODE=online"),
+        (Site("near"), {}, "ok", "reached directly"),
+        (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "by the site's proxies (https_proxy)"),
+        (Site("near", proxies={"https_proxy": "http://p:1"}), {"https_proxy": ""}, "warning", "https_proxy empty"),
+    ],
+    ids=["none", "none, but W&B is to be online", "direct", "by proxies", "a proxy that is taken away"],
+)
+def test_the_way_to_the_internet(tmp_path: Path, site: Site, env: dict[str, str], state: str, found: str) -> None:
+    options = Options(np=4, command=("probe",))
+    decided = Decided("1-aa", "R", 12345, str(tmp_path), "/s", "/venv/bin", "a")
+    site = replace(site, scheduler="slurm")
+    plan = build(JOB, options, decide_ranks(options, JOB), Launcher("srun", "srun"), decided, env, site)
+    (finding,) = (f for f in doctor.of_machine(plan, env, site) if f.check == "internet")
+    assert finding.state == state
+    assert found in finding.found
+    assert bool(finding.remedy) == (state == "warning")
+
+
 def test_devices_are_shared_where_there_are_too_few(plan: Plan) -> None:
     few = replace(plan, job=replace(JOB, devices=(1, 1)))
     assert not [f for f in doctor.of_ranks(few, ranks(device=0), 0, "") if f.state != "ok"]

@@ -330,6 +330,8 @@ def _add_site(
     devices = min(request.job.devices[: request.ranks.nodes])
     words = {"devices": str(devices), "devices_reversed": ",".join(map(str, reversed(range(devices))))}
     asked = {**site.env, **{name: (value, "compute nodes go out by it") for name, value in site.proxies.items()}}
+    if not site.internet:
+        asked["WANDB_MODE"] = ("offline", "compute nodes have no internet")
     for name, (value, why) in asked.items():
         # The scheduler's own list of devices is nobody's wish.
         if name not in env or name == "CUDA_VISIBLE_DEVICES":

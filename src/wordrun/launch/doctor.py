@@ -82,6 +82,8 @@ def of_machine(plan: Plan, env: Mapping[str, str], known: Site | None = None) ->
         )  # fmt: skip
     else:
         findings.append(Finding("variables", "ok", "none left by an earlier launcher"))
+    if known:
+        findings.append(_internet(plan, env, known))
     scratch = plan.env_set.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
         if not os.access(folder, os.W_OK):
@@ -100,6 +102,24 @@ def of_machine(plan: Plan, env: Mapping[str, str], known: Site | None = None) ->
         else:
             findings.append(Finding(name, "ok", f"{folder} can be written"))
     return findings
+
+
+def _internet(plan: Plan, env: Mapping[str, str], known: Site) -> Finding:
+    mode = plan.env_set.get("WANDB_MODE", env.get("WANDB_MODE", ""))
+    if not known.internet and mode not in ("offline", "disabled"):
+        return Finding(
+            "internet",
+            "warning",
+            f"{known.way_out}, but WANDB_MODE={mode}",
+            "unset WANDB_MODE, and launch sets offline",
+        )
+    missing = [name for name in known.proxies if not plan.env_set.get(name, env.get(name))]
+    if known.internet and missing:
+        return Finding(
+            "internet", "warning", f"{known.way_out}, but {', '.join(missing)} empty",
+            f"unset {' '.join(missing)}, and launch sets the site's",
+        )  # fmt: skip
+    return Finding("internet", "ok", known.way_out)
 
 
 def of_ranks(

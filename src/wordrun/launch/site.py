@@ -54,13 +54,21 @@ class Site:
     proxies: Mapping[str, str] = field(default_factory=dict)
     """Variables through which compute nodes reach the internet."""
     internet: bool = True
-    """Whether compute nodes reach the internet at all."""
+    """Whether compute nodes reach the internet at all; if not, W&B records offline."""
     modules: tuple[str, ...] = ()
     """Shell lines that bring torch and MPI, for setup_python."""
     submit: Mapping[str, Any] = field(default_factory=dict)
     """For job scripts: filesystems, select, account_needed, queue_needed, queue_option, directives."""
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Name to nodes [least, most], hours, rerunnable, and device_per_rank where a job asks for devices one by one."""
+
+    @property
+    def way_out(self) -> str:
+        """How compute nodes reach the internet, in words."""
+        if not self.internet:
+            return f"compute nodes of {self.name} do not reach it"
+        proxies = [name for name in self.proxies if name != "no_proxy"]
+        return f"by the site's proxies ({', '.join(proxies)})" if proxies else "reached directly"
 
     def matches(self, host: str, env: Mapping[str, str]) -> bool:
         """Say whether ``host`` or a variable of ``env`` tells that this is the site."""
