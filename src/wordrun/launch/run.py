@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +85,9 @@ def run(
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 status = CANNOT_START
             else:
-                job = _Running(plan, child, status_dir, warn_at=_warn_at(plan, walltime_margin))
+                job = _Running(plan, child, status_dir)
+                if walltime_margin is not None:
+                    job.asking = _ask_for_end(job, walltime_margin)
                 status = _watch(job, arrived, idle_timeout)
                 job.repeat_what_failed()
                 if last_lines is not None and not job.stopped_by:
@@ -102,14 +105,20 @@ def run(
     return status
 
 
-def _warn_at(plan: Plan, margin: float | None) -> float:
-    if margin is None:
-        return float("inf")
-    end = plan.job.ends_at if plan.job.ends_at is not None else job_end(plan.job)
-    if end is None:
-        say(f"--walltime-margin {margin:g}: nobody says when this job ends, so the ranks will not be told")
-        return float("inf")
-    return end - margin
+def _ask_for_end(job: _Running, margin: float) -> threading.Thread:
+    """Find out when the job's walltime ends, beside all else: a scheduler may take its time to answer."""
+
+    def ask() -> None:
+        known = job.plan.job.ends_at
+        end = known if known is not None else job_end(job.plan.job)
+        if end is not None:
+            job.warn_at = end - margin
+        elif job.returned is None:
+            say(f"--walltime-margin {margin:g}: nobody says when this job ends, so the ranks will not be told")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
 
 
 def _begin_record(plan: Plan) -> tuple[Record | None, dict[str, str]]:
@@ -145,6 +154,8 @@ class _Running:
 
     warn_at: float = float("inf")
     """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
+    asking: threading.Thread | None = None
+    """Asks the scheduler for that."""
     tail: Tail = field(default_factory=Tail)
     """The end of what came on stderr, where that comes through us."""
     complaint: tuple[str, list[str], int] | None = None
@@ -203,6 +214,8 @@ class _Running:
     def end_what_ranks_left(self) -> None:
         """End the daemons of ranks that are gone: mpiexec would wait for them to close the ranks' output."""
         pid = self.child.pid
+        if self.asking and self.asking.is_alive():
+            return  # its qstat is a child of ours too
         if self.returned is None and processes.orphans(pid) and not processes.rank_groups(pid):
             self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
 
