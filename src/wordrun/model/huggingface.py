@@ -159,7 +159,7 @@ def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
     heads.
     """
     if ".qkv." in name:
-        tensor = tensor.unflatten(0, (cfg.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+        tensor = tensor.reshape(cfg.n_head, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
 
 
@@ -167,7 +167,9 @@ def _to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
     """Undo ``_to_theirs``."""
     if _is_transposed(name, tensor, cfg):
         tensor = tensor.T.contiguous()
-    return tensor.unflatten(0, (3, cfg.n_head, -1)).transpose(0, 1).flatten(0, 2) if ".qkv." in name else tensor
+    if ".qkv." in name:
+        tensor = tensor.reshape(3, cfg.n_head, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
+    return tensor
 
 
 def _is_transposed(name: str, tensor: Tensor, cfg: ModelConfig) -> bool:
