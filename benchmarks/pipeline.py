@@ -2,10 +2,10 @@
 
     launch -n 2 python benchmarks/pipeline.py [--png FILE] [overrides]
 
-Each schedule trains a few steps; of the last ones, the one with the median length is drawn. A rank is busy while it is
-in a forward or a backward pass, and idle while it waits for another. The formulas are those of GPipe (Huang et al.
-Each schedule trains a few steps, of which the one with the median idle time is drawn. A rank is busy while it is
-time, backward twice as long as forward.
+Each schedule trains a few steps, of which the one with the median idle time is drawn. A rank is busy while it is in a
+forward or a backward pass, and idle while it waits for another. The formulas are those of GPipe (Huang et al. 2019),
+interleaved stages (Narayanan et al. 2021) and zero bubbles (Qi et al. 2024), for passes that all take their ideal time,
+backward twice as long as forward.
 """
 
 from __future__ import annotations
