@@ -78,7 +78,9 @@ def test_contradictions_are_reported_together() -> None:
         merged({"scheduler": {"type": "WarmupLR"}, "gradient_clipping": 0.3, "fp16": True})
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
-    assert [word for word in ("scheduler", "gradient_clipping", "fp16") if not any(word in line for line in lines)] == []
+    assert [
+        word for word in ("scheduler", "gradient_clipping", "fp16") if not any(word in line for line in lines)
+    ] == []
 
 
 def test_a_precision_that_is_not_known_yet_is_not_compared() -> None:
@@ -98,7 +100,10 @@ def test_a_file_that_is_no_ds_config_is_named(content: str, says: str) -> None:
         (["backend.stage=0", "backend.offload_optimizer=true"], ["backend.offload_optimizer=true", "backend.stage=1"]),
         (["backend.stage=2", "backend.offload_params=true"], ["backend.offload_params=true", "use backend.stage=3"]),
         (["backend.stage=3", "train.compile=true"], ["train.compile=true", "train.compile=false"]),
-        (["backend.bucket_elements=0", "backend.keep_below=-1"], ["backend.bucket_elements=0", "backend.keep_below=-1"]),
+        (
+            ["backend.bucket_elements=0", "backend.keep_below=-1"],
+            ["backend.bucket_elements=0", "backend.keep_below=-1"],
+        ),
     ],
 )
 def test_impossible_options_are_refused(words: list[str], says: list[str]) -> None:
