@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'")
 
@@ -55,20 +56,21 @@ with dist.guard(world):
 """
 
 
+MODELS = {"gpt": ["model.bias=true"], "llama": ["model=llama_debug", "model.n_kv_head=1", "model.n_hidden=40"]}
 DEEPSPEED = ["train.backend=deepspeed", "model.batch_size=4"]
 STAGE_3 = [*DEEPSPEED, "backend.stage=3", "backend.keep_below=0"]
-RUNS = {
-    **{
-        f"stage {stage}, {gas} micro-steps": [
-            *STAGE_3, f"backend.stage={stage}", f"model.batch_size={4 // gas}", f"optimizer.gas={gas}",
-        ]
-        for stage in (0, 1, 2, 3) for gas in (1, 2)
-    },
+EVERY_STAGE = {
+    f"stage {stage}, {gas} micro-steps": [
+        *STAGE_3, f"backend.stage={stage}", f"model.batch_size={4 // gas}", f"optimizer.gas={gas}",
+    ]
+    for stage in (0, 1, 2, 3) for gas in (1, 2)
+}  # fmt: skip
+OTHERS = {
     "stage 2, optimizer offloaded": [*DEEPSPEED, "backend.stage=2", "backend.offload_optimizer=true"],
     "stage 3, all offloaded": [*STAGE_3, "backend.offload_optimizer=true", "backend.offload_params=true"],
     "stage 3, blocks computed again": [*STAGE_3, "train.activation_checkpointing=full"],
     "stage 3, a ds_config": [*STAGE_3, "backend.config=ds_config.json"],
-}  # fmt: skip
+}
 DS_CONFIG = {
     "train_batch_size": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
@@ -82,36 +84,42 @@ def train(ranks: Any, n: int, *runs: list[str]) -> list[dict[str, Any]]:
     Path("ds_config.json").write_text(json.dumps(DS_CONFIG))
     words = [[*SMALL, *run, f"hydra.run.dir=run_{n}_{i}"] for i, run in enumerate(runs)]
     Path("runs.json").write_text(json.dumps(words))
-    done = ranks(n, "script.py", timeout=170)
+    done = ranks(n, "script.py", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line for line in done.stdout.splitlines() if "WARN" in line or "DeepSpeed" in line]
     assert (said, done.stderr) == ([], "")
     return [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
 
 
-def flat(values: Any) -> list[float]:
-    return [number for each in values for number in flat(each)] if isinstance(values, list) else [values]
-
-
 def values(found: dict[str, Any], *names: str) -> list[float]:
     return [value for name, value in found["metrics"] if name in names]
 
 
-@pytest.mark.parametrize("stages", [(0, 1, 2), (3,)])
-def test_every_stage_equals_one_process(stages: tuple[int, ...], ranks: Command) -> None:
-    (one,) = train(ranks, 1, ["model.batch_size=8"])
-    assert min(values(one, "loss")) < values(one, "loss")[0] - 0.3, "the model should have learned something to compare"
-    assert min(values(one, "grad_norm")) > 0.5, "every step should be clipped"
-    runs = {name: words for name, words in RUNS.items() if stage(name) in stages}
-    for name, each in zip(runs, train(ranks, 2, *runs.values()), strict=True):
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("model", "runs"), [("gpt", EVERY_STAGE), ("llama", EVERY_STAGE), ("gpt", OTHERS)])
+def test_the_engine_goes_as_one_process(model: str, runs: dict[str, list[str]], ranks: Command) -> None:
+    (one,) = train(ranks, 1, ["model.batch_size=8", *MODELS[model]])
+    losses = values(one, "loss")
+    assert losses[0] > losses[-1] + 0.3, "the model should have learned something to compare"
+    assert max(values(one, "grad_norm")) > 0.5, "something should be clipped"
+    found = train(ranks, 2, *[[*words, *MODELS[model]] for words in runs.values()])
+    for name, each in zip(runs, found, strict=True):
         for metric, near in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3)):
             assert values(each, metric) == pytest.approx(values(one, metric), rel=near), f"{name}: {metric}"
         for key, weights in one["weights"].items():
-            assert flat(each["weights"][key]) == pytest.approx(flat(weights), rel=1e-5, abs=1e-5), f"{name}: {key}"
+            error = (torch.tensor(each["weights"][key]) - torch.tensor(weights)).norm() / torch.tensor(weights).norm()
+            assert error < 1e-4, f"{name}: {key}"
         assert each["text"] == one["text"], name
-        assert each["held"] / each["bytes"] == pytest.approx(0.5 if stage(name) == 3 else 1, abs=0.01), name
-        assert each["means"] / each["bytes"] == pytest.approx(0.5 if stage(name) else 1, abs=0.01), name
+        stage = int(name.removeprefix("stage ")[0])
+        assert each["held"] / each["bytes"] == pytest.approx(0.5 if stage == 3 else 1, abs=0.02), name
+        assert each["means"] / each["bytes"] == pytest.approx(0.5 if stage else 1, abs=0.02), name
 
 
-def stage(name: str) -> int:
-    return int(name.removeprefix("stage ")[0])
+def test_an_operation_that_cannot_be_compiled_is_named(ranks: Command) -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"zero_quantized_weights": true}}')
+    words = [*SMALL, *STAGE_3, "backend.config=ds.json", "hydra.run.dir=run"]
+    done = ranks(1, "-m", "wordrun", *words, CXX="/nonexistent", TORCH_EXTENSIONS_DIR="extensions")
+    assert done.returncode == 1
+    assert "DeepSpeed wants to compile an operation" in done.stderr
+    assert "backend.config=ds.json" in done.stderr
+    assert "Traceback" not in done.stderr
