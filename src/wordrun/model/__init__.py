@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from wordrun.config import ModelConfig
-from wordrun.model.base import Transformer
+from wordrun.model.base import Kept, Transformer
 from wordrun.model.gpt import GPT
 
-__all__ = ["GPT", "Transformer", "build", "materialise", "outline"]
+__all__ = ["GPT", "Kept", "Transformer", "build", "materialise", "outline"]
 
 
 def outline(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> Transformer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a block keeps of each token between its forward and its backward pass."""
+
+    width: int
+    """Elements per token."""
+    of: str = "compute"
+    """Type of the elements: compute (the type of the matrix products), stream (the residual stream's), fp32 or byte."""
+    product: bool = False
+    """Result of a matrix product, which selective activation checkpointing keeps."""
+    needed: bool = True
+    """Whether the backward pass reads it; if not, selective activation checkpointing alone keeps it."""
+    whole: bool = False
+    """Whether each rank of a tensor-parallel group has all of it, rather than a share."""
 
 
 class Transformer(nn.Module):
@@ -60,6 +77,14 @@ class Transformer(nn.Module):
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass of the whole model."""
+        raise NotImplementedError
+
+    def kept_by_block(self, on_cpu: bool) -> list[Kept]:
+        """Return what one block keeps for its backward pass, besides its input.
+
+        Args:
+            on_cpu: on a CPU rather than an accelerator, where other kernels keep other things.
+        """
         raise NotImplementedError
 
     def tensor_parallel_plan(self) -> dict[str, Any]:

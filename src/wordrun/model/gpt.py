@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
-from wordrun.model.base import Transformer
+from wordrun.model.base import Kept, Transformer
 from wordrun.model.dropout import Dropout, causal_attention
 
 
@@ -124,6 +124,34 @@ class GPT(Transformer):
             "norm": tp.SequenceParallel(),
             "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
+
+    def kept_by_block(self, on_cpu: bool) -> list[Kept]:
+        """Return what one block keeps for its backward pass, besides its input.
+
+        With 2 bytes everywhere that is 32 C bytes per token with the input, or the 34 C of Korthikanti et al. 2022
+        (section 4.1) with the dropout masks. A fused attention keeps no T x T matrix.
+        """
+        C, N, T = self.cfg.n_embd, self.cfg.n_head, self.cfg.block_size
+        statistics = Kept(2, of="fp32")  # a norm's mean and deviation
+        kept = [
+            statistics,
+            Kept(C, whole=True),  # what the norm returns, for qkv
+            Kept(3 * C, product=True),  # q, k, v
+            Kept(C, product=True),  # the attention's result, for its projection
+            Kept(C, product=True, needed=False),  # the projection
+            Kept(C, of="stream"),  # between attention and MLP, for the norm
+            statistics,
+            Kept(C, whole=True),  # what the norm returns, for up
+            Kept(4 * C, product=True),  # up, for the GELU
+            Kept(4 * C),  # the GELU's result, for the projection
+            Kept(C, product=True, needed=False),  # the projection
+        ]
+        if not self.cfg.dropout:
+            return [*kept, Kept(N, of="fp32", product=True)]  # sums of the softmax
+        masks = [Kept(C, of="compute" if on_cpu else "byte")] * 2
+        # On a CPU causal_attention has the matrices: the weights, which of them to keep, and their product.
+        attention = [Kept(N * T)] * 3 if on_cpu else [Kept(N, of="fp32", product=True)]
+        return [*kept, *masks, *attention]
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass.
