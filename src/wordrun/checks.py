@@ -245,7 +245,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:
     if backend.schedule != "GPipe" and in_all % whole.pp:
         problems.append(
             f"backend.schedule={backend.schedule} needs a multiple of backend.pp={whole.pp} micro-batches in a step, "
-            f"not {in_all}: change model.batch_size, optimizer.gas or backend.microbatches, or use backend.schedule=GPipe"
+            f"not {in_all}: change model.batch_size, optimizer.gas or backend.microbatches, or use GPipe"
         )
     if cfg.train.compile and "ZeroBubble" in backend.schedule:
         problems.append(

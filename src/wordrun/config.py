@@ -103,7 +103,7 @@ class FSDPConfig(BackendConfig):
     tp: int | None = 1
     """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
     reshard_after_forward: bool = True
-    """Free a block's parameters after its forward pass and gather them again for the backward (ZeRO-3); false: ZeRO-2."""
+    """Gather a block's parameters for its forward pass and again for the backward (ZeRO-3); false: keep them (ZeRO-2)."""
     reduce_dtype: str = "fp32"
     """Precision in which gradients are averaged: fp32 or bf16."""
     cpu_offload: bool = False

@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         """Return what the next part needs; of the last part the losses, or the logits.
 
         Args:
-            x: (B, T) token numbers, T at most block_size; for a part that is not the first, what the one before returns.
+            x: (B, T) token numbers, T at most block_size; for a later part, what the one before returns.
             targets: (B, T) the tokens that should follow.
             at: the token whose logits alone are wanted.
 

@@ -308,7 +308,8 @@ class Trainer:
             f"{data['train_tokens']:,}", f"{data['val_tokens']:,}", data["vocab_size"],
         )  # fmt: skip
         LOGGER.info(
-            "a step takes %d sequences (%d data-parallel ranks x %d x %d micro-steps) of %d tokens; %d steps are %.2f epochs",
+            "a step takes %d sequences (%d data-parallel ranks x %d x %d micro-steps) of %d tokens; "
+            "%d steps are %.2f epochs",
             self.sequences_per_step, self.layout.dp, cfg.model.batch_size, self.gas, cfg.model.block_size,
             cfg.train.max_iters, self.sequences.epoch_of(cfg.train.max_iters * self.sequences_per_step),
         )  # fmt: skip
