@@ -15,6 +15,8 @@ from wordrun.config import (
     DataConfig,
     DDPConfig,
     FSDPConfig,
+    GPTConfig,
+    LlamaConfig,
     ModelConfig,
     OptimizerConfig,
     PPConfig,
@@ -108,7 +110,32 @@ def _check_model(model: ModelConfig) -> list[str]:
         )
     if not 0 <= model.dropout < 1:
         problems.append(f"model.dropout={model.dropout} should be at least 0 and less than 1")
-    return [*problems, *_one_of("model.gelu", model.gelu, ["none", "tanh"])]
+    if isinstance(model, GPTConfig):
+        problems += _one_of("model.gelu", model.gelu, ["none", "tanh"])
+    if isinstance(model, LlamaConfig):
+        problems += _check_llama(model)
+    return problems
+
+
+def _check_llama(model: LlamaConfig) -> list[str]:
+    problems = _positive("model", model, "n_kv_head", "n_hidden", "rope_factor")
+    for name in ("rope_theta", "norm_eps"):
+        if not 0 < getattr(model, name) < math.inf:
+            problems.append(f"model.{name}={getattr(model, name)} should be a number above 0")
+    if model.n_head < 1:
+        return problems
+    if model.n_kv_head is not None and model.n_kv_head > 0 and model.n_head % model.n_kv_head:
+        fits = max(n for n in range(1, model.n_kv_head) if model.n_head % n == 0)
+        problems.append(
+            f"model.n_kv_head={model.n_kv_head} does not divide model.n_head={model.n_head}: "
+            f"use model.n_kv_head={fits}, or another model.n_head"
+        )
+    if model.n_embd // model.n_head % 2:
+        problems.append(
+            f"model.n_embd={model.n_embd} and model.n_head={model.n_head} make heads of {model.n_embd // model.n_head} "
+            f"elements, which the rotary embedding cannot pair: use model.n_embd={model.n_embd + model.n_head}"
+        )
+    return problems
 
 
 def _check_data(data: DataConfig) -> list[str]:
@@ -220,12 +247,19 @@ def _check_sharded(cfg: Config, ranks: int) -> list[str]:
 
 def _check_tensor(model: ModelConfig, tp: int) -> list[str]:
     """Each rank of a tensor-parallel group has whole heads, and the same number of hidden units and tokens."""
-    return [
-        f"model.{name}={getattr(model, name)} is not divisible by backend.tp={tp}: "
-        f"use model.{name}={math.ceil(getattr(model, name) / tp) * tp}, or another backend.tp"
-        for name in ("n_head", "n_embd", "block_size", "vocab_size")
-        if (getattr(model, name) or 0) % tp
-    ]
+    names = ["n_head", "n_embd", "block_size", "vocab_size"]
+    if isinstance(model, LlamaConfig):
+        names += ["n_kv_head", "n_hidden"]
+    problems = []
+    for name in names:
+        size = getattr(model, name) or 0
+        if size % tp:
+            fits = math.lcm(size, tp) if name == "n_kv_head" else math.ceil(size / tp) * tp
+            problems.append(
+                f"model.{name}={size} is not divisible by backend.tp={tp}: "
+                f"use model.{name}={fits}, or another backend.tp"
+            )
+    return problems
 
 
 def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:

@@ -22,7 +22,7 @@ DTYPES = {
 
 @dataclass
 class ModelConfig:
-    """A GPT-2 style transformer."""
+    """What every model has: a stack of transformer blocks."""
 
     name: str = "nano"
     """Name of the preset; part of the run directory."""
@@ -38,12 +38,39 @@ class ModelConfig:
     """Sequences per rank and micro-step."""
     dropout: float = 0.0
     """Probability of dropping an activation, 0 to less than 1."""
-    bias: bool = False
-    """Biases in the linear layers and norms, as GPT-2 has them."""
     vocab_size: int | None = None
     """Rows of the embedding; null: as many as the tokenizer has."""
+
+
+@dataclass
+class GPTConfig(ModelConfig):
+    """A GPT-2 style transformer."""
+
+    bias: bool = False
+    """Biases in the linear layers and norms, as GPT-2 has them."""
     gelu: str = "none"
     """The MLP's GELU: none (exact) or tanh, the approximation with which OpenAI trained GPT-2."""
+
+
+@dataclass
+class LlamaConfig(ModelConfig):
+    """A LLaMA style transformer."""
+
+    name: str = "llama_debug"
+    """Name of the preset; part of the run directory."""
+    n_kv_head: int | None = None
+    """Heads of keys and values, each shared by a group of query heads (grouped-query attention); must divide n_head;
+    null: as many."""
+    n_hidden: int = 352
+    """Width inside the MLP; LLaMA's is about 8/3 n_embd or more."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding: the larger, the slower its slowest rotation."""
+    rope_factor: float = 1.0
+    """Slows the rotations that do not get round within 8,192 tokens, as Llama 3.1 does for longer texts; 1: none."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in the norms."""
+    tie: bool = False
+    """Share the output layer's weights with the token embedding."""
 
 
 @dataclass
@@ -315,7 +342,7 @@ def documentation(cls: type[Any]) -> dict[str, str]:
 
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {
-    "model": {"gpt": ModelConfig},
+    "model": {"gpt": GPTConfig, "llama": LlamaConfig},
     "data": {"text": DataConfig},
     "backend": {name.lower(): node for name, node in BACKENDS.items()},
     "optimizer": {"adamw": OptimizerConfig},

@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,25 @@ class Kept:
     """Result of a matrix product, which selective activation checkpointing keeps."""
     needed: bool = True
     """Whether the backward pass reads it; if not, selective activation checkpointing alone keeps it."""
-    whole: bool = False
-    """Whether each rank of a tensor-parallel group has all of it, rather than a share."""
+    readers: int = 0
+    """Matrix products that read it as the result of a norm, all of it on each rank of a tensor-parallel group: under
+    autocast each makes a copy of its own, in 16 bits."""
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm_1 = norm_1
+        self.attention = attention
+        self.norm_2 = norm_2
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the residual stream after this block; x and result (B, T, C)."""
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):
@@ -40,9 +58,6 @@ class Transformer(nn.Module):
     every part as in the whole, and begin with the same values whoever draws them, so that any layout of ranks holds
     the same model.
     """
-
-    tied: bool
-    """Whether the output layer shares its weights with the token embedding."""
 
     def __init__(self, cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> None:
         super().__init__()
@@ -63,16 +78,17 @@ class Transformer(nn.Module):
         """Make the modules that ``embed`` uses, ``tokens`` among them."""
         self.tokens = nn.Embedding(self.vocab_size, self.cfg.n_embd)
 
-    def new_block(self) -> nn.Module:
-        """Return a block, (B, T, C) to (B, T, C)."""
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares its weights with the token embedding."""
+        raise NotImplementedError
+
+    def new_block(self) -> Block:
+        """Return a block, (B, T, C) to (B, T, C). What it adds to the residual stream comes from layers named proj."""
         raise NotImplementedError
 
     def new_norm(self) -> nn.Module:
-        """Return the norm before the output layer."""
-        raise NotImplementedError
-
-    def initial_std(self, name: str) -> float:
-        """Return the deviation of the normal distribution from which the matrix ``name`` is drawn."""
+        """Return one of the norms: there are two in a block, and one before the output layer."""
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
@@ -87,9 +103,49 @@ class Transformer(nn.Module):
         """
         raise NotImplementedError
 
+    def kept_by_attention(self, on_cpu: bool) -> list[Kept]:
+        """Return what the softmax of a block's attention and its dropout keep.
+
+        A fused attention has no T x T matrix. On a CPU there is none with dropout, and ``causal_attention`` keeps the
+        weights, which of them dropout keeps, and their product.
+        """
+        C, N, T = self.cfg.n_embd, self.cfg.n_head, self.cfg.block_size
+        sums = Kept(N, of="fp32", product=True)
+        if not self.cfg.dropout:
+            return [sums]
+        masks = [Kept(C, of="compute" if on_cpu else "byte")] * 2
+        return [*masks, *([Kept(N * T)] * 3 if on_cpu else [sums])]
+
+    def initial_std(self, name: str) -> float:
+        """Return the deviation of the normal distribution from which the matrix ``name`` is drawn.
+
+        0.02, and 0.02 / sqrt(2 n_layer) for the projections that end in the residual stream: with that its variance
+        does not grow with depth (Radford et al. 2019, section 2.3).
+        """
+        return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
+
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group share the matrices: module names to torch's styles."""
-        raise NotImplementedError
+        """Return how the ranks of a tensor-parallel group share the matrices: module names to torch's styles.
+
+        As in Megatron-LM (Shoeybi et al. 2019) attention goes by heads, the MLP by hidden units, embedding and output
+        layer by vocabulary. Between them each rank has a run of the tokens (sequence parallelism, Korthikanti et al.
+        2022). A model adds the layers with which its attention and its MLP begin.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import parallel as tp
+
+        gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        return {
+            "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "blocks.*.norm_1": tp.SequenceParallel(),
+            "blocks.*.attention": gathered,
+            "blocks.*.attention.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+            "blocks.*.norm_2": tp.SequenceParallel(),
+            "blocks.*.mlp": gathered,
+            "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+            "norm": tp.SequenceParallel(),
+            "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        }
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return where the residual stream begins, (B, T, C)."""
@@ -105,6 +161,10 @@ class Transformer(nn.Module):
 
         Args:
             x: (B, T) token numbers, T at most block_size; for a later part, what the one before returns.
+
+
+            x: (B, T) token numbers, T at most block_size; for a part that is not the first, what the one before it
+                returns.
             targets: (B, T) the tokens that should follow.
             at: the token whose logits alone are wanted.
 

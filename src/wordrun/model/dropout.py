@@ -46,19 +46,32 @@ class Dropout(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and those before; all (B, N, T, H).
+    """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and those before, (B, N, T, H).
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
+        q: queries, (B, N, T, H).
+        k: keys, (B, M, T, H): M divides N, and N / M heads of queries that follow each other share a head of keys.
+        v: values, (B, M, T, H).
         p: dropout probability of the attention weights.
     """
-    if not p or q.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+    by_hand = p > 0 and q.device.type == "cpu" and not torch.compiler.is_compiling()
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and (by_hand or not _shares_heads(q)):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    if not by_hand:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)
     # torch's fused kernel for CPUs has no dropout, and what torch does in its place draws from Bernoulli.
     B, N, T, H = q.shape
     hidden = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(hidden, q.reshape(B * N, T, H), k.reshape(B * N, T, H).transpose(1, 2), alpha=H**-0.5)
     weights = dropout(torch.softmax(scores, dim=-1), p)
     return (weights @ v.reshape(B * N, T, H)).view(B, N, T, H)
+
+
+def _shares_heads(q: Tensor) -> bool:
+    """Say whether torch has a fused attention for ``q`` in which several heads of queries share one of keys.
+
+    Of those for CUDA only the one for half precision has; the others would fall back to all T x T weights in memory.
+    """
+    return q.device.type == "cpu" or (q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16))

@@ -5,22 +5,21 @@ Shapes: B sequences, T tokens, C = n_embd, N heads, H = C / N, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun.config import ModelConfig
-from wordrun.model.base import Kept, Transformer
+from wordrun.config import GPTConfig
+from wordrun.model.base import Block, Kept, Transformer
 from wordrun.model.dropout import Dropout, causal_attention
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         self.head_size = cfg.n_embd // cfg.n_head
         self.dropout = cfg.dropout
@@ -41,7 +40,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a GELU between, four times as wide inside."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         self.gelu = cfg.gelu
         self.up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=cfg.bias)
@@ -53,25 +52,10 @@ class MLP(nn.Module):
         return self.drop(self.proj(F.gelu(self.up(x), approximate=self.gelu)))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream."""
-
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-        self.attention = Attention(cfg)
-        self.norm_2 = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-        self.mlp = MLP(cfg)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after this block; x and result (B, T, C)."""
-        x = x + self.attention(self.norm_1(x))
-        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
-
-
 class GPT(Transformer):
     """Learned positions, layer norms, GELU; the output layer shares its weights with the token embedding."""
 
+    cfg: GPTConfig
     tied = True
 
     def add_embedding(self) -> None:
@@ -80,12 +64,12 @@ class GPT(Transformer):
         self.positions = nn.Embedding(self.cfg.block_size, self.cfg.n_embd)
         self.drop = Dropout(self.cfg.dropout)
 
-    def new_block(self) -> nn.Module:
+    def new_block(self) -> Block:
         """Return a block."""
-        return Block(self.cfg)
+        return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MLP(self.cfg))
 
     def new_norm(self) -> nn.Module:
-        """Return the last norm."""
+        """Return a norm."""
         return nn.LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -93,36 +77,16 @@ class GPT(Transformer):
         positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
 
-    def initial_std(self, name: str) -> float:
-        """Return 0.02, and 0.02 / sqrt(2 n_layer) for the projections that end in the residual stream.
-
-        With that its variance does not grow with depth (Radford et al. 2019, section 2.3).
-        """
-        return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
-
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group share the matrices (Megatron-LM, Shoeybi et al. 2019).
-
-        Attention by heads, the MLP by hidden units, embedding and output layer by vocabulary. Between them each rank
-        has a run of the tokens (sequence parallelism, Korthikanti et al. 2022).
-        """
+        """Return how the ranks of a tensor-parallel group share the matrices."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor import parallel as tp
 
-        gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
         return {
-            "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            **super().tensor_parallel_plan(),
             "positions": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-            "blocks.*.norm_1": tp.SequenceParallel(),
-            "blocks.*.attention": gathered,
             "blocks.*.attention.qkv": tp.ColwiseParallel(),
-            "blocks.*.attention.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
-            "blocks.*.norm_2": tp.SequenceParallel(),
-            "blocks.*.mlp": gathered,
             "blocks.*.mlp.up": tp.ColwiseParallel(),
-            "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
-            "norm": tp.SequenceParallel(),
-            "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
 
     def kept_by_block(self, on_cpu: bool) -> list[Kept]:
@@ -131,27 +95,22 @@ class GPT(Transformer):
         With 2 bytes everywhere that is 32 C bytes per token with the input, or the 34 C of Korthikanti et al. 2022
         (section 4.1) with the dropout masks. A fused attention keeps no T x T matrix.
         """
-        C, N, T = self.cfg.n_embd, self.cfg.n_head, self.cfg.block_size
+        C = self.cfg.n_embd
         statistics = Kept(2, of="fp32")  # a norm's mean and deviation
-        kept = [
+        return [
             statistics,
-            Kept(C, whole=True),  # what the norm returns, for qkv
+            Kept(C, readers=1),  # the norm's result, for qkv
             Kept(3 * C, product=True),  # q, k, v
             Kept(C, product=True),  # the attention's result, for its projection
             Kept(C, product=True, needed=False),  # the projection
             Kept(C, of="stream"),  # between attention and MLP, for the norm
             statistics,
-            Kept(C, whole=True),  # what the norm returns, for up
+            Kept(C, readers=1),  # the norm's result, for up
             Kept(4 * C, product=True),  # up, for the GELU
             Kept(4 * C),  # the GELU's result, for the projection
             Kept(C, product=True, needed=False),  # the projection
+            *self.kept_by_attention(on_cpu),
         ]
-        if not self.cfg.dropout:
-            return [*kept, Kept(N, of="fp32", product=True)]  # sums of the softmax
-        masks = [Kept(C, of="compute" if on_cpu else "byte")] * 2
-        # On a CPU causal_attention has the matrices: the weights, which of them to keep, and their product.
-        attention = [Kept(N * T)] * 3 if on_cpu else [Kept(N, of="fp32", product=True)]
-        return [*kept, *masks, *attention]
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass.

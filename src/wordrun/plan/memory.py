@@ -186,7 +186,7 @@ class Memory:
     activations: float
     """What forward passes keep until their backward passes."""
     logits: float
-    """What the cross entropy holds of them at its peak."""
+    """What the last norm and the cross entropy hold at their peak."""
     block: float
     """What the backward pass of one block adds to the activations, with what it computes again."""
     buffers: float
@@ -290,7 +290,7 @@ def _pipeline(model: Outline, way: Way, options: PPConfig, checkpointing: str, r
     mean = {name: sum(each[name] for each in alive) / len(runs) for name in alive[0]}
     logits = max(each["logits"] for each in alive)
     if options.schedule == "GPipe":  # all losses are there before the first backward pass
-        logits += logits / CROSS_ENTROPY * FP32 * (count - 1)
+        logits += logits * (FP32 + way.compute % FP32) / CROSS_ENTROPY * (count - 1)
     # torch keeps parameters and gradients whole from one micro-batch to the next, and a place for all that come in.
     local = sum(numel(model.weights(run), at.tp) for run in runs)
     message = _tokens(way) / parts * model.cfg.n_embd * way.compute / at.tp
@@ -360,27 +360,31 @@ def _alive(
     """
     cfg, tp, tokens = model.cfg, way.layout.tp, _tokens(way) / parts
     sizes = {"compute": way.compute, "stream": way.stream, "fp32": FP32, "byte": 1}
-    every, products = 0.0, 0.0
-    for each in model.kept:
-        size = each.width * sizes[each.of] / (1 if each.whole else tp)
-        every += size if each.needed else 0
-        products += size if each.product else 0
+    autocast = way.stream != way.compute
+
+    def size(kept: Kept) -> float:
+        copies = max(1, kept.readers if autocast else 1)
+        return kept.width * copies * sizes[kept.of] / (1 if kept.readers else tp)
+
+    needed = sum(size(each) for each in model.kept if each.needed)
+    products = sum(size(each) for each in model.kept if each.product)
     start = cfg.n_embd * way.stream / tp  # the block's input
-    kept = {"none": every + start, "selective": products + start, "full": start}
-    again = {"none": 0.0, "selective": every - products, "full": every}
+    kept = {"none": needed + start, "selective": products + start, "full": start}
+    others = sum(size(each) for each in model.kept if each.needed and not each.product)
+    again = {"none": 0.0, "selective": others}.get(checkpointing, needed)
     if checkpointing.isdecimal():
         per_token = sum(kept["none" if layer % int(checkpointing) else "full"] for layer in layers)
     else:
         per_token = len(layers) * kept[checkpointing]
-    is_last = cfg.n_layer - 1 in layers
-    if is_last:  # the last norm's input and its result
-        per_token += start + cfg.n_embd * way.compute
-    widest = max(each.width * sizes[each.of] / (1 if each.whole else tp) for each in model.kept)
+    head = 0.0
+    if cfg.n_layer - 1 in layers:  # the last norm's input, its result, and the logits
+        head = start + cfg.n_embd * way.compute + CROSS_ENTROPY * model.vocab_size / tp
+    widest = max(size(each) for each in model.kept)
     return {
         "activations": tokens * per_token,
-        "logits": tokens * CROSS_ENTROPY * model.vocab_size / tp if is_last else 0.0,
-        # Gradients of the result and of the input of the widest layer.
-        "block": tokens * (max(again.get(checkpointing, every), 0.0) + 2 * widest),
+        "logits": tokens * head,
+        # What is computed again, and gradients: of the stream, of the widest layer's result and of its input.
+        "block": tokens * (again + start + 2 * widest),
     }
 
 

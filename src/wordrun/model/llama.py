@@ -1,0 +1,181 @@
+"""LLaMA (Touvron et al. 2023), and Llama 2 and 3 after it.
+
+Shapes: B sequences, T tokens, C = n_embd, N heads, M = n_kv_head, H = C / N, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wordrun.config import LlamaConfig
+from wordrun.model.base import Block, Kept, Transformer
+from wordrun.model.dropout import Dropout, causal_attention
+
+TRAINED_LENGTH = 8192
+"""Tokens in a sequence of Llama 3's training, before rope_factor stretched it."""
+
+
+def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the rotary embedding's angles (Su et al. 2021), both (T, 1, H) in fp32.
+
+    Element h of a head is rotated together with element h + H / 2, by theta^(-2h / H) from one token to the next. (The
+    paper pairs neighbours; this is the order of Hugging Face's weights.) The first half of the sines is negative, as
+    ``rotate`` needs it.
+
+    Args:
+        T: tokens.
+        H: size of a head.
+        theta: base.
+        factor: rotations that take more than TRAINED_LENGTH tokens to get round are this many times slower, those
+            that get round 4 times within it are as they were, and between them it is a mixture (Llama 3.1's models).
+        device: of the result.
+    """
+    speeds = 1 / theta ** (torch.arange(0, H, 2, dtype=torch.float32, device=device) / H)  # radians per token
+    if factor != 1:
+        rounds = TRAINED_LENGTH * speeds / (2 * math.pi)
+        kept = ((rounds - 1) / (4 - 1)).clamp(0, 1)
+        speeds = speeds * (kept + (1 - kept) / factor)
+    angles = torch.arange(T, dtype=torch.float32, device=device)[:, None, None] * speeds
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+# Not in inference mode, whose tensors a later backward pass could not use.
+_kept_table = lru_cache(maxsize=8)(torch.inference_mode(False)(rotary_table))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ``x`` (B, T, heads, H) with each pair of elements rotated, computed in fp32."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary embedding, in which heads of queries share heads of keys and values.
+
+    That is grouped-query attention (Ainslie et al. 2023). Queries, keys and values have matrices of their own, so that
+    ranks that share them by rows have whole heads.
+    """
+
+    def __init__(self, cfg: LlamaConfig) -> None:
+        super().__init__()
+        self.head_size = cfg.n_embd // cfg.n_head
+        self.rope_theta, self.rope_factor = cfg.rope_theta, cfg.rope_factor
+        self.dropout = cfg.dropout
+        shared = (cfg.n_kv_head or cfg.n_head) * self.head_size
+        self.q = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.k = nn.Linear(cfg.n_embd, shared, bias=False)
+        self.v = nn.Linear(cfg.n_embd, shared, bias=False)
+        self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.drop = Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what each token gathers from itself and the tokens before it; x and result (B, T, C)."""
+        B, T, _ = x.shape
+        q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
+        table = self.table(q)
+        q, k = rotate(q, *table), rotate(k, *table)
+        y = causal_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.dropout if self.training else 0.0
+        )
+        return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
+
+    def table(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rotary table for ``q`` (B, T, heads, H), which all blocks share."""
+        # torch.compile fuses the computation into what follows; a subclass, such as a fake tensor, may not be kept.
+        kept = type(q) is Tensor and not torch.compiler.is_compiling()
+        make = _kept_table if kept else rotary_table
+        return make(q.shape[1], self.head_size, self.rope_theta, self.rope_factor, q.device)
+
+
+class MLP(nn.Module):
+    """Hidden units gated by SiLU of a second linear layer: SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, cfg: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(cfg.n_embd, cfg.n_hidden, bias=False)
+        self.up = nn.Linear(cfg.n_embd, cfg.n_hidden, bias=False)
+        self.proj = nn.Linear(cfg.n_hidden, cfg.n_embd, bias=False)
+        self.drop = Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token by itself; x and result (B, T, C)."""
+        return self.drop(self.proj(F.silu(self.gate(x)) * self.up(x)))  # type: ignore[no-any-return]
+
+
+class Llama(Transformer):
+    """Rotary embedding, RMS norms (Zhang and Sennrich 2019), SwiGLU, grouped-query attention; no biases.
+
+    LLaMA has no dropout; where there is some it acts as in GPT.
+    """
+
+    cfg: LlamaConfig
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares its weights with the token embedding."""
+        return self.cfg.tie
+
+    def add_embedding(self) -> None:
+        """Make the embedding of tokens; their positions enter by the rotation of queries and keys."""
+        super().add_embedding()
+        self.drop = Dropout(self.cfg.dropout)
+
+    def new_block(self) -> Block:
+        """Return a block."""
+        return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MLP(self.cfg))
+
+    def new_norm(self) -> nn.Module:
+        """Return a norm."""
+        return nn.RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embedding of each token, (B, T, C)."""
+        return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Return how the ranks of a tensor-parallel group share the matrices."""
+        from torch.distributed.tensor import parallel as tp
+
+        begin = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+        return {**super().tensor_parallel_plan(), **{f"blocks.*.{name}": tp.ColwiseParallel() for name in begin}}
+
+    def kept_by_block(self, on_cpu: bool) -> list[Kept]:
+        """Return what one block keeps for its backward pass, besides its input."""
+        C, hidden = self.cfg.n_embd, self.cfg.n_hidden
+        shared = C * (self.cfg.n_kv_head or self.cfg.n_head) // self.cfg.n_head
+        # The mean square; a CPU's RMSNorm is made of several operations, and the scaled input is kept between two.
+        norm = [Kept(1, of="fp32"), *([Kept(C, of="stream")] if on_cpu else [])]
+        return [
+            *norm,
+            Kept(C, readers=3),  # the norm's result, for q, k and v
+            *(Kept(width, product=True, needed=False) for width in (C, shared)),  # q, k
+            *(Kept(width) for width in (C, shared)),  # q, k when they are rotated
+            Kept(shared, product=True),  # v
+            Kept(C, product=True),  # the attention's result, for its projection
+            Kept(C, product=True, needed=False),  # the projection
+            Kept(C, of="stream"),  # between attention and MLP, for the norm
+            *norm,
+            Kept(C, readers=2),  # the norm's result, for gate and up
+            *[Kept(hidden, product=True)] * 2,  # gate and up
+            *[Kept(hidden)] * 2,  # the gate's SiLU, and what it lets through
+            Kept(C, product=True, needed=False),  # the projection
+            *self.kept_by_attention(on_cpu),
+        ]
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of one token's forward and backward pass.
+
+        Counted as GPT's are: 6 for every weight of a matrix product and 12 n_layer C T for the attention (Chowdhery et
+        al. 2022, appendix B). Sharing keys and values saves weights, but no operations of the attention itself.
+        """
+        cfg = self.cfg
+        shared = cfg.n_embd * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
+        block = cfg.n_embd * (2 * cfg.n_embd + 2 * shared + 3 * cfg.n_hidden)
+        weights = cfg.n_layer * block + self.vocab_size * cfg.n_embd
+        return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
