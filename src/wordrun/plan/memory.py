@@ -203,16 +203,24 @@ class Memory:
         return states + self.activations + max(self.logits, self.block) + self.buffers
 
 
-def memory(model: Outline, way: Way, checkpointing: str) -> Memory:
-    """Return what a rank of ``way`` needs with activation checkpointing ``checkpointing``."""
+def memory(model: Outline, way: Way, checkpointing: str, place: int | None = None) -> Memory:
+    """Return what a rank of ``way`` needs with activation checkpointing ``checkpointing``.
+
+    Args:
+        model: the whole.
+        way: how it is trained.
+        checkpointing: as train.activation_checkpointing.
+        place: of the rank in its pipeline; None: the place that needs most.
+    """
     if isinstance(way.backend, PPConfig):
-        every = [_pipeline(model, way, way.backend, checkpointing, rank) for rank in range(way.layout.pp)]
+        places = range(way.layout.pp) if place is None else [place]
+        every = [_pipeline(model, way, way.backend, checkpointing, rank) for rank in places]
         return max(every, key=lambda each: each.total)
     if isinstance(way.backend, FSDPConfig):
         return _sharded(model, way, way.backend, checkpointing)
-    return _zero(model, way, way.backend, checkpointing) if isinstance(way.backend, Zero) else _ddp(
-        model, way, checkpointing
-    )
+    if isinstance(way.backend, Zero):
+        return _zero(model, way, way.backend, checkpointing)
+    return _ddp(model, way, checkpointing)
 
 
 def _ddp(model: Outline, way: Way, checkpointing: str) -> Memory:
@@ -236,7 +244,7 @@ def _ddp(model: Outline, way: Way, checkpointing: str) -> Memory:
 
 
 def _zero(model: Outline, way: Way, options: Zero, checkpointing: str) -> Memory:
-    """ZeRO, sections 5 and 7.2, with the 16-bit parameters and gradients that DeepSpeed has; offload as ZeRO-Offload."""
+    """ZeRO (sections 5 and 7.2), with DeepSpeed's parameters and gradients in 16 bits; offload as in ZeRO-Offload."""
     count, ranks, size = model.parameters, way.layout.dp, way.compute
     parameters = size * count / (ranks if options.stage == 3 else 1)
     gradients = size * count / (ranks if options.stage >= 2 else 1)
@@ -346,9 +354,7 @@ def _tensor_sent(model: Outline, way: Way, runs: Sequence[Sequence[int]]) -> flo
     return passes * _ring(1, way.layout.tp) * _tokens(way) * way.gas * model.cfg.n_embd * way.compute
 
 
-def _alive(
-    model: Outline, way: Way, checkpointing: str, layers: Sequence[int], parts: int = 1
-) -> dict[str, float]:
+def _alive(model: Outline, way: Way, checkpointing: str, layers: Sequence[int], parts: int = 1) -> dict[str, float]:
     """Return the activations, logits and working memory of the part with the blocks ``layers``.
 
     Args:
