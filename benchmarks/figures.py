@@ -90,7 +90,7 @@ class BareStep(Hook):
         from wordrun.train.optim import adamw
 
         self.model = build(trainer.cfg.model, trainer.corpus.tokenizer.vocab_size)
-        self.optimizer = adamw(trainer.cfg.optimizer, self.model)
+        self.optimizer = adamw(trainer.cfg.optimizer, self.model.parameters())
         self.clip = torch.nn.utils.clip_grad_norm_
 
     def after_step(self, trainer: Trainer) -> None:

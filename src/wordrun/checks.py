@@ -10,6 +10,7 @@ from wordrun.config import (
     DTYPES,
     INTERLEAVED,
     SCHEDULES,
+    ZERO_BUBBLE,
     BackendConfig,
     Config,
     DataConfig,
@@ -281,9 +282,22 @@ def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:
             f"backend.schedule={backend.schedule} needs a multiple of backend.pp={whole.pp} micro-batches in a step, "
             f"not {in_all}: change model.batch_size, optimizer.gas or backend.microbatches, or use GPipe"
         )
-    if cfg.train.compile and "ZeroBubble" in backend.schedule:
-        problems.append(
-            f"train.compile=true: compiled blocks cannot split their backward pass in two, as backend.schedule="
-            f"{backend.schedule} does: use train.compile=false, or backend.schedule=1F1B"
-        )
+    if backend.schedule in ZERO_BUBBLE:
+        others = {"backend.shard": whole.shard, "backend.tp": whole.tp}
+        problems += [
+            f"backend.schedule={backend.schedule} splits the backward pass in two, which {key}={size} cannot: "
+            f"use {key}=1, or backend.schedule=1F1B"
+            for key, size in others.items()
+            if size > 1
+        ]
+        if cfg.train.compile:
+            problems.append(
+                f"backend.schedule={backend.schedule} splits the backward pass in two, which compiled blocks cannot: "
+                "use train.compile=false, or backend.schedule=1F1B"
+            )
+        if cfg.train.activation_checkpointing != "none":
+            problems.append(
+                f"backend.schedule={backend.schedule} splits the backward pass in two, which would compute "
+                "checkpointed activations twice: use train.activation_checkpointing=none, or backend.schedule=1F1B"
+            )
     return problems

@@ -130,7 +130,7 @@ class FSDPConfig(BackendConfig):
     tp: int | None = 1
     """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
     reshard_after_forward: bool = True
-    """Gather a block's parameters for its forward pass and again for the backward (ZeRO-3); false: keep them (ZeRO-2)."""
+    """Gather parameters for the forward pass and again for the backward (ZeRO-3); false: keep them (ZeRO-2)."""
     reduce_dtype: str = "fp32"
     """Precision in which gradients are averaged: fp32 or bf16."""
     cpu_offload: bool = False
@@ -188,7 +188,9 @@ class ThreeDConfig(PPConfig):
 BACKENDS: dict[str, type[BackendConfig]] = {
     "DDP": DDPConfig, "FSDP": FSDPConfig, "TP": TPConfig, "PP": PPConfig, "3D": ThreeDConfig,
 }  # fmt: skip
-INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that compute the gradients of weights later than those of activations, where there would be a bubble."""
+INTERLEAVED = ("Interleaved1F1B", *ZERO_BUBBLE)
 """Schedules in which a rank has several runs of blocks."""
 SCHEDULES = ("GPipe", "1F1B", *INTERLEAVED)
 

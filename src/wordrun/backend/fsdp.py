@@ -53,7 +53,7 @@ class FSDPBackend(NativeBackend):
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` up, and share them out."""
         with self.vocabulary_in_pieces():
-            loss.backward()
+            super().backward(loss)
 
     @contextlib.contextmanager
     def vocabulary_in_pieces(self) -> Iterator[None]:

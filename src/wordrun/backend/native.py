@@ -59,7 +59,7 @@ class NativeBackend:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` up."""
-        loss.backward()
+        torch.autograd.backward(loss)
 
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
         """Clip, let the optimizer take its step, and return the norm of the gradients."""

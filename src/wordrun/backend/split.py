@@ -37,11 +37,15 @@ class Splitter:
     dtype: torch.dtype
     options: FSDPConfig
 
-    def build(self, layers: Sequence[int] | None = None) -> Transformer:
+    def build(self, layers: Sequence[int] | None = None, *, sharded: bool = True) -> Transformer:
         """Return the model, or the part of it with the blocks ``layers``: this rank's share of it.
 
         One block after the other gets its values, is cut for tensor parallelism and then sharded, so that no rank
         ever holds more than its share and one block (or the embedding).
+
+        Args:
+            layers: numbers of the blocks; None: all.
+            sharded: whether to share the parameters among data-parallel ranks, after cutting them.
         """
         cfg = self.job.cfg
         model = outline(cfg.model, self.job.vocab_size, layers)
@@ -52,15 +56,19 @@ class Splitter:
             self._fill(model, block, f"blocks.{number}.")
             self._cut(block, inside)
             prepare_block(block, int(number), cfg)
-            self._shard(block)
+            if sharded:
+                self._shard(block)
         for name, child in model.named_children():
             if child is not model.blocks:
                 self._fill(model, child, f"{name}.")
         model.tie()
         self._cut(model, {name: style for name, style in outside.items() if hasattr(model, name)})
         model.tie()  # cutting has made two of it again
-        self._shard(model)
-        self._prefetch(list(model.blocks.values()))
+        if sharded:
+            self._shard(model)
+            self._prefetch(list(model.blocks.values()))
+        elif self.dtype != torch.float32:
+            model.forward = torch.autocast(self.device.type, dtype=self.dtype)(model.forward)  # type: ignore[method-assign]
         return model
 
     def _fill(self, model: Transformer, module: nn.Module, prefix: str) -> None:
@@ -114,16 +122,17 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     """Return the norm of all gradients of the whole model together, on every rank the same.
 
     Args:
-        gradients: this rank's pieces, DTensors; each gradient of the model once on each stage of the pipeline.
+        gradients: this rank's pieces; each gradient of the model is counted by one stage of the pipeline.
         mesh: of all ranks.
         device: the one that communicates.
     """
     pieces: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
-        assert isinstance(gradient, DTensor)
-        names = gradient.device_mesh.mesh_dim_names or ()
-        axes = tuple(axis for axis, at in zip(names, gradient.placements, strict=True) if not at.is_replicate())
-        pieces.setdefault(axes, []).append(gradient.to_local())
+        axes: tuple[str, ...] = ()
+        if isinstance(gradient, DTensor):
+            names = gradient.device_mesh.mesh_dim_names or ()
+            axes = tuple(axis for axis, at in zip(names, gradient.placements, strict=True) if not at.is_replicate())
+        pieces.setdefault(axes, []).append(local(gradient))
     total = torch.zeros((), device=device)
     # The same order on every rank, whichever kinds it has.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from typing import Any
@@ -19,7 +20,7 @@ LEGEND = {
     "lr": "learning rate of this step",
     "grad_norm": "norm of all gradients before clipping",
     "dt": "time of a step, mean since the last line [s]",
-    "dtf": "part of dt in forward passes [s]",
+    "dtf": "part of dt in forward passes, unless they mingle with the backward ones in a pipeline [s]",
     "dtb": "part of dt in backward passes, with their communication [s]",
     "sps": "sequences per second, all ranks",
     "sps_per_gpu": "sequences per second and rank",
@@ -101,8 +102,10 @@ class Meter:
         """Return the metrics of ``step`` and of the time since the last line; every rank must call this."""
         seconds = self.clock.read()
         steps, self._steps = max(1, self._steps), 0
-        mine = [sum(seconds.values()) / steps, seconds["forward"] / steps, seconds["backward"] / steps]
-        figures = all_mean(torch.tensor([result.loss.item(), *mine], device=self.device))
+        passes = [seconds.get(name, math.nan) / steps for name in ("forward", "backward")]
+        figures = all_mean(
+            torch.tensor([result.loss.item(), sum(seconds.values()) / steps, *passes], device=self.device)
+        )
         loss, dt, dtf, dtb = figures.tolist()
         sps = self.sequences_per_step / dt
         mfu = None
@@ -120,7 +123,8 @@ def one_line(metrics: dict[str, Any], max_iters: int) -> str:
     """Return ``metrics`` as a line for people."""
     parts = [f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"lr {metrics['lr']:.2e}"]
     parts += [f"grad_norm {metrics['grad_norm']:.2f}"]
-    parts += [f"{name} {metrics[name] * 1000:.1f}ms" for name in ("dt", "dtf", "dtb")]
+    times = ((name, metrics[name]) for name in ("dt", "dtf", "dtb"))
+    parts += [f"{name} {seconds * 1000:.1f}ms" for name, seconds in times if not math.isnan(seconds)]
     parts += [f"sps {metrics['sps']:.1f}", f"tps {metrics['tps']:,.0f}", f"tps_per_gpu {metrics['tps_per_gpu']:,.0f}"]
     if metrics["mfu"] is not None:
         parts.append(f"mfu {metrics['mfu']:.1f}%")
