@@ -15,8 +15,8 @@ from wordrun.plan.ways import Planner
 
 VOCAB = 97  # a prime: no number of ranks divides it
 SMALL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=1", "train.sample_tokens=0",
-    "train.eval_interval=0", "train.eval_iters=1", "model.n_head=4", "model.n_embd=40", "model.block_size=16",
+    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=1",
+    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "model.n_head=4", "model.n_embd=40", "model.block_size=16",
     "model.batch_size=4", f"model.vocab_size={VOCAB}",
 ]  # fmt: skip
 MODELS = {
@@ -38,6 +38,7 @@ from wordrun import dist
 
 world = dist.identify()
 with dist.guard(world):
+    dist.setup(world, device="cpu")  # so that the group outlives each trainer
     for words in json.loads(sys.argv[1]):
         with wordrun.Trainer(wordrun.compose(words), world) as trainer:
             backend, found = trainer.backend, {}
@@ -56,6 +57,7 @@ with dist.guard(world):
             trainer.train()
             sys.stdout.write(json.dumps({"rank": world.rank, "parameters": size(parameters), **found}) + "\\n")
             sys.stdout.flush()
+    dist.cleanup()
 """
 
 
@@ -64,7 +66,7 @@ def test_states_are_those_of_the_plan_to_the_byte(n: int, ranks: Any, tmp_path: 
     runs = [[*shapes, *SMALL, *way] for way in WAYS[n] for shapes in MODELS.values()]
     (tmp_path / "script.py").write_text(SCRIPT)
     named = [[*words, f"hydra.run.dir={tmp_path}/{i}"] for i, words in enumerate(runs)]
-    done = ranks(n, "script.py", json.dumps(named), under="torchrun", timeout=170)
+    done = ranks(n, "script.py", json.dumps(named), under="torchrun", timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for rank in range(n):
