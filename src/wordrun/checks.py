@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
+from wordrun import ds_config
 from wordrun.config import (
     BACKENDS,
     DTYPES,
@@ -15,6 +17,7 @@ from wordrun.config import (
     Config,
     DataConfig,
     DDPConfig,
+    DeepSpeedConfig,
     FSDPConfig,
     GPTConfig,
     LlamaConfig,
@@ -52,6 +55,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         problems += [*_check_tensor(cfg.model, whole.tp), *_check_sharded(cfg, ranks)]
         if isinstance(cfg.backend, PPConfig):
             problems += _check_pipeline(cfg, cfg.backend, whole)
+    if isinstance(cfg.backend, DeepSpeedConfig):
+        problems += _check_deepspeed(cfg, cfg.backend, None if problems else ranks)
     if problems:
         raise ConfigError("\n".join(problems))
     return whole
@@ -223,6 +228,8 @@ def _check_rest(cfg: Config) -> list[str]:
     if isinstance(cfg.backend, PPConfig):
         problems += _one_of("backend.schedule", cfg.backend.schedule, list(SCHEDULES))
         problems += _positive("backend", cfg.backend, "stages_per_rank", "microbatches")
+    if isinstance(cfg.backend, DeepSpeedConfig):
+        problems += _check_zero(cfg, cfg.backend)
     if isinstance(cfg.tracker, WandbConfig):
         problems += _one_of("tracker.mode", cfg.tracker.mode, ["auto", "online", "offline"])
         problems += _not_negative("tracker", cfg.tracker, "probe_s")
@@ -300,4 +307,37 @@ def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:
                 f"backend.schedule={backend.schedule} splits the backward pass in two, which would compute "
                 "checkpointed activations twice: use train.activation_checkpointing=none, or backend.schedule=1F1B"
             )
+    return problems
+
+
+def _check_zero(cfg: Config, backend: DeepSpeedConfig) -> list[str]:
+    problems = _positive("backend", backend, "bucket_elements") + _not_negative("backend", backend, "keep_below")
+    if not 0 <= backend.stage <= 3:
+        problems.append(f"backend.stage={backend.stage} should be 0, 1, 2 or 3")
+    if backend.offload_optimizer and backend.stage == 0:
+        problems.append("backend.offload_optimizer=true needs optimizer state that the ranks share: backend.stage=1 to 3")
+    if backend.offload_params and backend.stage != 3:
+        problems.append(
+            f"backend.offload_params=true needs parameters that the ranks share: use backend.stage=3, "
+            f"not {backend.stage}"
+        )
+    if cfg.train.compile and backend.stage == 3:
+        problems.append(
+            "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
+            "use train.compile=false, backend.stage=2, or train.backend=FSDP"
+        )
+    return problems
+
+
+def _check_deepspeed(cfg: Config, backend: DeepSpeedConfig, ranks: int | None) -> list[str]:
+    """Look for the package, and for contradictions in a ds_config file, as far as ``ranks`` is known to be good."""
+    problems = []
+    if importlib.util.find_spec("deepspeed") is None:
+        problems.append(
+            "train.backend=deepspeed needs DeepSpeed, which is not installed: pip install 'wordrun[deepspeed]'"
+        )
+    try:
+        ds_config.merge(cfg, backend, cfg.train.dtype, ranks, ranks and accumulation(cfg, ranks))
+    except ConfigError as error:
+        problems += str(error).splitlines()
     return problems

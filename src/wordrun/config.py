@@ -185,8 +185,31 @@ class ThreeDConfig(PPConfig):
     """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
 
 
+@dataclass
+class DeepSpeedConfig(BackendConfig):
+    """DeepSpeed's engine: data parallel, with the state of training shared among the ranks (ZeRO stages 0 to 3)."""
+
+    name: str = "deepspeed"
+    """Name of the backend; set by train.backend."""
+    stage: int = 1
+    """What the ranks share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory, and take its step there; stages 1 to 3."""
+    offload_params: bool = False
+    """Keep the shares of the parameters in the host's memory; stage 3."""
+    bucket_elements: int | None = None
+    """Gradients and parameters travel in buckets of this many elements; null: DeepSpeed's 500 million."""
+    keep_below: int | None = None
+    """At stage 3, parameters of fewer elements than this stay whole on every rank; null: DeepSpeed's 100,000."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while the backward pass goes on; null: as DeepSpeed chooses for the stage."""
+    config: str | None = None
+    """A ds_config file (JSON) with more of DeepSpeed's settings; what contradicts the run's options is refused."""
+
+
 BACKENDS: dict[str, type[BackendConfig]] = {
     "DDP": DDPConfig, "FSDP": FSDPConfig, "TP": TPConfig, "PP": PPConfig, "3D": ThreeDConfig,
+    "deepspeed": DeepSpeedConfig,
 }  # fmt: skip
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that compute the gradients of weights later than those of activations, where there would be a bubble."""

@@ -23,6 +23,7 @@ TABLE = {
     "TP": "wordrun.backend.fsdp:FSDPBackend",
     "PP": "wordrun.backend.pipeline:PipelineBackend",
     "3D": "wordrun.backend.pipeline:PipelineBackend",
+    "deepspeed": "wordrun.backend.deepspeed:DeepSpeedBackend",
 }
 """Name, as in train.backend, to module and class. The options are in ``wordrun.config.BACKENDS``."""
 

@@ -1,0 +1,114 @@
+"""What DeepSpeed's engine is told: the run's own options, and a user's ds_config file merged with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from wordrun.config import DTYPES, Config, DeepSpeedConfig
+from wordrun.errors import ConfigError
+
+AUTO = "auto"
+"""In a file: the value that the run makes it; where the run has none, DeepSpeed's default."""
+REFUSED = {
+    "scheduler": "the learning rate follows optimizer.learning_rate, warmup_iters, decay_lr and min_lr",
+    "tensor_parallel": "wordrun's own tensor parallelism is train.backend=TP",
+    "sequence_parallel_size": "every rank here reads its own share of the data",
+}
+"""Blocks that would change what the run does, and why they cannot."""
+
+
+def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None) -> dict[str, Any]:
+    """Return the settings for DeepSpeed's engine.
+
+    Args:
+        cfg: the run.
+        backend: its options, those of DeepSpeed.
+        dtype: precision of the computation; auto where it is not known yet, and then not compared.
+        ranks: number of ranks; None: not known, and what depends on it is not compared.
+        gas: micro-steps per optimizer step; None likewise.
+
+    Raises:
+        ConfigError: the file cannot be read, or contradicts the run; it names every such key.
+    """
+    merged = _read(backend.config) if backend.config else {}
+    problems = [f"{key}: {reason}: remove it from the file" for key, reason in REFUSED.items() if key in merged]
+    if "bfloat16" in merged:  # DeepSpeed knows it by both names
+        merged.setdefault("bf16", merged.pop("bfloat16"))
+    for key, (option, ours) in _settings(cfg, backend, dtype, ranks, gas).items():
+        *sections, name = key.split(".")
+        node = merged
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                problems.append(f"{section}={json.dumps(node)} should be a block with {name} in it")
+                node = {}
+        theirs = node.get(name, AUTO)
+        if theirs != AUTO and not _same(theirs, ours):
+            problems.append(
+                f'{key}={json.dumps(theirs)}, but {option} makes it {json.dumps(ours)}: write "auto" into the file, '
+                f"or change {option}"
+            )
+        node[name] = ours
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(f"backend.config={backend.config}: {text}" for text in problems)))
+    merged.pop("optimizer")  # it is made here, and handed over
+    # Ours is torch's fused AdamW, which on a processor needs none of DeepSpeed's compiled operations either.
+    return _without_auto(merged) | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def _settings(
+    cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None
+) -> dict[str, tuple[str, Any]]:
+    """Return DeepSpeed's keys that the run decides: the option that does, and the value."""
+    optimizer = cfg.optimizer
+    settings: dict[str, tuple[str, Any]] = {
+        "train_micro_batch_size_per_gpu": ("model.batch_size", cfg.model.batch_size),
+        "gradient_clipping": ("optimizer.grad_clip", optimizer.grad_clip),
+        "optimizer.type": ("optimizer", "AdamW"),
+        "optimizer.params.lr": ("optimizer.learning_rate", optimizer.learning_rate),
+        "optimizer.params.betas": ("optimizer.beta1 and beta2", [optimizer.beta1, optimizer.beta2]),
+        "optimizer.params.eps": ("optimizer", 1e-8),
+        "optimizer.params.weight_decay": ("optimizer.weight_decay", optimizer.weight_decay),
+        "zero_optimization.stage": ("backend.stage", backend.stage),
+        "zero_optimization.offload_optimizer.device": (
+            "backend.offload_optimizer", "cpu" if backend.offload_optimizer else "none",
+        ),
+        "zero_optimization.offload_param.device": ("backend.offload_params", "cpu" if backend.offload_params else "none"),
+    }  # fmt: skip
+    if ranks is not None and gas is not None:
+        settings["gradient_accumulation_steps"] = ("optimizer.gas", gas)
+        settings["train_batch_size"] = ("train.global_batch_size", cfg.model.batch_size * ranks * gas)
+    if DTYPES.get(dtype, AUTO) != AUTO:
+        settings["bf16.enabled"] = ("train.dtype", DTYPES[dtype] == "bf16")
+        settings["fp16.enabled"] = ("train.dtype", DTYPES[dtype] == "fp16")
+    if backend.bucket_elements is not None:
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            settings[f"zero_optimization.{name}"] = ("backend.bucket_elements", backend.bucket_elements)
+    if backend.keep_below is not None:
+        settings["zero_optimization.stage3_param_persistence_threshold"] = ("backend.keep_below", backend.keep_below)
+    if backend.overlap_comm is not None:
+        settings["zero_optimization.overlap_comm"] = ("backend.overlap_comm", backend.overlap_comm)
+    return settings
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"backend.config={path} cannot be read ({error.strerror}): name a ds_config file") from None
+    except ValueError as error:
+        raise ConfigError(f"backend.config={path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"backend.config={path} should hold one block of settings in braces")
+    return content
+
+
+def _same(theirs: Any, ours: Any) -> bool:
+    return bool(theirs == ours) or str(theirs).lower() == str(ours).lower()
+
+
+def _without_auto(node: dict[str, Any]) -> dict[str, Any]:
+    inside = {key: _without_auto(value) if isinstance(value, dict) else value for key, value in node.items()}
+    return {key: value for key, value in inside.items() if value != AUTO}
