@@ -16,20 +16,26 @@ from wordrun.plan.ways import Planner
 VOCAB = 97  # a prime: no number of ranks divides it
 SMALL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=1",
-    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "model.n_head=4", "model.n_embd=40", "model.block_size=16",
-    "model.batch_size=4", f"model.vocab_size={VOCAB}",
+    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "model.n_layer=5", "model.n_head=4",
+    "model.n_embd=40", "model.block_size=16", "model.batch_size=4", f"model.vocab_size={VOCAB}",
 ]  # fmt: skip
-MODELS = {
-    "gpt": ["model.n_layer=5", "model.bias=true"],
-    "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56", "model.n_layer=5"],
-}
-WAYS: dict[int, list[list[str]]] = {
-    1: [["train.backend=DDP"]],
-    2: [["train.backend=DDP"], ["train.backend=FSDP"], ["train.backend=TP", "model.vocab_size=98"]],
-    4: [
-        ["train.backend=FSDP", "backend.replicate=2"],
-        ["train.backend=FSDP", "backend.tp=2", "model.vocab_size=98", "backend.reshard_after_forward=false"],
+GPT = ["model.bias=true"]
+LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56"]
+EVEN = f"model.vocab_size={VOCAB + 1}"
+RUNS = {
+    1: [[*GPT, "train.backend=DDP"]],
+    2: [
+        [*GPT, "train.backend=FSDP"],
+        [*LLAMA, "train.backend=FSDP"],
+        [*LLAMA, "train.backend=TP", EVEN],
+        [*GPT, "train.backend=PP"],
+        [*LLAMA, "train.backend=PP", "backend.schedule=ZBVZeroBubble"],
     ],
+    4: [
+        [*LLAMA, "train.backend=FSDP", "backend.replicate=2"],
+        [*GPT, "train.backend=FSDP", "backend.tp=2", "backend.reshard_after_forward=false", EVEN],
+    ],
+    8: [[*GPT, "train.backend=3D", EVEN]],
 }
 SCRIPT = """
 import json, sys
@@ -61,9 +67,9 @@ with dist.guard(world):
 """
 
 
-@pytest.mark.parametrize("n", WAYS)
+@pytest.mark.parametrize("n", RUNS)
 def test_states_are_those_of_the_plan_to_the_byte(n: int, ranks: Any, tmp_path: Path) -> None:
-    runs = [[*shapes, *SMALL, *way] for way in WAYS[n] for shapes in MODELS.values()]
+    runs = [[*SMALL, *words] for words in RUNS[n]]
     (tmp_path / "script.py").write_text(SCRIPT)
     named = [[*words, f"hydra.run.dir={tmp_path}/{i}"] for i, words in enumerate(runs)]
     done = ranks(n, "script.py", json.dumps(named), under="torchrun", timeout=120)

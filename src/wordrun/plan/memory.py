@@ -14,7 +14,16 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from wordrun.checks import accumulation, microbatches, stages
-from wordrun.config import INTERLEAVED, BackendConfig, Config, DDPConfig, FSDPConfig, ModelConfig, PPConfig
+from wordrun.config import (
+    INTERLEAVED,
+    BackendConfig,
+    Config,
+    DDPConfig,
+    DeepSpeedConfig,
+    FSDPConfig,
+    ModelConfig,
+    PPConfig,
+)
 from wordrun.dist.mesh import Layout
 
 if TYPE_CHECKING:
@@ -29,15 +38,6 @@ DEEPSPEED_BUCKET = 500_000_000
 """Elements that DeepSpeed gathers or reduces at once, by default."""
 DEEPSPEED_LIVE = 1_000_000_000
 """Elements of gathered parameters that ZeRO-3 keeps at most, by default (stage3_max_live_parameters)."""
-
-
-@dataclass
-class Zero(BackendConfig):
-    """What the plan looks at of ``train.backend=deepspeed``."""
-
-    name: str = "deepspeed"
-    stage: int = 1
-    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def memory(model: Outline, way: Way, checkpointing: str, place: int | None = Non
         return max(every, key=lambda each: each.total)
     if isinstance(way.backend, FSDPConfig):
         return _sharded(model, way, way.backend, checkpointing)
-    if isinstance(way.backend, Zero):
+    if isinstance(way.backend, DeepSpeedConfig):
         return _zero(model, way, way.backend, checkpointing)
     return _ddp(model, way, checkpointing)
 
@@ -243,27 +243,30 @@ def _ddp(model: Outline, way: Way, checkpointing: str) -> Memory:
     )  # fmt: skip
 
 
-def _zero(model: Outline, way: Way, options: Zero, checkpointing: str) -> Memory:
+def _zero(model: Outline, way: Way, options: DeepSpeedConfig, checkpointing: str) -> Memory:
     """ZeRO (sections 5 and 7.2), with DeepSpeed's parameters and gradients in 16 bits; offload as in ZeRO-Offload."""
-    count, ranks, size = model.parameters, way.layout.dp, way.compute
-    parameters = size * count / (ranks if options.stage == 3 else 1)
-    gradients = size * count / (ranks if options.stage >= 2 else 1)
-    optimizer = (FP32 + ADAMW) * count / ranks
-    away = gradients + optimizer + (parameters if options.stage == 3 else 0) if options.offload else 0
-    if options.offload:
-        gradients = optimizer = 0
-        parameters = 0 if options.stage == 3 else parameters
-    live = min(count, DEEPSPEED_LIVE) if options.stage == 3 else 0
-    rounds = way.gas if options.stage >= 2 else 1
-    reduced = _ring(1, ranks) * size * count * rounds
-    gathered = _ring(1, ranks) * size * count * (2 * way.gas if options.stage == 3 else 1)
+    count, ranks, size, stage = model.parameters, way.layout.dp, way.compute, options.stage
+    # From stage 1 on, and with 16 bits at any, the optimizer works on a copy of the parameters in fp32.
+    copy = FP32 if stage or size < FP32 else 0
+    states = {
+        "parameters": size * count / (ranks if stage == 3 else 1),
+        "gradients": size * count / (ranks if stage >= 2 else 1),
+        "optimizer": (copy + ADAMW) * count / (ranks if stage else 1),
+    }
+    away = [*(["parameters"] if options.offload_params else [])]
+    away += ["gradients", "optimizer"] if options.offload_optimizer else []
+    host = 0.0 if way.on_cpu else sum(states[name] for name in away)
+    if not way.on_cpu:
+        states |= dict.fromkeys(away, 0.0)
+    live = min(count, DEEPSPEED_LIVE) if stage == 3 else 0
+    bucket = min(count, options.bucket_elements or DEEPSPEED_BUCKET)
+    sums = _ring(1, ranks) * (way.gas if stage >= 2 else 1)
+    gathers = _ring(1, ranks) * (2 * way.gas if stage == 3 else 1)
     return Memory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        buffers=size * (live + min(count, DEEPSPEED_BUCKET)),
-        host=away,
-        sent=reduced + gathered,
+        **states,
+        buffers=size * (live + bucket),
+        host=host,
+        sent=size * count * (sums + gathers),
         **_alive(model, way, checkpointing, model.layers),
     )
 
@@ -407,12 +410,13 @@ def _ring(passes: int, ranks: int) -> float:
 # Pipelines
 
 
-def runs_of(model: Outline, way: Way, options: PPConfig, rank: int) -> list[range]:
-    """Return the runs of blocks that a rank of the pipeline has."""
+def runs_of(model: Outline, way: Way, options: PPConfig, place: int) -> list[range]:
+    """Return the runs of blocks that the rank at ``place`` of the pipeline has."""
+    from wordrun.backend.pipeline import blocks_of, owner_of
+
     pp, count = way.layout.pp, stages(options, way.layout.pp)
-    numbers = [rank, count - 1 - rank] if options.schedule == "ZBVZeroBubble" else range(rank, count, pp)
-    layers = model.cfg.n_layer
-    return [range(number * layers // count, (number + 1) * layers // count) for number in numbers]
+    mine = [stage for stage in range(count) if owner_of(stage, pp, options.schedule) == place]
+    return [blocks_of(stage, count, model.cfg.n_layer) for stage in mine]
 
 
 def in_flight(schedule: str, pp: int, rank: int, parts: int, runs: int) -> int:

@@ -9,10 +9,18 @@ from typing import Any
 
 from wordrun.checks import check
 from wordrun.checks import layout as layout_of
-from wordrun.config import BackendConfig, Config, DDPConfig, FSDPConfig, PPConfig, ThreeDConfig, TPConfig
-from wordrun.dist.mesh import Layout
+from wordrun.config import (
+    BackendConfig,
+    Config,
+    DDPConfig,
+    DeepSpeedConfig,
+    FSDPConfig,
+    PPConfig,
+    ThreeDConfig,
+    TPConfig,
+)
 from wordrun.errors import ConfigError
-from wordrun.plan.memory import Memory, Outline, Way, Zero, memory, numel
+from wordrun.plan.memory import Memory, Outline, Way, memory, numel
 from wordrun.plan.options import Machine
 
 MANY_NODES = 64
@@ -78,9 +86,7 @@ class Planner:
             ConfigError: the model, the batch or the devices do not go with it.
         """
         cfg, machine = self.cfg, self.machine
-        at = Layout(replicate=machine.devices)
-        if not isinstance(backend, Zero):
-            at = layout_of(backend, machine.devices, machine.per_node)
+        at = layout_of(backend, machine.devices, machine.per_node)
         model, words = cfg.model, _words(backend)
         if self.model.vocab_size % at.tp and model.vocab_size is None:
             rows = math.ceil(self.model.vocab_size / at.tp) * at.tp
@@ -95,9 +101,9 @@ class Planner:
             train=replace(cfg.train, backend=backend.name, global_batch_size=self.sequences),
             optimizer=replace(cfg.optimizer, gas=None),
         )
-        # The plan knows of DeepSpeed only what its memory depends on; its batch is that of DDP.
+        # DeepSpeed need not be installed for a plan, and its batch is that of DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(mine.train, backend="DDP"))
-        check(checked if isinstance(backend, Zero) else mine, machine.devices, machine.per_node)
+        check(checked if isinstance(backend, DeepSpeedConfig) else mine, machine.devices, machine.per_node)
         return Way(name, mine, at, tuple(words), machine.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Impossible:
@@ -125,8 +131,9 @@ class Planner:
         if self.machine.nodes > 1 and self.machine.per_node > 1:
             single.append(("FSDP within nodes", self.hybrid))
         single.append(("FSDP, offload", FSDPConfig(cpu_offload=True)))
-        for stage, offload in ((1, False), (2, False), (3, False), (2, True), (3, True)):
-            single.append((f"ZeRO-{stage}{', offload' * offload}", Zero(stage=stage, offload=offload)))
+        single += [(f"ZeRO-{stage}", DeepSpeedConfig(stage=stage)) for stage in (1, 2, 3)]
+        single.append(("ZeRO-2, offload", DeepSpeedConfig(stage=2, offload_optimizer=True)))
+        single.append(("ZeRO-3, offload", DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)))
         rows = [self.first_that_fits(name, [backend]) for name, backend in single]
         rows.append(self.first_that_fits("TP over FSDP", self._tensor_parallel()))
         rows.append(self.first_that_fits("PP", self._pipelines()))
@@ -264,11 +271,10 @@ def largest_layer(model: Outline) -> tuple[str, int]:
 
 def _words(backend: BackendConfig) -> list[str]:
     """Return the overrides that make ``backend``."""
-    if isinstance(backend, Zero):
-        offload = " backend.offload=cpu" if backend.offload else ""
-        return f"train.backend=deepspeed backend.stage={backend.stage}{offload}".split()
     usual = type(backend)()
     changed = [f.name for f in fields(backend) if getattr(backend, f.name) != getattr(usual, f.name)]
+    if isinstance(backend, DeepSpeedConfig):
+        changed = list(dict.fromkeys(["stage", *changed]))
     return [f"train.backend={backend.name}", *(f"backend.{n}={_value(getattr(backend, n))}" for n in changed)]
 
 
