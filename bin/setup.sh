@@ -28,6 +28,12 @@ _wordrun_missing() {
   "$1" - 2>/dev/null <<'PYTHON'
 import importlib, sys
 
+try:
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # which some MPIs cannot do on a login node
+except ImportError:
+    pass
 if not (3, 10) <= sys.version_info[:2] < (3, 14):
     print(f"Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]}")
 # mpi4py first: some sites' MPI insists on being loaded before torch.
@@ -44,12 +50,10 @@ for name, remedy in (
 PYTHON
 }
 
-# Print the file of the site that this is, if it has modules: the user's own sites first, then wordrun's. Here no
-# Python may be at hand yet, so this reads the files by line: "  hosts: REGEX", "  env: {NAME: REGEX, ...}".
+# Print the file of the site that this is: the user's own sites first, then wordrun's. Here no Python may be at hand yet, so this reads the files by line: "  hosts: REGEX", "  env: {NAME: REGEX, ...}".
 _wordrun_site() {
   local file hosts pair name pattern
   while IFS= read -r file; do
-    grep -q '^modules:' "$file" 2>/dev/null || continue
     hosts=$(sed -n 's/ *#.*//; s/^  hosts: *//p' "$file" | tr -d "'\"")
     if [ -n "$hosts" ] && uname -n | sed 'p; s/[.].*//' | grep -qxP -- "$hosts"; then
       printf '%s\n' "$file" && return 0
@@ -70,9 +74,11 @@ EOF
   return 1
 }
 
-# Run the module lines of the site file "$1"; what they return says little, so their effect is checked afterwards.
+# Run the module lines of the site file "$1", if it has any; what they return says little, so their effect is checked
+# afterwards.
 _wordrun_modules() {
   local line
+  grep -q '^modules:' "$1" || return 0
   if ! command -v module >/dev/null; then
     _wordrun_say "$1 has modules to load, but this shell has no 'module': start it as a login shell (bash -l)"
     return 1
@@ -85,19 +91,33 @@ $(sed -n 's/^modules: *\[\(.*\)\].*/\1/p' "$1" | sed 's/, /\n/g')
 EOF
 }
 
-# Find or make the environment: an active one; on a known site one of its own over the site's modules; else the
+# Check that there is something of the site "$1" to build an environment on; else say what to load.
+_wordrun_loaded() {
+  "${PYTHON:-python3}" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' 2>/dev/null && return 0
+  if command -v mpicc >/dev/null || [ -n "${CRAYPE_VERSION:-}" ]; then return 0; fi
+  _wordrun_say "$1: neither a Python with torch nor an MPI (mpicc) is loaded, and PyPI's MPI cannot start ranks here:"
+  _wordrun_say "  module load what has them ('module avail' and the site's page on PyTorch say what), and run setup_python again"
+  _wordrun_say "  to have it loaded each time, put 'modules: [module load NAME, ...]' into a copy of $1.yaml in"
+  _wordrun_say "  ${XDG_CONFIG_HOME:-$HOME/.config}/wordrun/sites (ours: $(_wordrun_root)/src/wordrun/launch/sites)"
+  return 1
+}
+
+# Find or make the environment: an active one; on a known site one of its own over what is loaded there; else the
 # repository's .venv. Puts its bin first in PATH.
 setup_python() {
-  local home why python problems line site
+  local home why python problems line site name
   site=$(_wordrun_site) || site=
   if [ -n "${VIRTUAL_ENV:-}" ]; then
     home=$VIRTUAL_ENV why="active virtual environment"
   elif [ -n "$site" ]; then
     # An active conda environment is what the user has made of the modules.
     [ -n "${CONDA_PREFIX:-}" ] || _wordrun_modules "$site" || return 1
-    why="over the modules of $(basename "$site" .yaml)"
-    home=$(_wordrun_root)/.venv-$(basename "$site" .yaml)
-    if [ ! -x "$home/bin/python" ] && ! WORDRUN_VENV=$home "$(_wordrun_root)/bin/venv" ''; then
+    name=$(basename "$site" .yaml)
+    why="over what is loaded on $name"
+    home=$(_wordrun_root)/.venv-$name
+    if [ ! -x "$home/bin/python" ] && ! _wordrun_loaded "$name"; then
+      return 1
+    elif [ ! -x "$home/bin/python" ] && ! WORDRUN_VENV=$home "$(_wordrun_root)/bin/venv" ''; then
       _wordrun_say "bin/venv could not make $home (see above)"
       return 1
     fi

@@ -29,7 +29,7 @@ def render() -> str:
         for name, schema in schemas.items():
             if len(schemas) > 1 and not own_fields(schema):
                 continue
-            title = f"{group}={name}" if len(schemas) > 1 else group
+            title = f"{group} ({name})" if len(schemas) > 1 else group
             parts.append(
                 f"## {title}\n\n{schema.__doc__}\n\n| option | type | default | meaning |\n|---|---|---|---|\n"
             )
@@ -50,7 +50,8 @@ def row(group: str, schema: type[Any], field: Any) -> str:
     default = field.default_factory() if field.default is MISSING else field.default
     shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
     kind = str(field.type).replace("|", "\\|")
-    return f"| `{group}.{field.name}` | {kind} | `{shown}` | {documentation(schema)[field.name]} |\n"
+    meaning = " ".join(documentation(schema)[field.name].split())  # a row is one line
+    return f"| `{group}.{field.name}` | {kind} | `{shown}` | {meaning} |\n"
 
 
 if __name__ == "__main__":

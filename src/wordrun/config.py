@@ -60,7 +60,7 @@ class LlamaConfig(ModelConfig):
     """Name of the preset; part of the run directory."""
     n_kv_head: int | None = None
     """Heads of keys and values, each shared by a group of query heads (grouped-query attention); must divide n_head;
-    null: as many."""
+    null: as many as n_head."""
     n_hidden: int = 352
     """Width inside the MLP; LLaMA's is about 8/3 n_embd or more."""
     rope_theta: float = 10000.0

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from wordrun.dist import mpi
@@ -14,6 +15,8 @@ from wordrun.dist.world import World, discover
 from wordrun.errors import UserError
 
 MEETING_S = 20.0
+BACK_S = 3.0
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def main(mark: str) -> int:
@@ -21,21 +24,27 @@ def main(mark: str) -> int:
     found: dict[str, Any] = {"host": socket.gethostname(), "rank": os.environ.get("RANK"), "problems": []}
     try:
         world = discover()
-        found |= {"rank": world.rank, "size": world.size, "local_size": world.local_size, "source": world.source}
+        found |= {"rank": world.rank, "size": world.size, "source": world.source}
+        found |= {"local_rank": world.local_rank, "local_size": world.local_size}
         found |= {"launcher": world.launcher, "node": world.node}
         found["mpi_size"] = _mpi_size(world, found["problems"])
-        found["meets"] = meet(world, os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
+        address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        found["meets"], found["unreached"] = meet(world, address, port)
         if world.rank == 0:
             found["wandb"] = _wandb_mode()
     except UserError as error:
         found["problems"].append(str(error))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found |= {"cores": cores, "threads": os.environ.get("OMP_NUM_THREADS")}
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    found |= {"cores": len(affinity) or os.cpu_count() or 1, "affinity": affinity}
+    found["threads"] = os.environ.get("OMP_NUM_THREADS")
     begin = time.perf_counter()
     import torch
 
     found["torch_s"] = round(time.perf_counter() - begin, 2)
     found["devices"] = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if found["devices"]:
+        found |= device_of(found.get("local_rank", 0), found["devices"], os.environ)
+        found["device_id"] = _hardware_id(found["index"])
     sys.stdout.write(f"{mark}{json.dumps(found)}\n")  # in one write, so that no other rank's words come between
     sys.stdout.flush()
     return 0
@@ -51,35 +60,78 @@ def _mpi_size(world: World, problems: list[str]) -> int | None:
         return None
 
 
-def meet(world: World, address: str, port: int) -> str:
-    """Open a socket between rank 0 and this rank; return what went wrong, or nothing."""
+def device_of(local_rank: int, count: int, env: Mapping[str, str]) -> dict[str, int | None]:
+    """Return a rank's device: torch's ``index``, and the node's own ``device`` number where that is known.
+
+    Args:
+        local_rank: index of the rank on its node.
+        count: devices that torch sees.
+        env: its environment; a list of visible devices in it renumbers them.
+    """
+    index = 0 if count == 1 else local_rank % count
+    lists = [env[name].split(",") for name in VISIBLE if env.get(name)]
+    number = lists[0][index].strip() if lists and index < len(lists[0]) else str(index)
+    # With one visible device and no list the launcher has dealt them out, and does not say how.
+    known = number.isdigit() and (bool(lists) or count > 1)
+    return {"index": index, "device": int(number) if known else None}
+
+
+def _hardware_id(index: int) -> str | None:
+    """Return what tells the device apart from the others of its node, whatever its number."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    properties: Any = getattr(torch, kind.type).get_device_properties(index) if kind else None
+    return str(properties.uuid) if hasattr(properties, "uuid") else None
+
+
+def meet(world: World, address: str, port: int) -> tuple[str, list[str]]:
+    """Open sockets from this rank to rank 0, and from rank 0 back to the first rank of each node.
+
+    Returns:
+        What went wrong for this rank, or nothing; and, on rank 0, the nodes that it did not reach.
+    """
     if world.size == 1:
-        return ""
+        return "", []
     end = time.monotonic() + MEETING_S
     if world.rank == 0:
-        return _wait_for(world.size - 1, port, end)
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=5).close()
-            return ""
-        except OSError as error:
-            if time.monotonic() > end:
-                return f"cannot reach MASTER_ADDR={address} port {port}: {error}"
-            time.sleep(0.2)
+        return _serve(world.size - 1, port, end)
+    with socket.create_server(("", 0)) as server:
+        # One socket back to each node is enough; the node of rank 0 is this one.
+        back = server.getsockname()[1] if world.local_rank == 0 else 0
+        while True:
+            try:
+                with socket.create_connection((address, port), timeout=5) as connection:
+                    connection.sendall(f"{back} {world.rank} {socket.gethostname()}\n".encode())
+                    connection.settimeout(MEETING_S)
+                    connection.recv(1)  # until rank 0 has tried
+                return "", []
+            except OSError as error:
+                if time.monotonic() > end:
+                    return f"cannot reach MASTER_ADDR={address} port {port}: {error}", []
+                time.sleep(0.2)
 
 
-def _wait_for(others: int, port: int, end: float) -> str:
+def _serve(others: int, port: int, end: float) -> tuple[str, list[str]]:
+    unreached: list[str] = []
     try:
         with socket.create_server(("", port), backlog=others) as server:
             for arrived in range(others):
                 server.settimeout(max(0.1, end - time.monotonic()))
                 try:
-                    server.accept()[0].close()
+                    connection, (caller, *_) = server.accept()
                 except TimeoutError:
-                    return f"only {arrived} of {others} other ranks reached port {port} in {MEETING_S:g} s"
+                    return f"only {arrived} of {others} other ranks reached port {port} in {MEETING_S:g} s", unreached
+                with connection, connection.makefile() as words:
+                    back, rank, host = words.readline().split()
+                    if back != "0":
+                        try:
+                            socket.create_connection((caller, int(back)), timeout=BACK_S).close()
+                        except OSError as error:
+                            unreached.append(f"rank {rank} on {host} ({caller} port {back}): {error}")
     except OSError as error:
-        return f"cannot listen at port {port}: {error}"
-    return ""
+        return f"cannot listen at port {port}: {error}", unreached
+    return "", unreached
 
 
 def _wandb_mode() -> str:

@@ -39,10 +39,10 @@ with dist.guard(world):
         trainer.backend.replica.register_comm_hook(None, count)
         before = trainer.evaluate()
         trainer.train()
-        flat = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        flat = torch.cat([p.detach().flatten() for p in trainer.backend.parameters])
         everyone = [torch.empty_like(flat) for _ in range(world.size)]
         td.all_gather(everyone, flat)
-        modes = all_sum(torch.tensor(float(trainer.model.training)))
+        modes = all_sum(torch.tensor(float(trainer.backend.parts[0].training)))
         noises = [torch.empty(1) for _ in range(world.size)]
         td.all_gather(noises, draw.noise)
         sys.stdout.write(json.dumps({

@@ -202,6 +202,31 @@ def test_one_failed_rank_ends_the_others(tmp_path: Path) -> None:
 
 
 @by_launcher
+def test_last_lines_of_the_failed_rank_come_last(tmp_path: Path, words: Sequence[str]) -> None:
+    """However much the other ranks say about it."""
+    text = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit("boom\\nno such thing")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("lost contact\\n" * 200))
+time.sleep(20)
+"""
+    run = launch(tmp_path, *words, "-n", "2", "python", script(tmp_path, text))
+    assert run.returncode == 1
+    last = run.stderr[run.stderr.rindex("lost contact") :].splitlines()
+    said = [line for line in last if line.startswith("launch: ")]
+    assert said[0] == "launch: rank 1 ended with exit status 1; its last lines:"
+    assert "launch:   no such thing" in said[1:], run.stderr
+
+
+def test_last_lines_are_not_repeated_where_nothing_covers_them(tmp_path: Path) -> None:
+    run = launch(tmp_path, "-n", "2", "sh", "-c", "[ $RANK = 0 ] || { echo boom >&2; exit 3; }")
+    assert run.returncode == 3
+    assert run.stderr.count("boom") == 1
+    assert run.stderr.endswith("launch: rank 1 ended with exit status 3\n")
+
+
+@by_launcher
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_stopping_lets_ranks_finish(tmp_path: Path, start: Start, words: Sequence[str], number: signal.Signals) -> None:
     path = script(tmp_path, POLITE)
@@ -519,6 +544,36 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     run = launch(tmp_path, "--retries", "2", "-n", "2", "python", script(tmp_path, FAILS_ONCE), "a mistake")
     assert run.returncode == 1
     assert (tmp_path / "tries").read_text() == "x"
+
+
+# Rank 0 finds the port taken that was free when launch chose it; torch says so.
+TAKEN_ONCE = """
+import os, socket, sys
+import torch.distributed
+if os.environ["RANK"] == "0" and not os.path.exists("tried"):
+    open("tried", "w").close()
+    server = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+torch.distributed.init_process_group("gloo")
+sys.stdout.write(f"met at {os.environ['MASTER_PORT']}\\n")
+"""
+
+
+def test_a_port_that_was_taken_in_the_meantime_is_survived(tmp_path: Path) -> None:
+    run = launch(tmp_path, "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
+    assert run.returncode == 0, run.stderr
+    (taken,) = re.findall(r"^launch: port (\d+) was taken in the meantime", run.stderr, re.MULTILINE)
+    met = re.findall(r"met at (\d+)", run.stdout)
+    assert len(met) == 2
+    assert taken not in met
+
+
+def test_a_port_that_the_user_named_is_not_changed(tmp_path: Path) -> None:
+    from wordrun.launch.launcher import free_port
+
+    run = launch(tmp_path, "--env", f"MASTER_PORT={free_port()}", "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
+    assert run.returncode == 1
+    assert "EADDRINUSE" in run.stderr
+    assert "launching again" not in run.stderr
 
 
 def test_a_hostfile_of_one_host(tmp_path: Path) -> None:

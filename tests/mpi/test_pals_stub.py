@@ -6,7 +6,9 @@ ranks there are. The job's two hosts are this machine twice.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +37,10 @@ for rank in range(args.n):
     size = min(args.ppn, args.n - node * args.ppn)
     told = dict(PALS_RANKID=rank, PALS_LOCAL_RANKID=local, PALS_LOCAL_SIZE=size, PALS_NODEID=node, PALS_APID="x",
                 PALS_DEPTH=1, PALS_PMI="pmix", PALS_TRANSFER=0)
-    ranks.append(subprocess.Popen(args.command, env={{**os.environ, **{{k: str(v) for k, v in told.items()}}}}))
-signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
+    env = {{**os.environ, **{{k: str(v) for k, v in told.items()}}}}
+    ranks.append(subprocess.Popen(args.command, env=env, start_new_session=True))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: [os.killpg(rank.pid, number) for rank in ranks if rank.poll() is None])
 sys.exit(max(rank.wait() for rank in ranks))
 """
 JOBS = {
@@ -87,6 +91,68 @@ def test_a_failing_rank_is_named(job: str, command: Command) -> None:
     done = command(*LAUNCH, "sh", "-c", "[ $RANK = 3 ] && exit 5; exec sleep 30")
     assert done.returncode == 5, done.stderr
     assert "launch: rank 3 on " in done.stderr
+
+
+# What `qstat -f -F json` prints, in PBS Pro's form, with the lines that matter here.
+QSTAT = """
+from datetime import datetime, timedelta
+import json, os, sys
+assert sys.argv[1:4] == ["-f", "-F", "json"], sys.argv
+begun = datetime.now() - timedelta(minutes=59, seconds=52)
+print(json.dumps({
+    "timestamp": int(begun.timestamp()), "pbs_version": "2022.1.1", "pbs_server": "pbs-01",
+    "Jobs": {sys.argv[4]: {
+        "Job_Name": "wordrun", "job_state": "R", "queue": "debug", "qtime": begun.ctime(), "stime": begun.ctime(),
+        "Resource_List": {"ncpus": 128, "nodect": 2, "place": "scatter", "select": "2", "walltime": "01:00:00"},
+        "resources_used": {"walltime": "00:59:50"},
+    }},
+}))
+"""
+WAITS_FOR_USR1 = """
+import os, signal, sys, time
+def note(*_):
+    sys.stdout.write(f"rank {os.environ['RANK']} was told\\n")
+    sys.exit()
+signal.signal(signal.SIGUSR1, note)
+time.sleep(30)
+"""
+
+
+def qstat(folder: Path, text: str) -> None:
+    path = folder / "cray" / "pals" / "bin" / "qstat"
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_ranks_are_told_before_the_walltime_ends(job: str, command: Command, tmp_path: Path) -> None:
+    """8 seconds are left, and 5 of them are asked for."""
+    qstat(tmp_path, f"#!{sys.executable}{QSTAT}")
+    (tmp_path / "rank.py").write_text(WAITS_FOR_USR1)
+    begun = time.monotonic()
+    done = command(*LAUNCH, "--walltime-margin", "5", sys.executable, tmp_path / "rank.py")
+    assert time.monotonic() - begun < 15
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} was told" for rank in range(4)]
+    assert "launch: the walltime ends soon" in done.stderr
+
+
+def test_a_qstat_that_refuses(job: str, command: Command, tmp_path: Path) -> None:
+    qstat(tmp_path, "#!/bin/sh\necho 'qstat: Unknown Job Id' >&2\nexit 153\n")
+    done = command(*LAUNCH, "--walltime-margin", "5", "sleep", "1")
+    assert done.returncode == 0
+    assert done.stderr == (
+        "launch: --walltime-margin 5: nobody says when this job ends, so the ranks will not be told\n"
+    )
+
+
+def test_a_qstat_that_hangs_holds_nothing_up(job: str, command: Command, tmp_path: Path) -> None:
+    qstat(tmp_path, "#!/bin/sh\nexec sleep 61.75\n")
+    begun = time.monotonic()
+    done = command(*LAUNCH, "--walltime-margin", "5", "sh", "-c", "[ $RANK = 3 ] || exec sleep 30; exit 5")
+    assert time.monotonic() - begun < 10
+    assert done.returncode == 5
+    assert "launch: rank 3 on " in done.stderr
+    assert subprocess.run(["pgrep", "-f", "sleep 61.75"], capture_output=True).returncode == 1
 
 
 def test_names_that_do_not_resolve_are_refused_before_anything_starts(

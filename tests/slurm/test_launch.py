@@ -121,7 +121,7 @@ def test_an_array_job(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("how", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
 def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster, tmp_path: Path, how: str, status: int) -> None:
     rank = tmp_path / "rank.sh"
-    rank.write_text(f'[ "$RANK" = 3 ] && {{ echo $SLURMD_NODENAME > where; {how}; }}; exec sleep 61')
+    rank.write_text(f'[ "$RANK" = 3 ] && {{ echo $SLURMD_NODENAME > where; echo ouch >&2; {how}; }}; exec sleep 61')
     begin = time.monotonic()
     got = cluster.run("salloc", "-N2", "-n4", "launch", "sh", rank)
     assert time.monotonic() - begin < 30
@@ -129,6 +129,7 @@ def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster, tmp_path: Pa
     host = (tmp_path / "where").read_text().strip()
     ending = "ended with exit status 7" if status == 7 else "was ended by SIGKILL"
     assert f"launch: rank 3 on {host} {ending}" in got.stderr
+    assert re.search(rf"launch: rank 3 on {host} .*; its last lines:\nlaunch:   ouch$", got.stderr, re.MULTILINE)
     assert record(tmp_path)["exit_status"] == status
 
 
@@ -197,6 +198,25 @@ def test_a_plain_torch_script(cluster: Cluster) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "plain_ddp.py"
     got = cluster.run("salloc", "-N2", "-n2", "launch", "-N", "2", "-n", "2", sys.executable, script, timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr
+
+
+TAKEN_ONCE = """
+import os, socket, sys
+from wordrun.dist import session
+if os.environ["RANK"] == "0" and not os.path.exists("tried"):
+    open("tried", "w").close()
+    server = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+with session() as world:
+    sys.stdout.write(f"{world.rank} of {world.size} has met the others\\n")
+"""
+
+
+def test_a_port_that_was_taken_in_the_meantime_is_survived(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(TAKEN_ONCE)
+    got = cluster.run("salloc", "-N2", "-n2", "launch", "-N", "2", "-n", "2", sys.executable, "rank.py", timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert got.stdout.count("has met the others") == 2
+    assert "was taken in the meantime: launching again with another" in got.stderr
 
 
 def test_launch_inside_a_step_is_refused(cluster: Cluster) -> None:

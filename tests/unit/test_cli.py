@@ -41,11 +41,11 @@ def help_text() -> str:
 
 
 def test_help_shows_every_option_with_its_meaning(help_text: str) -> None:
-    shown = [config.ModelConfig, config.DataConfig, config.DDPConfig, config.OptimizerConfig, config.TrainConfig,
+    shown = [config.GPTConfig, config.DataConfig, config.DDPConfig, config.OptimizerConfig, config.TrainConfig,
              config.WandbConfig]  # fmt: skip
     flat = " ".join(help_text.split())  # long texts are wrapped
     for node in shown:
-        docs = config.field_docs(node)
+        docs = config.documentation(node)
         section = next(name for name, options in config.SCHEMAS.items() if node in options.values())
         for field in fields(node):
             assert re.search(rf" {section}\.{field.name}=\S+ {re.escape(' '.join(docs[field.name].split()))}", flat)

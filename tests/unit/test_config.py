@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import yaml
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 import wordrun
 from wordrun import config, model
+from wordrun.checks import accumulation, check
 from wordrun.composer import Tree, as_yaml, compose
 from wordrun.config import (
     SCHEMAS,
@@ -26,11 +26,13 @@ from wordrun.config import (
     Config,
     DataConfig,
     DDPConfig,
+    GPTConfig,
+    LlamaConfig,
+    ModelConfig,
+    TPConfig,
     WandbConfig,
-    accumulation,
-    check,
     field_docs,
-)  # fmt: skip
+)
 from wordrun.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -48,12 +50,13 @@ def plain() -> Config:
 
 
 def good(**changes: Any) -> Config:
-    """Return a config that passes, with options changed as in ``model__n_head=3``."""
-    cfg = Config(backend=DDPConfig(), data=DataConfig(name="sample", kind="sample"))
+    """Return a config that passes, with options changed as in ``model__n_head=3`` or a whole section."""
+    cfg = Config(model=GPTConfig(), backend=DDPConfig(), data=DataConfig(name="sample", kind="sample"))
     for key, value in changes.items():
         section, _, name = key.partition("__")
-        assert hasattr(getattr(cfg, section), name)
-        setattr(getattr(cfg, section), name, value)
+        node = getattr(cfg, section) if name else cfg
+        assert hasattr(node, name or section)
+        setattr(node, name or section, value)
     return cfg
 
 
@@ -80,7 +83,8 @@ def test_every_option_says_what_it_means(node: type[Any]) -> None:
 @pytest.mark.parametrize("round_", range(max(map(len, FILES.values()))))
 def test_every_file_composes_and_converts(round_: int) -> None:
     chosen = {group: names[round_ % len(names)] for group, names in FILES.items()}
-    backend = chosen.pop("backend")
+    backend, experiment = chosen.pop("backend"), chosen.pop("experiment")
+    assert isinstance(compose([f"experiment={experiment}"]), Config)  # its shapes need not suit every model
     cfg = compose([f"train.backend={backend}", *(f"{g}={name}" for g, name in chosen.items()), "data.path=a.txt"])
     assert isinstance(cfg, Config)
     assert cfg.backend.name.lower() == cfg.train.backend.lower() == backend
@@ -91,8 +95,7 @@ def test_every_file_composes_and_converts(round_: int) -> None:
 
 @pytest.mark.parametrize("name", FILES["model"])
 def test_a_preset_is_known_by_the_name_of_its_file(name: str) -> None:
-    preset = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
-    assert preset.get("name", config.ModelConfig.name) == name
+    assert preset(name).name == name
 
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group in SCHEMAS for name in FILES[group]])
@@ -169,23 +172,39 @@ def test_a_config_survives_its_own_yaml(plain: Config) -> None:
     assert content == asdict(plain)
 
 
-# Sizes as published: Radford et al. 2019 (OpenAI's own count for its released models, ties counted once) and the
-# GPT-3 table's names, which round their counts with the vocabulary and positions left in.
-PUBLISHED = {"gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200}
+# Sizes as published, to the last parameter: of the released models of GPT-2, LLaMA-160M, and Llama 2 and 3.
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200,
+    "llama_160m": 162_417_408, "llama2_7b": 6_738_415_616,
+    "llama3_1b": 1_235_814_400, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
+}  # fmt: skip
+# The GPT-3 table's names, which round their counts with the vocabulary and positions left in.
 GPT3 = {"125m": 125e6, "350m": 356e6, "760m": 760e6, "1_3b": 1.3e9, "2_7b": 2.7e9, "6_7b": 6.7e9, "13b": 13e9,
         "175b": 175e9}  # fmt: skip
 
 
-def parameters(preset: str) -> int:
-    options = yaml.safe_load((CONF / "model" / f"{preset}.yaml").read_text())
-    del options["defaults"]
-    with torch.device("meta"):
-        return model.build(config.ModelConfig(**options), 50257).num_parameters()
+def preset(name: str) -> ModelConfig:
+    """Return the config that a file under conf/model makes, by its schema alone."""
+    options = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    (schema,) = options.pop("defaults")
+    made: ModelConfig = SCHEMAS["model"][schema.removeprefix("/schema/model/").removesuffix("@_here_")](**options)
+    return made
+
+
+def parameters(name: str) -> int:
+    return model.outline(preset(name), 50257).num_parameters()
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
-def test_gpt2_presets_have_the_published_size(name: str, count: int) -> None:
+def test_presets_have_the_published_size(name: str, count: int) -> None:
     assert parameters(name) == count
+
+
+@pytest.mark.parametrize("name", FILES["model"])
+def test_every_preset_can_be_made_with_the_tokenizer_of_characters(name: str) -> None:
+    cfg = compose([f"model={name}", "data=sample"]).model
+    assert cfg == preset(name)
+    assert model.outline(cfg, 65).vocab_size == (cfg.vocab_size or 65)
 
 
 @pytest.mark.parametrize(("name", "count"), GPT3.items())
@@ -317,9 +336,9 @@ def test_one_mistake_is_one_line(override: str, says: list[str]) -> None:
 
 
 def test_the_number_of_ranks_takes_part() -> None:
-    (line,) = complaints(lambda: compose(["train.global_batch_size=36"], world_size=2))
+    (line,) = complaints(lambda: compose(["train.global_batch_size=36"], ranks=2))
     assert "train.global_batch_size=36" in line
-    assert compose(["train.global_batch_size=36"], world_size=1).train.global_batch_size == 36
+    assert compose(["train.global_batch_size=36"], ranks=1).train.global_batch_size == 36
 
 
 # What composes, but cannot be: change, and what the message has to contain
@@ -330,6 +349,15 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__vocab_size": 0}, ["model.vocab_size=0", "at least 1"]),
     ({"model__dropout": 1.0}, ["model.dropout=1.0", "less than 1"]),
     ({"model__dropout": math.nan}, ["model.dropout=nan"]),
+    ({"model": GPTConfig(gelu="tahn")}, ["model.gelu=tahn", "did you mean 'tanh'?", "none"]),
+    ({"model": LlamaConfig(n_kv_head=3)}, ["model.n_kv_head=3", "model.n_head=4", "use model.n_kv_head=2"]),
+    ({"model": LlamaConfig(n_kv_head=8)}, ["model.n_kv_head=8", "model.n_head=4", "use model.n_kv_head=4"]),
+    ({"model": LlamaConfig(n_kv_head=0)}, ["model.n_kv_head=0", "at least 1"]),
+    ({"model": LlamaConfig(n_hidden=0)}, ["model.n_hidden=0", "at least 1"]),
+    ({"model": LlamaConfig(n_embd=12)}, ["model.n_embd=12", "heads of 3", "use model.n_embd=16"]),
+    ({"model": LlamaConfig(rope_theta=0.0)}, ["model.rope_theta=0.0", "above 0"]),
+    ({"model": LlamaConfig(rope_factor=0.5)}, ["model.rope_factor=0.5", "at least 1"]),
+    ({"model": LlamaConfig(norm_eps=math.nan)}, ["model.norm_eps=nan"]),
     ({"data__kind": "flie"}, ["data.kind=flie", "did you mean 'file'?"]),
     ({"data__kind": "file"}, ["data=sample", "data.path=FILE"]),
     ({"data__kind": "download", "data__path": "a.txt"}, ["data.url", "data.sha256"]),
@@ -361,13 +389,47 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("changes", "says"), IMPOSSIBLE, ids=lambda x: str(x) if isinstance(x, dict) else "")
 def test_the_impossible_is_refused_with_key_value_and_remedy(changes: dict[str, Any], says: list[str]) -> None:
-    (line,) = complaints(lambda: check(good(**changes)))
+    (line,) = complaints(lambda: check(good(**changes), ranks=1))
     assert [text for text in says if text not in line] == []
+
+
+# What tensor-parallel ranks cannot share: model, ranks, and for each message what it has to contain
+INDIVISIBLE: list[tuple[ModelConfig, int, list[list[str]]]] = [
+    (LlamaConfig(n_head=6, n_embd=96, n_kv_head=3), 2, [["model.n_kv_head=3", "use model.n_kv_head=6"]]),
+    (LlamaConfig(n_hidden=351), 2, [["model.n_hidden=351", "use model.n_hidden=352"]]),
+    (LlamaConfig(n_kv_head=2), 4, [["model.n_kv_head=2", "use model.n_kv_head=4"]]),
+    (LlamaConfig(vocab_size=65), 2, [["model.vocab_size=65", "use model.vocab_size=66"]]),
+    (LlamaConfig(n_head=1, n_hidden=1), 2, [["model.n_head=1", "=2"], ["model.n_hidden=1", "=2"]]),
+    (GPTConfig(n_head=2), 4, [["model.n_head=2", "use model.n_head=4"]]),
+]
+
+
+@pytest.mark.parametrize(("shapes", "ranks", "says"), INDIVISIBLE)
+def test_what_tensor_parallel_ranks_cannot_share_is_refused(
+    shapes: ModelConfig, ranks: int, says: list[list[str]]
+) -> None:
+    cfg = good(model=shapes, backend=TPConfig(), train__backend="TP")
+    lines = complaints(lambda: check(cfg, ranks))
+    assert len(lines) == len(says)
+    for line, texts in zip(lines, says, strict=True):
+        assert [text for text in (*texts, f"backend.tp={ranks}") if text not in line] == []
+
+
+def test_llamas_heads_can_be_shared() -> None:
+    cfg = good(model=LlamaConfig(n_kv_head=2), backend=TPConfig(), train__backend="TP")
+    assert check(cfg, 2).tp == 2
+
+
+def test_an_option_of_another_model_is_refused() -> None:
+    """LLaMA has no biases and no GELU, and GPT no heads of keys; no such option is dropped without a word."""
+    for preset, option in (("llama_debug", "bias=true"), ("llama_debug", "gelu=tanh"), ("nano", "n_kv_head=2")):
+        (line,) = complaints(lambda words=(f"model={preset}", f"model.{option}"): compose(words))
+        assert line.startswith(f"unknown option 'model.{option.partition('=')[0]}'")
 
 
 def test_what_is_possible_passes() -> None:
     check(good())
-    check(good(train__global_batch_size=48, optimizer__gas=2), world_size=2)
+    check(good(train__global_batch_size=48, optimizer__gas=2), ranks=2)
 
 
 def test_the_trackers_mode_is_checked() -> None:

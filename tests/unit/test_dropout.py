@@ -48,10 +48,27 @@ def test_the_module_acts_in_training_alone() -> None:
     assert repr(module) == "Dropout(p=0.5)"
 
 
-def test_attention_with_dropout_is_torchs_attention_on_average() -> None:
+@pytest.mark.parametrize("heads_of_keys", [1, 2, 6])
+def test_attention_with_dropout_is_torchs_attention_on_average(heads_of_keys: int) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 3, 9, 8).unbind()
-    right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    q = torch.randn(2, 6, 9, 8)
+    k, v = torch.randn(2, 2, heads_of_keys, 9, 8)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.allclose(causal_attention(q, k, v, 1e-9), right, atol=1e-6)  # nothing dropped
     mean = torch.stack([causal_attention(q, k, v, 0.3) for _ in range(4000)]).mean(0)
     assert torch.allclose(mean, right, atol=0.08)
+
+
+def test_heads_of_queries_that_share_keys_are_those_that_follow_each_other() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 9, 8, requires_grad=True)
+    k, v = (torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(2))
+    shared = causal_attention(q, k, v, 0.0)
+    whose = [0, 0, 0, 1, 1, 1]
+    spread = causal_attention(q, k[:, whose], v[:, whose], 0.0)
+    torch.testing.assert_close(shared, spread)
+    up = torch.randn_like(shared)
+    for a, b in zip(
+        torch.autograd.grad(shared, (q, k, v), up), torch.autograd.grad(spread, (q, k, v), up), strict=True
+    ):
+        torch.testing.assert_close(a, b)

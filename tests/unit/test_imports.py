@@ -20,22 +20,24 @@ MODULES = sorted(
     ".".join(("wordrun", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
     for path in SOURCE.rglob("*.py")
 )
-# Which layers a layer may use, besides itself. The design: log, config <- dist <- data, model, track <- backend
-# <- train <- cli, and config <- launch <- cli.
-BASE = {"errors", "slurm", "ports", "log", "config", "composer"}
-PARALLEL = BASE | {"dist", "data", "model", "track"}
+# Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
+# <- train <- cli, and log <- launch <- cli.
+BASE = {"errors", "slurm", "ports", "log"}
+CONFIG = BASE | {"dist", "config", "checks", "composer"}
+PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "slurm": {"errors"},
     "ports": set(),
     "log": {"errors"},
-    "config": {"errors"},
-    "composer": {"errors", "log", "config"},
     "dist": BASE,
+    "config": {"errors"},
+    "checks": {"errors", "dist", "config"},
+    "composer": {"errors", "log", "config", "checks"},
     "launch": BASE,
-    "data": BASE | {"dist"},
-    "model": BASE | {"dist"},
-    "track": BASE | {"dist"},
+    "data": CONFIG,
+    "model": CONFIG,
+    "track": CONFIG,
     "backend": PARALLEL,
     "train": PARALLEL | {"backend"},
     "test_dist": PARALLEL,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,19 @@ from wordrun.dist.world import World
 from wordrun.launch import doctor
 from wordrun.launch.command import Decided, Plan, build, decide_ranks
 from wordrun.launch.job import Job
-from wordrun.launch.launcher import Launcher
+from wordrun.launch.launcher import Launcher, free_port
 from wordrun.launch.options import Options
+from wordrun.launch.site import Site
 
 JOB = Job(
     hosts=("a", "b"), cores=(8, 8), devices=(2, 2), slots=(2, 2), scheduler="slurm", id="7",
     reasons={"hosts": "h"},
 )  # fmt: skip
+# 64 threads on 32 cores: core 8 has the threads 8 and 40.
+SITE = Site(name="made up", cores=64, cores_near_device=("0-7", "8-15"))
 HEALTHY = {
     "host": "a", "problems": [], "size": 4, "local_size": 2, "mpi_size": 4, "meets": "", "cores": 4, "threads": "4",
-    "torch_s": 2.0, "devices": 2,
+    "torch_s": 2.0, "devices": 2, "unreached": [],
 }  # fmt: skip
 
 
@@ -36,15 +41,17 @@ def plan(tmp_path: Path) -> Plan:
 
 def ranks(**broken: Any) -> list[dict[str, Any]]:
     """Return four healthy ranks, of which the last has something else."""
-    lines: list[dict[str, Any]] = [{**HEALTHY, "rank": rank} for rank in range(4)]
+    own = [{"rank": rank, "device": rank % 2, "affinity": [(0, 40)[rank % 2]]} for rank in range(4)]
+    lines: list[dict[str, Any]] = [{**HEALTHY, **own[rank], "host": "ab"[rank // 2]} for rank in range(4)]
     lines[3] |= broken
     return lines
 
 
 def test_healthy_ranks(plan: Plan) -> None:
-    findings = doctor.of_ranks(plan, ranks(), 0, "")
+    findings = doctor.of_ranks(plan, ranks(), 0, "", SITE)
     assert {finding.state for finding in findings} == {"ok"}
     assert {finding.check for finding in findings} >= {"ranks", "MPI", "address", "cores", "threads", "devices"}
+    assert {finding.check for finding in findings} >= {"sockets", "device order"}
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -54,6 +61,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "a device lost": ({"devices": 1}, "devices", "wrong", "--hostfile"),
     "crowded": ({"local_size": 4}, "devices", "warning", "--ppn 2"),
     "unreachable": ({"meets": "cannot reach"}, "address", "wrong", "MASTER_ADDR=ADDRESS"),
+    "closed ports": ({"unreached": ["rank 2 on b: refused"]}, "sockets", "wrong", "GLOO_SOCKET_IFNAME"),
+    "one device twice": ({"device": 0}, "device order", "wrong", "--gpu-bind=none"),
+    "one device twice, by its hardware": ({"device_id": "0"}, "device order", "wrong", "--gpu-bind=none"),
+    "far cores": ({"affinity": [0, 32]}, "device order", "wrong", "leave --cpu-bind out"),
     "slow disk": ({"torch_s": 90.0}, "import torch", "warning", "node-local"),
     "a contradiction": ({"problems": ["the variables contradict"]}, "ranks", "wrong", ""),
 }
@@ -61,7 +72,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 @pytest.mark.parametrize(("broken", "check", "state", "remedy"), BROKEN.values(), ids=BROKEN)
 def test_each_ailment_has_its_remedy(plan: Plan, broken: dict[str, Any], check: str, state: str, remedy: str) -> None:
-    bad = [finding for finding in doctor.of_ranks(plan, ranks(**broken), 0, "") if finding.state != "ok"]
+    bad = [finding for finding in doctor.of_ranks(plan, ranks(**broken), 0, "", SITE) if finding.state != "ok"]
     assert [(finding.check, finding.state) for finding in bad] == [(check, state)]
     assert remedy in bad[0].remedy
 
@@ -71,6 +82,12 @@ def test_ranks_that_do_not_answer(plan: Plan) -> None:
     assert finding.state == "wrong"
     assert "3 of 4 answered, missing [3]; status 1" in finding.found
     assert "task 3: Killed" in finding.found
+
+
+def test_a_rank_that_does_not_know_who_it_is(plan: Plan) -> None:
+    lost = {"host": "b", "rank": "3", "problems": ["the variables contradict"], "cores": 1, "devices": 0}
+    findings = doctor.of_ranks(plan, [*ranks()[:3], lost], 0, "")
+    assert [finding.found for finding in findings if finding.state == "wrong"] == ["the variables contradict"]
 
 
 def test_what_this_process_sees(plan: Plan, tmp_path: Path) -> None:
@@ -86,10 +103,78 @@ def test_what_this_process_sees(plan: Plan, tmp_path: Path) -> None:
     assert doctor.of_machine(replace(plan, env_set={**plan.env_set, "TMPDIR": "/tmp"}), {})[-1].state == "ok"
 
 
+@pytest.mark.parametrize(
+    ("site", "env", "state", "found"),
+    [
+        (Site("far", internet=False), {}, "ok", "compute nodes of far do not reach it"),
+        (Site("far", internet=False), {"WANDB_MODE": "online"}, "warning", "but WANDB_MODE=online"),
+        (Site("near"), {}, "ok", "reached directly"),
+        (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "by the site's proxies (https_proxy)"),
+        (Site("near", proxies={"https_proxy": "http://p:1"}), {"https_proxy": ""}, "warning", "https_proxy empty"),
+    ],
+    ids=["none", "none, but W&B is to be online", "direct", "by proxies", "a proxy that is taken away"],
+)
+def test_the_way_to_the_internet(tmp_path: Path, site: Site, env: dict[str, str], state: str, found: str) -> None:
+    options = Options(np=4, command=("probe",))
+    decided = Decided("1-aa", "R", 12345, str(tmp_path), "/s", "/venv/bin", "a")
+    site = replace(site, scheduler="slurm")
+    plan = build(JOB, options, decide_ranks(options, JOB), Launcher("srun", "srun"), decided, env, site)
+    (finding,) = (f for f in doctor.of_machine(plan, env, site) if f.check == "internet")
+    assert finding.state == state
+    assert found in finding.found
+    assert bool(finding.remedy) == (state == "warning")
+
+
+def test_devices_are_shared_where_there_are_too_few(plan: Plan) -> None:
+    few = replace(plan, job=replace(JOB, devices=(1, 1)))
+    assert not [f for f in doctor.of_ranks(few, ranks(device=0), 0, "") if f.state != "ok"]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "env", "index", "device"),
+    [
+        (5, 4, {}, 1, 1),
+        (1, 4, {"CUDA_VISIBLE_DEVICES": "3,2,1,0"}, 1, 2),
+        (3, 1, {"ROCR_VISIBLE_DEVICES": "4"}, 0, 4),
+        (3, 1, {}, 0, None),
+        (0, 2, {"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, 0, None),
+    ],
+)
+def test_which_device_a_rank_has(local_rank: int, count: int, env: dict[str, str], index: int, device: Any) -> None:
+    assert probe.device_of(local_rank, count, env) == {"index": index, "device": device}
+
+
+def test_ranks_that_meet_and_one_that_cannot_be_reached() -> None:
+    port = free_port()
+    worlds = [World(rank=rank, size=4, local_rank=rank % 2, local_size=2) for rank in range(4)]
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda world: probe.meet(world, "127.0.0.1", port), worlds)] == [("", [])] * 4
+        served = pool.submit(probe.meet, worlds[0], "127.0.0.1", port)
+        with socket.create_server(("", 0)) as closed:
+            nobody = closed.getsockname()[1]
+        for rank, back in ((1, 0), (2, nobody), (3, 0)):
+            with connected(port) as caller:
+                caller.sendall(f"{back} {rank} n{rank}\n".encode())
+                assert caller.recv(1) == b""
+        problem, (unreached,) = served.result()
+    assert problem == ""
+    assert unreached.startswith(f"rank 2 on n2 (127.0.0.1 port {nobody}): ")
+
+
+def connected(port: int) -> socket.socket:
+    end = time.monotonic() + 5
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
 def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MEETING_S", 0.3)
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert "cannot listen" in probe.meet(World(rank=0, size=2), "127.0.0.1", port)
-    assert "only 0 of 1 other ranks" in probe.meet(World(rank=0, size=2), "127.0.0.1", port)
-    assert "cannot reach MASTER_ADDR=127.0.0.1" in probe.meet(World(rank=1, size=2), "127.0.0.1", port)
+        assert "cannot listen" in probe.meet(World(rank=0, size=2), "127.0.0.1", port)[0]
+    assert "only 0 of 1 other ranks" in probe.meet(World(rank=0, size=2), "127.0.0.1", port)[0]
+    assert "cannot reach MASTER_ADDR=127.0.0.1" in probe.meet(World(rank=1, size=2), "127.0.0.1", port)[0]

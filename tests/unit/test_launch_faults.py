@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch.faults import classify
+from wordrun.launch.faults import classify, port_taken
 from wordrun.launch.job import Job, hold_back
 
 # Recorded, but for the names of PALS's hosts.
@@ -45,6 +45,16 @@ def test_faults_of_the_program_are_not_tried_again(line: str) -> None:
 @pytest.mark.parametrize("status", [0, 2])
 def test_success_and_wrong_options_are_no_faults(status: int) -> None:
     assert classify(["srun: error: Node failure on n2"], status) is None
+
+
+@pytest.mark.parametrize(("port", "taken"), [(12345, True), (2345, False), (80, False)])
+def test_only_the_launchs_own_port_counts_as_taken(port: int, taken: bool) -> None:
+    line = "port: 12345, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    assert (
+        port_taken(["step 1", f"The server socket has failed to listen on any local network address. {line}"], port)
+        is taken
+    )
+    assert not port_taken([f"listening at {port}", "OSError: [Errno 98] Address already in use"], port)
 
 
 FOUR = Job(

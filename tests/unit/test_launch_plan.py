@@ -245,6 +245,9 @@ def test_dry_run_and_info_as_json(tmp_path: Path) -> None:
     assert set(found["reasons"]) >= {"launcher", "ranks", "MASTER_PORT", "OMP_NUM_THREADS"}
     told = json.loads(subprocess.run([launch, "--info", "--json"], capture_output=True, check=True).stdout)
     assert told["cores"] == [count_cores()[0]]
+    words = [launch, "--info", "--json", "--site", "juwels_booster"]
+    told = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
+    assert told["internet"] == "compute nodes of juwels_booster do not reach it"
     table = subprocess.run([launch, "--info"], capture_output=True, text=True, check=True).stdout
     assert table.splitlines()[0].split()[:2] == ["scheduler", "none"]
     assert not list(tmp_path.iterdir())

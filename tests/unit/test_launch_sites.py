@@ -82,7 +82,7 @@ def test_polaris(cluster: Cluster) -> None:
     assert plan.site == "polaris"
     assert plan.env_set["MASTER_ADDR"] == "x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov"
     assert plan.env_set["WORDRUN_WORLD_SIZE"] == "8"
-    assert plan.env_set["OMP_NUM_THREADS"] == "16"  # and not PBS's 64
+    assert plan.env_set["OMP_NUM_THREADS"] == "8"  # the cores it is bound to, and not PBS's 64
     assert plan.env_set["TMPDIR"] == "/tmp"
     assert plan.env_set["https_proxy"] == "http://proxy.alcf.anl.gov:3128"
     assert not [name for name in plan.env_set if name.startswith("PMI")]
@@ -129,6 +129,23 @@ def test_aurora(cluster: Cluster) -> None:
     }  # fmt: skip
     assert {name: plan.env_set[name] for name in expected} == expected
     assert "oneCCL" in plan.reasons["CCL_PROCESS_LAUNCHER"]
+
+
+def test_sunspot(cluster: Cluster) -> None:
+    """Aurora's command line; the names of its nodes are those in the node file, for want of a fact."""
+    hosts = [f"x1921c{n}s2b0n0.hostmgmt2000.cm.americas.sgi.com" for n in (0, 4)]
+    plan = cluster.plan(cluster.pbs("sunspot-pbs-0001", hosts), "x1921c0s2b0n0", "pals", cores=208)
+    assert words(plan) == (
+        f"pals --envall --line-buffer -n 24 --ppn 12 --hostfile {cluster.nodefile} --cpu-bind list:{ONE_DEVICE_EACH}"
+    )
+    expected = {
+        "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi",
+        "FI_MR_CACHE_MONITOR": "userfaultfd", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT", "TMPDIR": "/tmp",
+        "https_proxy": "http://proxy.alcf.anl.gov:3128", "MASTER_ADDR": "x1921c0s2b0n0", "WORDRUN_WORLD_SIZE": "24",
+        "OMP_NUM_THREADS": "8",
+    }  # fmt: skip
+    assert {name: plan.env_set[name] for name in expected} == expected
+    assert plan.site == "sunspot"
 
 
 def test_what_the_user_exported_wins_over_the_site(cluster: Cluster) -> None:
@@ -192,12 +209,12 @@ def test_juwels(cluster: Cluster) -> None:
 def test_baskerville(cluster: Cluster) -> None:
     env = slurm(
         "bask-pg0308u06a,bask-pg0309u11a", "36(x2)", SLURM_JOB_PARTITION="baskerville-a100_40",
-        SLURM_MEM_PER_CPU="1", SLURM_TRES_PER_TASK="cpu:8",
+        SLURM_MEM_PER_CPU="1", SLURM_TRES_PER_TASK="cpu:8", SLURM_CPUS_PER_GPU="36",
     )  # fmt: skip
     plan = cluster.plan(env, "bask-pg0308u06a.cluster.baskerville.ac.uk", "srun")
     assert plan.hosts == ("bask-pg0308u06a", "bask-pg0309u11a")
     assert words(plan) == "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 9 --gpus-per-node=4 --gpu-bind=none " + STEP
-    assert {"SLURM_MEM_PER_CPU", "SLURM_TRES_PER_TASK"} <= {*plan.env_unset}
+    assert {"SLURM_MEM_PER_CPU", "SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_GPU"} <= {*plan.env_unset}
 
 
 def test_engaging_after_a_requeue(cluster: Cluster) -> None:

@@ -87,12 +87,22 @@ def test_preemptable_jobs_may_run_again() -> None:
     assert "#PBS -r y" in written("polaris", "--walltime", "1:00:00", "--queue", "preemptable", "--account", "X")
 
 
+# The options that a site's users would give, beside the account, the walltime and the margin.
+ASKED = {
+    "aurora": "-N 2 --queue debug", "baskerville": "-N 2 --queue arc", "crux": "-N 2 --queue debug",
+    "engaging": "-N 1 --ppn 2 --queue mit_normal_gpu", "frontier": "-N 2 --queue batch",
+    "juwels_booster": "-N 2 --queue develbooster", "perlmutter": "-N 2 --queue regular",
+    "polaris": "-N 2 --queue debug", "sophia": "-n 4 --queue by-gpu", "sunspot": "-N 2",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", site.site_files({"HOME": "/nobody"}))
-def test_every_site_has_a_script_that_bash_can_read(name: str) -> None:
-    text = written(name, "-N", "1", "--walltime", "0:30:00", "--account", "X")
+def test_every_site_has_its_script(name: str) -> None:
+    words = (*ASKED[name].split(), "--walltime", "0:30:00", "--account", "X", "--walltime-margin", "120")
+    text = written(name, *words)
+    assert text == (Path(__file__).parent / "job_scripts" / f"{name}.sh").read_text()
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert "{" not in text
 
 
 MISTAKES = {
@@ -110,6 +120,11 @@ def test_what_the_site_does_not_allow(words: list[str], says: list[str]) -> None
     with pytest.raises(ConfigError) as caught:
         written("polaris", *words)
     assert all(word in str(caught.value) for word in says), caught.value
+
+
+def test_a_queue_that_is_needed() -> None:
+    with pytest.raises(ConfigError, match="--submit on baskerville needs --queue NAME"):
+        written("baskerville", "--walltime", "1:00:00", "--account", "X")
 
 
 @pytest.mark.parametrize(("text", "value"), [("1:00:00", 3600), ("0:00:30", 30), ("2-01:00:00", 49 * 3600)])

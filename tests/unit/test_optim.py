@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wordrun import model as models
-from wordrun.config import ModelConfig, OptimizerConfig
+from wordrun.config import GPTConfig, OptimizerConfig
 from wordrun.train.optim import adamw, learning_rate
 
 CFG = OptimizerConfig(learning_rate=1e-3, warmup_iters=100, min_lr=1e-4)
@@ -53,8 +53,8 @@ def test_short_runs_have_a_rate(warmup: int, end: int) -> None:
 
 
 def test_matrices_are_decayed_and_vectors_are_not() -> None:
-    gpt = models.build(ModelConfig(n_layer=1, n_head=1, n_embd=8, bias=True), 11)
-    optimizer = adamw(OptimizerConfig(weight_decay=0.3, learning_rate=0.5, beta1=0.8, beta2=0.7), gpt)
+    gpt = models.build(GPTConfig(n_layer=1, n_head=1, n_embd=8, bias=True), 11)
+    optimizer = adamw(OptimizerConfig(weight_decay=0.3, learning_rate=0.5, beta1=0.8, beta2=0.7), gpt.parameters())
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in gpt.named_parameters()} == {
         name: 0.3 if p.dim() > 1 else 0.0 for name, p in gpt.named_parameters()
@@ -63,8 +63,8 @@ def test_matrices_are_decayed_and_vectors_are_not() -> None:
 
 
 def test_each_parameter_is_updated_once() -> None:
-    gpt = models.build(ModelConfig(n_layer=1, n_head=1, n_embd=8), 11)
-    optimizer = adamw(OptimizerConfig(), gpt)
+    gpt = models.build(GPTConfig(n_layer=1, n_head=1, n_embd=8), 11)
+    optimizer = adamw(OptimizerConfig(), gpt.parameters())
     ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(ids) == sorted({id(p) for p in gpt.parameters()})
 
@@ -73,7 +73,7 @@ def test_a_step_is_adamws() -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 2)
     weight, bias = (p.detach().clone() for p in (layer.weight, layer.bias))
-    optimizer = adamw(OptimizerConfig(learning_rate=0.01, weight_decay=0.5, beta1=0.9, beta2=0.99), layer)
+    optimizer = adamw(OptimizerConfig(learning_rate=0.01, weight_decay=0.5, beta1=0.9, beta2=0.99), layer.parameters())
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     # The first step of Adam moves each figure by the rate, against the sign of its gradient (here 1).

@@ -151,10 +151,25 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+TOOLS = ("basename", "cat", "chmod", "dirname", "find", "grep", "mkdir", "printenv", "sed", "sort", "tr", "uname")
+
+
+def path_with(folder: Path, **programs: str) -> str:
+    """Return a PATH of the tools that setup.sh needs and these programs, and nothing else that the machine has."""
+    folder.mkdir()
+    for tool in TOOLS:
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
 @in_each_shell
 def test_a_sites_modules_and_an_environment_over_them(shell: str, tmp_path: Path, repository: Path) -> None:
+    path = path_with(tmp_path / "bin", mpicc="")
     script = 'module() { echo "$*" >> calls; }\nset -eu\nsetup_python\nsetup_python >/dev/null'
-    env = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "MADE_UP": "a clutter"}
+    env = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "MADE_UP": "a clutter", "PATH": path}
     done = run(shell, script, tmp_path, repository / "bin" / "setup.sh", **env)
     assert done.returncode == 0, done.stderr
     home = f"{repository}/.venv-made_up"
@@ -162,7 +177,7 @@ def test_a_sites_modules_and_an_environment_over_them(shell: str, tmp_path: Path
         "use /some/where", "load python", f"venv [] {home}", "use /some/where", "load python"
     ]  # fmt: skip
     assert "module     module load python" in done.stdout
-    assert f"python     {home}/bin/python (Python 3.12.0; over the modules of made_up)" in done.stdout
+    assert f"python     {home}/bin/python (Python 3.12.0; over what is loaded on made_up)" in done.stdout
 
 
 @in_each_shell
@@ -175,6 +190,59 @@ def test_a_site_in_a_shell_without_modules(shell: str, tmp_path: Path, repositor
 
 @in_each_shell
 @pytest.mark.parametrize(
+    ("loaded", "works"),
+    [({}, False), ({"python3": "exit 1"}, False), ({"python3": "exit 0"}, True), ({"mpicc": ""}, True)],
+)
+def test_a_site_without_modules_needs_something_loaded(
+    shell: str, tmp_path: Path, repository: Path, loaded: dict[str, str], works: bool
+) -> None:
+    (tmp_path / "config" / "wordrun" / "sites" / "made_up.yaml").write_text(SITE[: SITE.index("modules:")])
+    env = {
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "MADE_UP": "cluster",
+        "PATH": path_with(tmp_path / "bin", **loaded),
+    }
+    done = run(shell, "setup_python || echo status $?", tmp_path, repository / "bin" / "setup.sh", **env)
+    if works:
+        assert "over what is loaded on made_up" in done.stdout
+        assert (tmp_path / "calls").read_text() == f"venv [] {repository}/.venv-made_up\n"
+    else:
+        assert done.stdout == "status 1\n"
+        assert "setup: made_up: neither a Python with torch nor an MPI (mpicc) is loaded" in done.stderr
+        assert "put 'modules: [module load NAME, ...]' into a copy of made_up.yaml in" in done.stderr
+        assert not (tmp_path / "calls").exists()
+
+
+# A python that notes what it is asked to do, and "makes" an environment whose python is the same.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *find_spec*) exit $NO_TORCH ;;
+  "-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; echo "$*" >>"$CALLS" ;;
+  *"pip install"*) echo "$* MPICC=$MPICC" >>"$CALLS" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("no_torch", "over"), [("0", " --system-site-packages"), ("1", "")])
+def test_an_environment_on_a_cluster(tmp_path: Path, no_torch: str, over: str) -> None:
+    """Over the Python that has torch, and with mpi4py built against the MPI that is there."""
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    calls, home = tmp_path / "calls", tmp_path / "venv"
+    env = {
+        "PATH": "/usr/bin:/bin", "PYTHON": str(tmp_path / "python"), "MPICC": "cc -shared", "WORDRUN_VENV": str(home),
+        "CALLS": str(calls), "NO_TORCH": no_torch,
+    }  # fmt: skip
+    done = subprocess.run(["/bin/bash", SETUP.with_name("venv"), ""], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert calls.read_text().splitlines() == [
+        f"-m venv{over} {home}",
+        "-m pip install --disable-pip-version-check --no-binary=mpi4py --no-cache-dir -e .[] MPICC=cc -shared",
+    ]
+
+
+@in_each_shell
+@pytest.mark.parametrize(
     ("name", "variable", "value"),
     [
         ("polaris", "PBS_JOBID", "640002.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov"),
@@ -182,6 +250,9 @@ def test_a_site_in_a_shell_without_modules(shell: str, tmp_path: Path, repositor
         ("baskerville", "SLURM_JOB_PARTITION", "baskerville-a100_40"),
         ("frontier", "LMOD_SYSTEM_NAME", "frontier"),
         ("engaging", "SLURM_JOB_PARTITION", "mit_normal"),
+        ("perlmutter", "NERSC_HOST", "perlmutter"),
+        ("juwels_booster", "SYSTEMNAME", "juwelsbooster"),
+        ("crux", "PBS_JOBID", "17.crux-pbs-0001.head.cm.crux.alcf.anl.gov"),
     ],
 )
 def test_sites_are_recognised_in_the_shell_too(

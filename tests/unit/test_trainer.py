@@ -306,7 +306,7 @@ def test_dropout_acts_in_training_and_not_in_evaluation(
     assert dropped[0] == pytest.approx(kept, rel=0.1)
     with Trainer(wordrun.compose([*words, "model.dropout=0.5"])) as trainer:
         assert trainer.evaluate() == trainer.evaluate()
-        assert trainer.model.training
+        assert trainer.backend.parts[0].training
 
 
 def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path, baseline: list[dict[str, Any]]) -> None:

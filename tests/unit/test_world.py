@@ -81,7 +81,7 @@ RECORDED: dict[str, tuple[Env, Place]] = {
     "F26 torchrun inside srun": ({**SLURM_TASK, "SLURM_PROCID": "0", **TORCHRUN}, (3, 8, 1, 2, 1, 4, "torchrun")),
     "launch without MPI": (LOCAL, (0, 1, 0, 1, 0, 1, "local")),
     "launch's mpiexec inside an srun step": (
-        {**SLURM_TASK, **HYDRA, "WORDRUN_LAUNCHER": "hydra", "WORDRUN_WORLD_SIZE": "6"},
+        {**SLURM_TASK, **HYDRA, "WORDRUN_LAUNCHER": "hydra", "WORDRUN_LAUNCH_ID": "1-aa", "WORDRUN_WORLD_SIZE": "6"},
         (1, 6, 1, 3, 0, 2, "hydra"),
     ),
     "F30 laptop": ({}, (0, 1, 0, 1, 0, 1, "none")),
@@ -149,6 +149,38 @@ WRONG = {
     "another launcher inside": (
         {**HYDRA, "WORDRUN_LAUNCHER": "hydra", "WORDRUN_WORLD_SIZE": "2"},
         ["launch started 2", "PMI_SIZE=6", "another launcher"],
+    ),
+    "mpiexec inside an interactive step": (
+        {**SLURM_TASK, **HYDRA, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        [
+            "srun says SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1",
+            "hydra says PMI_RANK=1 PMI_SIZE=6 MPI_LOCALRANKID=1",
+            "launch --scheduler none",
+        ],
+    ),
+    "the same rank, another local rank": (
+        {**POLARIS, **OPENMPI, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"},
+        ["PALS_LOCAL_RANKID=1", "OMPI_COMM_WORLD_LOCAL_RANK=3"],
+    ),
+    "mpiexec inside a rank of launch's srun": (
+        {**SLURM_TASK, **HYDRA, "WORDRUN_LAUNCHER": "srun", "WORDRUN_LAUNCH_ID": "1-aa"},
+        ["srun says SLURM_PROCID=4", "hydra says PMI_RANK=1"],
+    ),
+    "mpiexec of the same kind and size inside a rank of launch": (
+        {
+            **HYDRA,
+            "WORDRUN_LAUNCHER": "hydra",
+            "WORDRUN_LAUNCH_ID": "1-aa",
+            "WORDRUN_WORLD_SIZE": "6",
+            "RANK": "4",
+            "WORLD_SIZE": "6",
+            "LOCAL_RANK": "1",
+        },
+        ["hydra says PMI_RANK=1 PMI_SIZE=6", "launch says RANK=4 WORLD_SIZE=6"],
+    ),
+    "mpiexec inside torchrun": (
+        {**TORCHRUN, **HYDRA},
+        ["torchrun says RANK=3 WORLD_SIZE=8", "hydra says PMI_RANK=1 PMI_SIZE=6"],
     ),
     "unreadable counts": ({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": "3x2"}, ["SLURM_STEP_TASKS_PER_NODE='3x2'"]),
     "unreadable size by launch": ({**AURORA, "WORDRUN_WORLD_SIZE": "many"}, ["WORDRUN_WORLD_SIZE='many'"]),

@@ -65,6 +65,11 @@ class Family:
     local_size: str
     node: str = ""
 
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """The names that tell which rank this is."""
+        return self.rank, self.size, self.local_rank
+
     def present(self, env: Mapping[str, str]) -> bool:
         """Say whether this launcher started the process that has ``env``."""
         if not all(env.get(name) for name in self.needs):
@@ -124,22 +129,60 @@ def discover(env: Mapping[str, str] | None = None) -> World:
     MVAPICH, traces of another MPI launcher (``launcher="mpi"``: ask MPI), and else a single process.
 
     Raises:
-        WorldError: a family is present but incomplete, contradicts ``WORDRUN_WORLD_SIZE``, or is out of range.
+        WorldError: a family is present but incomplete or out of range, or contradicts another one or ``launch``.
     """
     env = os.environ if env is None else env
     if TORCHRUN.present(env):
+        _check_agents(env)
         return _read(TORCHRUN, env)
     named = env.get("WORDRUN_LAUNCHER", "")
     for family in (LOCAL, *FAMILIES):
         if family.launcher == named and family.present(env):
+            _check_others(family, env)
             return _read(family, env)
     for family in FAMILIES:
         if family.present(env):
+            _check_others(family, env)
             return _read(family, env)
     traces = [name for name in MPI_TRACES if env.get(name)]
     if traces:
         return World(hosts=(socket.gethostname(),), launcher="mpi", source=f"MPI ({', '.join(traces)} set)")
     return World(hosts=(socket.gethostname(),))
+
+
+def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
+    """Refuse variables that make this process another rank than ``chosen`` does: a launcher runs inside another one."""
+    by_launch = env.get("WORDRUN_LAUNCHER") == chosen.launcher
+    others = [family for family in FAMILIES if family is not chosen and family.present(env)]
+    if by_launch and env.get("WORDRUN_LAUNCH_ID"):
+        # launch has taken all others away, but not those of the step in which it was called; and rank_env.sh has put
+        # down what the launcher said, which one that runs inside this rank has overwritten for itself alone.
+        others = [LOCAL, *(family for family in others if family.launcher != "srun")]
+    for other in others:
+        for mine, theirs in zip(chosen.identity, other.identity, strict=True):
+            if env.get(mine) and env.get(theirs) and env[mine] != env[theirs]:
+                raise WorldError(_both(chosen, other, env))
+
+
+def _check_agents(env: Mapping[str, str]) -> None:
+    """Refuse an MPI launcher that has started another number of processes than torchrun has agents."""
+    agents = _number("WORLD_SIZE", env) // max(1, _number("LOCAL_WORLD_SIZE", env))
+    for other in FAMILIES:
+        # A step's variables are in every process below it.
+        if other.launcher != "srun" and other.present(env) and env.get(other.size, str(agents)) != str(agents):
+            raise WorldError(_both(TORCHRUN, other, env))
+
+
+def _both(one: Family, other: Family, env: Mapping[str, str]) -> str:
+    told = [
+        f"{'launch' if family is LOCAL else family.launcher} says "
+        + " ".join(f"{name}={env[name]}" for name in family.identity if env.get(name))
+        for family in (one, other)
+    ]
+    return (
+        f"{told[0]}, but {told[1]}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
+        "step or job: launch --scheduler none), or unset the variables of the one that did not start this process."
+    )
 
 
 def _read(family: Family, env: Mapping[str, str]) -> World:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from wordrun.launch.launcher import Launcher
     from wordrun.launch.site import Site
 
+# After this long ranks have met, and a port that is taken is their program's affair.
+MEETING_S = 600.0
+
 
 class CommandError(UserError):
     """The command cannot be started."""
@@ -72,28 +75,39 @@ def _launch(options: Options) -> int:
 
 
 def _run(options: Options, plan: Plan) -> int:
-    """Run the plan, and again without the hosts that failed, as often as --retries allows."""
-    from wordrun.launch.faults import classify
+    """Run the plan, once more with another port, and without the hosts that failed as often as --retries allows."""
+    import time
+
+    from wordrun.launch.faults import classify, port_taken
     from wordrun.launch.run import run, say
 
     for note in plan.job.notes:
         say(note)
     left_out: frozenset[str] = frozenset()
-    for left in range(options.retries, -1, -1):
-        last: list[str] | None = [] if options.retries else None
+    retries = options.retries
+    # Only launch knows another port for all ranks. One that the user named stays.
+    may_move = plan.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
+    while True:
+        last: list[str] | None = [] if retries or may_move else None
+        begun = time.monotonic()
         status = run(plan, options.idle_timeout, options.walltime_margin, last)
-        fault = classify(last or (), status)
-        if fault is None or left == 0:
-            break
-        left_out |= {host.partition(".")[0] for host in fault.hosts}
-        without = f" without {', '.join(sorted(left_out))}" if left_out else ""
-        say(f"{fault.meaning} ({fault.line}): launching again{without}")
+        met = time.monotonic() - begun > MEETING_S
+        if status and last and may_move and not met and port_taken(last, plan.decided.port):
+            may_move = False
+            say(f"port {plan.decided.port} was taken in the meantime: launching again with another")
+        else:
+            fault = classify(last or (), status)
+            if fault is None or retries == 0:
+                return status
+            retries -= 1
+            left_out |= {host.partition(".")[0] for host in fault.hosts}
+            without = f" without {', '.join(sorted(left_out))}" if left_out else ""
+            say(f"{fault.meaning} ({fault.line}): launching again{without}")
         try:
             plan = make_plan(options, left_out)
         except UserError as error:
             say(f"cannot launch again: {error}")
-            break
-    return status
+            return status
 
 
 def make_plan(options: Options, left_out: frozenset[str] = frozenset()) -> Plan:

@@ -212,6 +212,10 @@ class Request:
     @property
     def cores_per_rank(self) -> int:
         """Cores that each rank can have, on the host where they are fewest."""
+        if self.launcher.kind == "pals" and self.site and not self.options.cpu_bind:
+            bound = self.site.bound_cores(self.ranks.ppn)
+            if bound is not None:
+                return bound
         pairs = zip(self.job.cores, self.ranks.layout, strict=False)
         return max(1, min(cores // ranks for cores, ranks in pairs))
 
@@ -326,6 +330,8 @@ def _add_site(
     devices = min(request.job.devices[: request.ranks.nodes])
     words = {"devices": str(devices), "devices_reversed": ",".join(map(str, reversed(range(devices))))}
     asked = {**site.env, **{name: (value, "compute nodes go out by it") for name, value in site.proxies.items()}}
+    if not site.internet:
+        asked["WANDB_MODE"] = ("offline", "compute nodes have no internet")
     for name, (value, why) in asked.items():
         # The scheduler's own list of devices is nobody's wish.
         if name not in env or name == "CUDA_VISIBLE_DEVICES":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from wordrun.launch import site
 from wordrun.launch.command import Plan, is_stale
 from wordrun.launch.options import Options
+from wordrun.launch.site import Site, numbers
 from wordrun.launch.submit import inner
 
 MARK = "wordrun-probe:"
@@ -50,7 +53,8 @@ def main(options: Options) -> int:
     except subprocess.TimeoutExpired as late:
         output, errors, status = _text(late.stdout), _text(late.stderr), 124
     ranks = [json.loads(line.partition(MARK)[2]) for line in output.splitlines() if MARK in line]
-    findings = [*of_machine(plan, os.environ), *of_ranks(plan, ranks, status, errors)]
+    known, _ = site.find(options.site, socket.gethostname(), os.environ)
+    findings = [*of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known)]
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -62,8 +66,8 @@ def _text(output: Any) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def of_machine(plan: Plan, env: Mapping[str, str]) -> list[Finding]:
-    """Return what this process sees without the ranks."""
+def of_machine(plan: Plan, env: Mapping[str, str], known: Site | None = None) -> list[Finding]:
+    """Return what this process sees without the ranks, on a site that may be known."""
     findings = [
         Finding("site", "ok", f"{plan.site or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
         Finding("launcher", "ok", f"{plan.launcher.kind} {plan.launcher.path} ({plan.launcher.why})"),
@@ -78,6 +82,8 @@ def of_machine(plan: Plan, env: Mapping[str, str]) -> list[Finding]:
         )  # fmt: skip
     else:
         findings.append(Finding("variables", "ok", "none left by an earlier launcher"))
+    if known:
+        findings.append(_internet(plan, env, known))
     scratch = plan.env_set.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
         if not os.access(folder, os.W_OK):
@@ -98,7 +104,27 @@ def of_machine(plan: Plan, env: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def of_ranks(plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str) -> list[Finding]:
+def _internet(plan: Plan, env: Mapping[str, str], known: Site) -> Finding:
+    mode = plan.env_set.get("WANDB_MODE", env.get("WANDB_MODE", ""))
+    if not known.internet and mode not in ("offline", "disabled"):
+        return Finding(
+            "internet",
+            "warning",
+            f"{known.way_out}, but WANDB_MODE={mode}",
+            "unset WANDB_MODE, and launch sets offline",
+        )
+    missing = [name for name in known.proxies if not plan.env_set.get(name, env.get(name))]
+    if known.internet and missing:
+        return Finding(
+            "internet", "warning", f"{known.way_out}, but {', '.join(missing)} empty",
+            f"unset {' '.join(missing)}, and launch sets the site's",
+        )  # fmt: skip
+    return Finding("internet", "ok", known.way_out)
+
+
+def of_ranks(
+    plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site | None = None
+) -> list[Finding]:
     """Return what is to be said of the lines that the probe printed.
 
     Args:
@@ -106,6 +132,7 @@ def of_ranks(plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors
         ranks: the lines, one for each rank that could.
         status: exit status of launch.
         errors: what it printed on stderr.
+        known: the site, where it is known.
     """
     if len(ranks) < plan.np or status:
         missing = sorted({*range(plan.np)} - {rank.get("rank") for rank in ranks})
@@ -119,6 +146,8 @@ def of_ranks(plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors
     findings = [Finding("ranks", "ok", f"all {plan.np} answered, from {len({rank['host'] for rank in ranks})} hosts")]
     for problem in dict.fromkeys(text for rank in ranks for text in rank["problems"]):
         findings.append(Finding("ranks", "wrong", problem))
+    if not all("unreached" in rank for rank in ranks):  # some did not find out who they are, and looked no further
+        return findings
     findings.append(_mpi(plan, ranks))
     unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
     findings.append(
@@ -128,7 +157,13 @@ def of_ranks(plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors
             "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach" if unmet else "",
         )
     )  # fmt: skip
-    findings += [_cores(plan, ranks), _threads(ranks), _devices(ranks)]
+    findings += [
+        _sockets(plan, ranks),
+        _cores(plan, ranks),
+        _threads(ranks),
+        _devices(ranks),
+        *_order(plan, ranks, known),
+    ]
     slowest = max(rank["torch_s"] for rank in ranks)
     slow = slowest > SLOW_IMPORT_S
     findings.append(
@@ -153,6 +188,20 @@ def _mpi(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
         "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
         "under srun the --mpi type that it speaks (srun --mpi=list), or rebuild mpi4py",
     )  # fmt: skip
+
+
+def _sockets(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    unreached = [text for rank in ranks for text in rank["unreached"]]
+    if unreached:
+        return Finding(
+            "sockets", "wrong", f"rank 0 cannot open one to {'; '.join(unreached[:3])}",
+            "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
+            "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
+        )  # fmt: skip
+    hosts = len(plan.hosts)
+    return Finding(
+        "sockets", "ok", f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host"
+    )
 
 
 def _cores(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
@@ -193,6 +242,39 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     return Finding(
         "devices", "ok", f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs"
     )
+
+
+def _order(plan: Plan, ranks: Sequence[Mapping[str, Any]], known: Site | None) -> list[Finding]:
+    """Return whether each rank has a device of its own, and the cores that the site says are next to it."""
+    owners: dict[tuple[str, str], int] = {}
+    near = known.cores_near_device if known else ()
+    # Two threads of a core have numbers that differ by half of all.
+    half = known.cores // 2 if known and known.cores else sys.maxsize
+    for rank in ranks:
+        where = f"rank {rank['rank']} on {rank['host']}"
+        name, device = rank.get("device_id") or rank.get("device"), rank.get("device")
+        if name is not None and rank["local_size"] <= min(plan.job.devices):
+            owner = owners.setdefault((rank["host"], str(name)), rank["rank"])
+            if owner != rank["rank"]:
+                return [
+                    Finding(
+                        "device order", "wrong", f"{where} has the same device as rank {owner}: {name}",
+                        "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none), or "
+                        "one of its own",
+                    )
+                ]  # fmt: skip
+        bound = {core % half for core in rank["affinity"]}
+        if device is not None and device < len(near) and bound and not bound & numbers(near[device]):
+            return [
+                Finding(
+                    "device order", "wrong",
+                    f"{where} has device {device}, which is next to cores {near[device]}, but not one of these cores",
+                    "leave --cpu-bind out, and launch binds each rank to the cores next to its device",
+                )
+            ]  # fmt: skip
+    if not owners:
+        return []
+    return [Finding("device order", "ok", "each rank has its own" + (", next to its cores" if near else ""))]
 
 
 def _show(findings: Sequence[Finding]) -> None:

@@ -24,6 +24,8 @@ PATTERNS: tuple[tuple[str, str, int], ...] = (
     (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
 )
 
+TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -54,3 +56,8 @@ def classify(lines: Iterable[str], status: int) -> Fault | None:
                 first = first or Fault(meaning, line.strip(), ())
                 break
     return Fault(first.meaning, first.line, tuple(dict.fromkeys(hosts))) if first else None
+
+
+def port_taken(lines: Iterable[str], port: int) -> bool:
+    """Say whether ``lines`` show that rank 0 could not listen at ``port``, in torch's words."""
+    return any(TAKEN.search(line) and re.search(rf"\b{port}\b", line) for line in lines)

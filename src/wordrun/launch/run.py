@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from wordrun.launch import processes
 from wordrun.launch.command import Plan, step_name
 from wordrun.launch.job import job_end
 from wordrun.launch.record import Record
+from wordrun.launch.tail import Tail, lines_of
 
 IDLE_STATUS = 124
 CANNOT_START = 126
@@ -29,8 +31,6 @@ FAILURE_PATIENCE_S = 4.0
 # What is left when the command itself has ended: time to close a file.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
-# What a fault is looked for in.
-TAIL_BYTES = 65536
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
@@ -79,16 +79,19 @@ def run(
         processes.adopt_orphans()
         with _signals() as arrived:
             try:
-                child = _start(plan, env, piped=idle_timeout is not None or last_lines is not None)
+                idle = idle_timeout is not None
+                child = _start(plan, env, stdout=idle, stderr=idle or plan.np > 1 or last_lines is not None)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 status = CANNOT_START
             else:
-                job = _Running(plan, child, status_dir, warn_at=_warn_at(plan, walltime_margin))
-                job.tail = bytearray() if last_lines is not None else None
+                job = _Running(plan, child, status_dir)
+                if walltime_margin is not None:
+                    job.asking = _ask_for_end(job, walltime_margin)
                 status = _watch(job, arrived, idle_timeout)
+                job.repeat_what_failed()
                 if last_lines is not None and not job.stopped_by:
-                    last_lines += (job.tail or b"").decode(errors="replace").splitlines()
+                    last_lines += job.tail.lines()
     finally:
         if status_dir:
             for name in os.listdir(status_dir):
@@ -102,14 +105,20 @@ def run(
     return status
 
 
-def _warn_at(plan: Plan, margin: float | None) -> float:
-    if margin is None:
-        return float("inf")
-    end = plan.job.ends_at if plan.job.ends_at is not None else job_end(plan.job)
-    if end is None:
-        say(f"--walltime-margin {margin:g}: nobody says when this job ends, so the ranks will not be told")
-        return float("inf")
-    return end - margin
+def _ask_for_end(job: _Running, margin: float) -> threading.Thread:
+    """Find out when the job's walltime ends, beside all else: a scheduler may take its time to answer."""
+
+    def ask() -> None:
+        known = job.plan.job.ends_at
+        end = known if known is not None else job_end(job.plan.job)
+        if end is not None:
+            job.warn_at = end - margin
+        elif job.returned is None:
+            say(f"--walltime-margin {margin:g}: nobody says when this job ends, so the ranks will not be told")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
 
 
 def _begin_record(plan: Plan) -> tuple[Record | None, dict[str, str]]:
@@ -145,8 +154,12 @@ class _Running:
 
     warn_at: float = float("inf")
     """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
-    tail: bytearray | None = None
-    """The end of what came on stderr, where somebody wants to know."""
+    asking: threading.Thread | None = None
+    """Asks the scheduler for that."""
+    tail: Tail = field(default_factory=Tail)
+    """The end of what came on stderr, where that comes through us."""
+    complaint: tuple[str, list[str], int] | None = None
+    """How the first rank to fail did, its last lines, and how much had come on stderr by then."""
     next_look: float = 0.0
 
     @property
@@ -154,9 +167,8 @@ class _Running:
         """Say whether the job has a process group of its own, apart from ours."""
         return not _keeps_terminal(self.plan)
 
-    def collect(self) -> None:
-        """Take notice of processes that have ended."""
-        self.notice(processes.reap())
+    def look(self) -> None:
+        """Look, now and then, for what ranks have reported, and for what they have left behind."""
         now = time.monotonic()
         if self.status_dir and (now >= self.next_look or self.returned is not None):
             self.next_look = now + POLL_S
@@ -187,12 +199,23 @@ class _Running:
         self.failed = (rank, status)
         if self.plan.np > 1 and not self.stopped_by and not self.idle:
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
-            say(f"rank {rank}{on} {_ending(status)}")
+            how = f"rank {rank}{on} {_ending(status)}"
+            self.complaint = how, lines_of(rank, self.tail.lines()), self.tail.total
+            say(how)
             self.patience(FAILURE_PATIENCE_S, self.give_up)
+
+    def repeat_what_failed(self) -> None:
+        """Print once more how the first rank failed, and its last lines, where others' have covered them."""
+        if self.complaint:
+            how, lines, seen = self.complaint
+            if lines and self.tail.total > seen:
+                say("\n".join([f"{how}; its last lines:", *(f"  {line}" for line in lines)]))
 
     def end_what_ranks_left(self) -> None:
         """End the daemons of ranks that are gone: mpiexec would wait for them to close the ranks' output."""
         pid = self.child.pid
+        if self.asking and self.asking.is_alive():
+            return  # its qstat is a child of ours too
         if self.returned is None and processes.orphans(pid) and not processes.rank_groups(pid):
             self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
 
@@ -329,13 +352,14 @@ def _keeps_terminal(plan: Plan) -> bool:
     return plan.launcher.kind == "local" and sys.stdin is not None and sys.stdin.isatty()
 
 
-def _start(plan: Plan, env: dict[str, str], *, piped: bool) -> subprocess.Popen[bytes]:
-    pipe = subprocess.PIPE if piped else None
+def _start(plan: Plan, env: dict[str, str], *, stdout: bool, stderr: bool) -> subprocess.Popen[bytes]:
+    """Start the command; what it writes on ``stdout`` and ``stderr`` comes through us where that is asked for."""
     # These end their ranks on SIGTERM and leave them on SIGKILL; Hydra's and Open MPI's go with it either way.
     remote = plan.launcher.kind in ("torchrun", "srun", "pals")
     death_signal = signal.SIGTERM if remote else signal.SIGKILL
     return subprocess.Popen(
-        plan.argv, env=env, stdout=pipe, stderr=pipe, bufsize=0,
+        plan.argv, env=env, bufsize=0,
+        stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
         preexec_fn=processes.before_exec(own_group=not _keeps_terminal(plan), death_signal=death_signal),
     )  # fmt: skip
 
@@ -370,7 +394,6 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
         if source is not None:
             selector.register(source, selectors.EVENT_READ, sink)
     last_output = time.monotonic()
-    job.collect()  # it may have ended before anybody listened
     while job.returned is None:
         for key, _ in selector.select(POLL_S):
             if key.fd == arrived:
@@ -380,7 +403,10 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
             else:
                 _pump(selector, key, job.tail)
                 last_output = time.monotonic()
-        job.collect()
+        job.notice(processes.reap())
+        if job.returned is not None:
+            _drain(selector, job.tail)  # the ranks' last words come before ours
+        job.look()
         if time.time() > job.warn_at and job.returned is None:
             job.warn_at = float("inf")
             say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")
@@ -394,25 +420,29 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
         elif now > job.deadline and job.returned is None:
             job.at_deadline()
     processes.end_all(LEFTOVER_PATIENCE_S)
-    while keys := [key for key, _ in selector.select(0) if key.fd != arrived]:
-        for key in keys:
-            _pump(selector, key, job.tail)
+    _drain(selector, job.tail)
     for stream in (job.child.stdout, job.child.stderr):
         if stream is not None:
             stream.close()
     return job.status()
 
 
-def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey, tail: bytearray | None) -> None:
+def _drain(selector: selectors.BaseSelector, tail: Tail) -> None:
+    """Pass on all that has been written up to now."""
+    while keys := [key for key, _ in selector.select(0) if key.data is not None]:
+        for key in keys:
+            _pump(selector, key, tail)
+
+
+def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey, tail: Tail) -> None:
     """Pass on, byte for byte, what the job has written; stop at the end, or where nobody reads us any more.
 
-    The end of stderr is kept in ``tail`` too.
+    Stderr goes to ``tail`` too.
     """
     stream: IO[bytes] = key.fileobj  # type: ignore[assignment]
     chunk = os.read(key.fd, 65536)
-    if tail is not None and key.data == 2:
-        tail += chunk
-        del tail[:-TAIL_BYTES]
+    if key.data == 2:
+        tail.add(chunk)
     try:
         rest = memoryview(chunk)
         while rest:

@@ -53,6 +53,7 @@ def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_js
     path = os.pathsep.join(filter(None, (os.path.join(sys.prefix, "bin"), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
         "site": f"{site.name}: {site.description}" if site else None,
+        "internet": site.way_out if site else None,
         "scheduler": job.scheduler,
         "job": job.id or None,
         "queue": job.queue or None,

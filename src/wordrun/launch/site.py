@@ -56,13 +56,21 @@ class Site:
     proxies: Mapping[str, str] = field(default_factory=dict)
     """Variables through which compute nodes reach the internet."""
     internet: bool = True
-    """Whether compute nodes reach the internet at all."""
+    """Whether compute nodes reach the internet at all; if not, W&B records offline."""
     modules: tuple[str, ...] = ()
     """Shell lines that bring torch and MPI, for setup_python."""
     submit: Mapping[str, Any] = field(default_factory=dict)
-    """For job scripts: filesystems, select, account_needed, queue_option, directives."""
+    """For job scripts: filesystems, select, account_needed, queue_needed, queue_option, directives."""
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name to nodes [least, most], hours and rerunnable, as far as they are known."""
+    """Name to nodes [least, most], hours, rerunnable, and device_per_rank where a job asks for devices one by one."""
+
+    @property
+    def way_out(self) -> str:
+        """How compute nodes reach the internet, in words."""
+        if not self.internet:
+            return f"compute nodes of {self.name} do not reach it"
+        proxies = [name for name in self.proxies if name != "no_proxy"]
+        return f"by the site's proxies ({', '.join(proxies)})" if proxies else "reached directly"
 
     def matches(self, host: str, env: Mapping[str, str]) -> bool:
         """Say whether ``host`` or a variable of ``env`` tells that this is the site."""
@@ -85,19 +93,28 @@ class Site:
         parts = [_split(cores, sharing, self.name) for cores in near]
         return "list:" + ":".join(parts[rank % len(near)][rank // len(near)] for rank in range(ppn))
 
+    def bound_cores(self, ppn: int) -> int | None:
+        """Return how many cores ``cpu_binding`` leaves the rank that has fewest; None: all that the node has for it."""
+        kind, _, parts = self.cpu_binding(ppn).partition(":")
+        if kind != "list":
+            return None
+        return min(len(numbers(cores)) for cores in parts.split(":"))
+
 
 def _split(cores: str, parts: int, site: str) -> list[str]:
     if parts == 1:
         return [cores]
-    numbers = [n for low, high in _ranges(cores) for n in range(low, high + 1)]
-    each = len(numbers) // parts
+    near = sorted(numbers(cores))
+    each = len(near) // parts
     if each == 0:
-        raise ConfigError(f"--ppn: {site} has {len(numbers)} cores near each device, too few for {parts} ranks on it")
-    return [f"{numbers[i * each]}-{numbers[(i + 1) * each - 1]}" for i in range(parts)]
+        raise ConfigError(f"--ppn: {site} has {len(near)} cores near each device, too few for {parts} ranks on it")
+    return [f"{near[i * each]}-{near[(i + 1) * each - 1]}" for i in range(parts)]
 
 
-def _ranges(cores: str) -> list[tuple[int, int]]:
-    return [(int(low), int(high or low)) for low, _, high in (part.partition("-") for part in cores.split(","))]
+def numbers(cores: str) -> set[int]:
+    """Return the cores that a text such as 8-15,40 names."""
+    ranges = (part.partition("-") for part in cores.split(","))
+    return {number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)}
 
 
 def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site | None, str]:

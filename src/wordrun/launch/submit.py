@@ -136,6 +136,11 @@ def _nodes(options: Options) -> int:
     return -(-options.np // options.ppn) if options.np and options.ppn else 1
 
 
+def _per_node(options: Options) -> int:
+    """Return the ranks of a node, as far as they are asked for."""
+    return options.ppn or -(-(options.np or 1) // _nodes(options))
+
+
 def _problems(options: Options, site: Site | None) -> list[str]:
     problems = []
     if options.walltime is None:
@@ -145,6 +150,8 @@ def _problems(options: Options, site: Site | None) -> list[str]:
     nodes, wishes = _nodes(options), site.submit
     if wishes.get("account_needed") and not options.account:
         problems.append(f"--submit on {site.name} needs --account PROJECT")
+    if wishes.get("queue_needed") and not options.queue:
+        problems.append(f"--submit on {site.name} needs --queue NAME")
     if options.queue and site.queues and options.queue not in site.queues:
         # The list may be older than the site's: say so, and let the scheduler decide.
         hint = nearest(options.queue, site.queues)
@@ -165,11 +172,12 @@ def _pbs(options: Options, site: Site | None) -> Sequence[str]:
     wishes = site.submit if site else {}
     queue = site.queues.get(options.queue or "", {}) if site else {}
     filesystems = options.filesystems or wishes.get("filesystems")
+    chunks = _nodes(options) * (_per_node(options) if queue.get("device_per_rank") else 1)
     return [
         f"-N {options.job_name}",
         *([f"-A {options.account}"] if options.account else []),
         *([f"-q {options.queue}"] if options.queue else []),
-        f"-l select={_nodes(options)}" + (f":{wishes['select']}" if "select" in wishes else ""),
+        f"-l select={chunks}" + (f":{wishes['select']}" if "select" in wishes else ""),
         f"-l walltime={options.walltime}",
         *([f"-l filesystems={filesystems}"] if filesystems else []),
         *wishes.get("directives", []),
@@ -180,7 +188,8 @@ def _pbs(options: Options, site: Site | None) -> Sequence[str]:
 
 def _slurm(options: Options, site: Site | None) -> Sequence[str]:
     wishes = site.submit if site else {}
-    devices = site.devices if site and site.devices else 0
+    queue = site.queues.get(options.queue or "", {}) if site else {}
+    devices = (site.devices if site else None) or (_per_node(options) if queue.get("device_per_rank") else 0)
     ppn = options.ppn or devices
     given = [
         word.format(devices=devices) for word in wishes.get("directives", []) if devices or "{devices}" not in word

@@ -161,10 +161,6 @@ class Transformer(nn.Module):
 
         Args:
             x: (B, T) token numbers, T at most block_size; for a later part, what the one before returns.
-
-
-            x: (B, T) token numbers, T at most block_size; for a part that is not the first, what the one before it
-                returns.
             targets: (B, T) the tokens that should follow.
             at: the token whose logits alone are wanted.
 

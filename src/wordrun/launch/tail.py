@@ -1,0 +1,50 @@
+"""The end of what a launch's ranks wrote on stderr, and which of it was one rank's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# Enough for the faults of a launcher and the tracebacks of some ranks.
+TAIL_BYTES = 65536
+LAST_LINES = 15
+# "[rank3]: ..." is torch's mark on each line of a traceback, "[rank 3] ..." wordrun's on the first line of one.
+MARK = re.compile(r"\[rank( ?)(\d+)\]")
+LAUNCHERS = re.compile(r"(srun|slurmstepd|mpiexec|mpirun|launch): |\[mpiexec@|\[proxy:|[WE]\d{4} ")
+
+
+class Tail:
+    """The last bytes of a stream."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self.total = 0
+        """Bytes that have come so far."""
+
+    def add(self, chunk: bytes) -> None:
+        """Take in what has come."""
+        self.total += len(chunk)
+        self._bytes += chunk
+        del self._bytes[:-TAIL_BYTES]
+
+    def lines(self) -> list[str]:
+        """Return the lines that are kept; of one that was written over and over, such as a progress bar, the last."""
+        return [line.rpartition("\r")[2] for line in self._bytes.decode(errors="replace").split("\n") if line.strip()]
+
+
+def lines_of(rank: int, lines: Iterable[str]) -> list[str]:
+    """Return the last of ``lines`` that ``rank`` wrote: those with its mark, or else those with no rank's mark."""
+    own: list[str] = []
+    unmarked: list[str] = []
+    block: int | None = None
+    for line in lines:
+        writer = block
+        mark = MARK.match(line)
+        if mark:
+            writer = int(mark[2])
+            block = writer if mark[1] else None
+        if writer == rank:
+            own.append(line)
+        elif writer is None and not LAUNCHERS.match(line):
+            unmarked.append(line)
+    return (own or unmarked)[-LAST_LINES:]

@@ -1,0 +1,176 @@
+"""Weights and shapes in the form of Hugging Face's transformers, and back: GPT as GPT2LMHeadModel, Llama as
+LlamaForCausalLM. It needs tensors alone, not that library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.errors import ConfigError
+from wordrun.model import outline
+from wordrun.model.llama import TRAINED_LENGTH
+
+GPT2_NAMES = {
+    "tokens": "transformer.wte",
+    "positions": "transformer.wpe",
+    "blocks": "transformer.h",
+    "norm_1": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.proj": "attn.c_proj",
+    "norm_2": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.proj": "mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+LLAMA_NAMES = {
+    "tokens": "model.embed_tokens",
+    "blocks": "model.layers",
+    "norm_1": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.proj": "self_attn.o_proj",
+    "norm_2": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.proj": "mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
+"""Masks and tables that older files hold beside the weights."""
+
+
+def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """Return the state dict of transformers' model with the weights ``state`` of ours, or of a part of it.
+
+    GPT2LMHeadModel has all biases; those that a model without lacks are 0.
+    """
+    result = {}
+    for name, tensor in state.items():
+        result[_their_name(name, cfg)] = _to_theirs(name, tensor, cfg)
+        if isinstance(cfg, GPTConfig) and not cfg.bias and ("blocks." in name or name == "norm.weight"):
+            bias = name.removesuffix("weight") + "bias"
+            result[_their_name(bias, cfg)] = tensor.new_zeros(tensor.shape[0])
+    return result
+
+
+def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """Return the state dict of the whole model that ``cfg`` describes, with the weights ``state`` of transformers'.
+
+    Raises:
+        ConfigError: names every weight that only one of the two has, and those of other shapes.
+    """
+    theirs = {name: tensor for name, tensor in state.items() if not NO_WEIGHTS.fullmatch(name)}
+    if isinstance(cfg, GPTConfig):  # the published files leave the first word out
+        theirs = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): x for name, x in theirs.items()}
+        if not cfg.bias:
+            theirs = {name: x for name, x in theirs.items() if not name.endswith(".bias") or x.any()}
+    embedding = theirs.get(_their_name("tokens.weight", cfg))
+    model = outline(cfg, 1 if embedding is None else embedding.shape[0])
+    if model.tied and embedding is not None:  # files of tied models may lack the copy
+        theirs.setdefault("lm_head.weight", embedding)
+    wanted = {_their_name(name, cfg): (name, ours.shape) for name, ours in model.state_dict().items()}
+    problems = [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - theirs.keys()]
+    problems += [f"the checkpoint has {name}, but model={cfg.name} does not" for name in theirs.keys() - wanted.keys()]
+    if embedding is not None and model.tied and not embedding.equal(theirs["lm_head.weight"]):
+        problems.append(f"lm_head.weight is not the embedding in the checkpoint, but it is in model={cfg.name}")
+    result = {}
+    for their_name in wanted.keys() & theirs.keys():
+        name, shape = wanted[their_name]
+        result[name] = _to_ours(name, theirs[their_name], cfg)
+        if result[name].shape != shape:
+            shapes = f"{tuple(result[name].shape)} in the checkpoint, but {tuple(shape)}"
+            problems.append(f"{their_name} is our {name}, {shapes} in model={cfg.name}")
+    if problems:
+        raise ConfigError(
+            "\n".join([*sorted(problems), "choose the model, and its options, that the checkpoint holds"])
+        )
+    return result
+
+
+def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json with which transformers builds the model that ``cfg`` describes.
+
+    Args:
+        cfg: shapes.
+        vocab_size: rows of the embedding.
+    """
+    if isinstance(cfg, GPTConfig):
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "vocab_size": vocab_size,
+            "n_positions": cfg.block_size,
+            "n_embd": cfg.n_embd,
+            "n_layer": cfg.n_layer,
+            "n_head": cfg.n_head,
+            "activation_function": "gelu_new" if cfg.gelu == "tanh" else "gelu",
+            "resid_pdrop": cfg.dropout,
+            "embd_pdrop": cfg.dropout,
+            "attn_pdrop": cfg.dropout,
+        }
+    assert isinstance(cfg, LlamaConfig)
+    stretched = {
+        "rope_type": "llama3",
+        "factor": cfg.rope_factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED_LENGTH,
+    }
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "max_position_embeddings": cfg.block_size,
+        "hidden_size": cfg.n_embd,
+        "num_hidden_layers": cfg.n_layer,
+        "num_attention_heads": cfg.n_head,
+        "num_key_value_heads": cfg.n_kv_head or cfg.n_head,
+        "intermediate_size": cfg.n_hidden,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": stretched if cfg.rope_factor != 1 else None,
+        "rms_norm_eps": cfg.norm_eps,
+        "attention_dropout": cfg.dropout,
+        "tie_word_embeddings": cfg.tie,
+    }
+
+
+def _their_name(name: str, cfg: ModelConfig) -> str:
+    """Return transformers' name of our parameter ``name``."""
+    names = GPT2_NAMES if isinstance(cfg, GPTConfig) else LLAMA_NAMES
+    module, _, kind = name.rpartition(".")
+    if module.startswith("blocks."):
+        blocks, layer, inner = module.split(".", 2)
+        return f"{names[blocks]}.{layer}.{names[inner]}.{kind}"
+    return f"{names[module]}.{kind}"
+
+
+def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
+    """Return our parameter ``name`` in their layout.
+
+    GPT-2's matrices are transposed there, and all rows of q come before those of k and v, where ours lie together by
+    heads.
+    """
+    if ".qkv." in name:
+        tensor = tensor.reshape(cfg.n_head, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
+    return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
+
+
+def _to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
+    """Undo ``_to_theirs``."""
+    if _is_transposed(name, tensor, cfg):
+        tensor = tensor.T.contiguous()
+    if ".qkv." in name:
+        tensor = tensor.reshape(3, cfg.n_head, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
+    return tensor
+
+
+def _is_transposed(name: str, tensor: Tensor, cfg: ModelConfig) -> bool:
+    return isinstance(cfg, GPTConfig) and name.startswith("blocks.") and tensor.dim() == 2

@@ -1,0 +1,158 @@
+"""Every backend gives the losses and the weights of one process, and keeps no more than its share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+# A gentle learning rate: where a step overshoots, rounding errors of 1e-7 grow to 1e-2.
+SMALL = [
+    "data=text", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=20",
+    "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3", "train.sample_tokens=3",
+    "train.sample_prompt=The", "train.global_batch_size=8", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",
+    "optimizer.grad_clip=0.8", "model.n_layer=4", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "model.vocab_size=48", "model.batch_size=8",
+]  # fmt: skip
+MODELS = {
+    "gpt": ["model.bias=true"],
+    "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"],
+}
+SCRIPT = """
+import json, sys
+import torch
+import torch.distributed as td
+import wordrun
+from wordrun import dist
+from wordrun.backend.split import local, whole
+
+def nbytes(tensors):
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+with dist.session() as world:
+    torch.set_num_threads(1)
+    for name, words in json.load(open(sys.argv[1])).items():
+        with wordrun.Trainer(wordrun.compose([*words, f"hydra.run.dir={name}"]), world) as trainer:
+            before = trainer.evaluate()
+            parameters = trainer.backend.parameters
+            trainer.train()
+            mine = {n: whole(p.detach()) for part in trainer.backend.parts for n, p in part.named_parameters()}
+            weights = [None] * world.size
+            td.all_gather_object(weights, mine)
+            states = [s for state in trainer.backend.optimizer.state.values() for s in state.values() if s.dim()]
+            found = [None] * world.size
+            td.all_gather_object(found, {
+                "parameters": nbytes(parameters), "states": nbytes(states), "before": before,
+                "tokens": [b.tokens.flatten().tolist() for b in trainer._micro_batches()], "coordinates":
+                [trainer.layout.dp_index(world.rank), trainer.layout.index(world.rank, "pp")],
+                "noise": torch.rand(1, generator=None).item() if trainer.rank_seed else None,
+            })
+            if world.rank == 0:
+                merged = {n: w for each in weights for n, w in each.items()}
+                copies = [each["head.weight"] for each in weights if "head.weight" in each]
+                copies += [each["tokens.weight"] for each in weights if "tokens.weight" in each]
+                tied = trainer.outline.tied and max(float((c - copies[0]).abs().max()) for c in copies) or 0.0
+                torch.save({"weights": merged, "ranks": found, "tied": tied}, f"{name}/found.pt")
+"""
+
+
+def train(ranks: Any, n: int, runs: dict[str, list[str]], tmp_path: Path) -> None:
+    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / f"runs{n}.json").write_text(json.dumps({name: [*SMALL, *words] for name, words in runs.items()}))
+    done = ranks(n, "script.py", f"runs{n}.json", under="torchrun", timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def figures(run_dir: Path) -> dict[str, list[float]]:
+    """Return losses, validation losses and gradient norms, each in its order, and the sample's length."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {key: [line[key] for line in lines if key in line] for key in ("loss", "val_loss", "grad_norm")}
+
+
+def compare(tmp_path: Path, name: str, reference: str) -> None:
+    """Fail unless the run ``name`` went as ``reference`` did."""
+    ours, theirs = figures(tmp_path / name), figures(tmp_path / reference)
+    assert len(theirs["loss"]) == 20
+    assert theirs["loss"][0] > theirs["loss"][-1] + 0.2, "the model should have learned something to compare"
+    assert max(theirs["grad_norm"]) > 0.8 > min(theirs["grad_norm"]), "some steps should be clipped, and some not"
+    for key, tolerance in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3)):
+        assert ours[key] == pytest.approx(theirs[key], rel=tolerance), f"{name}: {key}"
+    a = torch.load(tmp_path / name / "found.pt", weights_only=False)
+    b = torch.load(tmp_path / reference / "found.pt", weights_only=False)
+    assert a["tied"] == 0.0, f"{name}: the copies of the shared weight differ"
+    for each in a["ranks"]:
+        assert each["before"] == pytest.approx(b["ranks"][0]["before"], rel=1e-6)
+    for parameter, value in b["weights"].items():
+        error = (a["weights"][parameter] - value).norm() / value.norm()
+        assert error < 1e-4, f"{name}: {parameter} {error}"
+    peers: dict[int, Any] = {}
+    for each in a["ranks"]:
+        assert peers.setdefault(each["coordinates"][0], each["tokens"]) == each["tokens"], "peers read the same data"
+    streams = [json.dumps(tokens) for tokens in peers.values()]
+    assert len(set(streams)) == len(streams), "data-parallel ranks share no batch"
+
+
+def pipelines(*schedules: str) -> dict[str, list[str]]:
+    """Return the words of a pipeline run for each schedule."""
+    return {f"pp-{name}": ["train.backend=PP", f"backend.schedule={name}"] for name in schedules}
+
+
+TWO = {
+    "ddp-static-bucket": ["train.backend=DDP", "backend.static_graph=true", "backend.bucket_cap_mb=1"],
+    "fsdp": ["train.backend=FSDP"],
+    "fsdp-zero2": ["train.backend=FSDP", "backend.reshard_after_forward=false", "backend.prefetch=0"],
+    "fsdp-offload": ["train.backend=FSDP", "backend.cpu_offload=true", "train.activation_checkpointing=2"],
+    "tp": ["train.backend=TP", "train.activation_checkpointing=full"],
+    **pipelines("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"),
+}
+EIGHT = {
+    "3d": ["train.backend=3D"],
+    "3d-ddp": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1"],
+    "3d-hybrid": ["train.backend=3D", "backend.tp=1", "backend.replicate=2", "train.activation_checkpointing=selective"],
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the runs of this file, which share their references."""
+    return tmp_path_factory.mktemp("backends")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_go_as_one(model: str, ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    words = MODELS[model]
+    train(ranks, 1, {f"{model}-one": words}, home)
+    runs = {}
+    for name, more in TWO.items():
+        shares = 1 if name.startswith(("tp", "pp")) else 2
+        for gas in (1, 2):
+            runs[f"{model}-{name}-{gas}"] = [*more, *words, f"model.batch_size={8 // shares // gas}"]
+    train(ranks, 2, runs, home)
+    for name in runs:
+        compare(home, name, f"{model}-one")
+    one = torch.load(home / f"{model}-one" / "found.pt", weights_only=False)["ranks"][0]
+    for each in torch.load(home / f"{model}-fsdp-1" / "found.pt", weights_only=False)["ranks"]:
+        for what in ("parameters", "states"):
+            assert each[what] == pytest.approx(one[what] / 2, rel=0.02), what
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_eight_ranks_go_as_one(model: str, ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    words = MODELS[model]
+    if not (home / f"{model}-one").exists():
+        train(ranks, 1, {f"{model}-one": words}, home)
+    runs = {
+        f"{model}-{name}": [*more, *words, f"model.batch_size={2 if name == '3d-hybrid' else 4}"]
+        for name, more in EIGHT.items()
+    }
+    train(ranks, 8, runs, home)
+    for name in runs:
+        compare(home, name, f"{model}-one")

@@ -1,0 +1,17 @@
+#!/bin/bash --login
+# ALCF Aurora, 10,624 nodes, 6 Max 1550 of two tiles each; written by launch --submit
+#PBS -N wordrun
+#PBS -A X
+#PBS -q debug
+#PBS -l select=2
+#PBS -l walltime=0:30:00
+#PBS -l filesystems=home:flare
+#PBS -l place=scatter
+#PBS -j oe
+#PBS -r n
+
+cd '/p/my runs' || exit
+module load frameworks
+source /repo/bin/setup.sh && setup_python && setup_job || exit
+
+launch -N 2 --walltime-margin 120.0 -- python -m wordrun train.max_iters=5

@@ -1,0 +1,23 @@
+#!/bin/bash --login
+# Baskerville (Birmingham), nodes of 4 A100; written by launch --submit
+#SBATCH --job-name=wordrun
+#SBATCH --account=X
+#SBATCH --qos=arc
+#SBATCH --nodes=2
+#SBATCH --time=0:30:00
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-gpu=36
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=wordrun-%j.out
+
+cd '/p/my runs' || exit
+module purge
+module load baskerville
+module load bask-apps/live
+module load PyTorch/2.1.2-foss-2022b-CUDA-11.8.0
+source /repo/bin/setup.sh && setup_python && setup_job || exit
+
+launch -N 2 -- python -m wordrun train.max_iters=5

@@ -1,0 +1,19 @@
+#!/bin/bash --login
+# ALCF Polaris, 560 nodes, 4 A100 each; written by launch --submit
+#PBS -N wordrun
+#PBS -A X
+#PBS -q debug
+#PBS -l select=2
+#PBS -l walltime=0:30:00
+#PBS -l filesystems=home:eagle
+#PBS -l place=scatter
+#PBS -j oe
+#PBS -r n
+
+cd '/p/my runs' || exit
+module use /soft/modulefiles
+module load conda
+conda activate base
+source /repo/bin/setup.sh && setup_python && setup_job || exit
+
+launch -N 2 --walltime-margin 120.0 -- python -m wordrun train.max_iters=5

@@ -1,0 +1,117 @@
+"""The models beside transformers' own, with the same weights: the same logits, and nothing lost on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from wordrun import model as models
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.errors import ConfigError
+from wordrun.model.huggingface import from_huggingface, huggingface_config, to_huggingface
+
+V = 61
+SHAPES: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 48}
+GPT = GPTConfig(**SHAPES, bias=True, gelu="tanh")
+LLAMA = LlamaConfig(**SHAPES, n_kv_head=2, n_hidden=96)
+MODELS = {
+    "gpt2": GPT,
+    "gpt without biases": GPTConfig(**SHAPES),
+    "llama": LLAMA,
+    "llama, one head of keys": replace(LLAMA, n_kv_head=1),
+    "llama, as many heads of keys": replace(LLAMA, n_kv_head=None, norm_eps=1e-3),
+    "llama 3": replace(LLAMA, rope_theta=500_000.0),
+    # 100 times as many tokens as usual here, so that rotations are stretched, mixed and left alone.
+    "llama 3.2": replace(LLAMA, rope_theta=500_000.0, rope_factor=32.0, tie=True, n_layer=1, block_size=4800),
+}
+
+
+def random_model(cfg: ModelConfig) -> models.Transformer:
+    """Return a model all of whose weights, those of the norms included, are far from their first values."""
+    model = models.build(cfg, V, seed=3)
+    stream = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.empty_like(p).normal_(std=0.15, generator=stream))
+    return model.eval()
+
+
+def their_model(cfg: ModelConfig, state: dict[str, torch.Tensor]) -> Any:
+    """Return transformers' model with the weights ``state``."""
+    options = huggingface_config(cfg, V)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**options))
+    assert [type(theirs).__name__] == options["architectures"]
+    theirs.load_state_dict(state)
+    return theirs.eval()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+@torch.no_grad()
+def test_logits_are_those_of_transformers(cfg: ModelConfig) -> None:
+    ours = random_model(cfg)
+    theirs = their_model(cfg, to_huggingface(ours.state_dict(), cfg))
+    tokens = torch.randint(V, (1, cfg.block_size), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.5  # or any two models would agree
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+def test_weights_come_back_as_they_went(cfg: ModelConfig) -> None:
+    state = random_model(cfg).state_dict()
+    there = to_huggingface(state, cfg)
+    assert same(from_huggingface(there, cfg), dict(state))
+    assert all(tensor.is_contiguous() for tensor in there.values())  # or safetensors refuses them
+    theirs = dict(their_model(cfg, there).state_dict())
+    assert same(to_huggingface(from_huggingface(theirs, cfg), cfg), theirs)
+
+
+@pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_the_parts_of_a_pipeline_make_the_whole_file(cfg: ModelConfig) -> None:
+    whole = random_model(cfg).state_dict()
+    parts = [models.outline(cfg, V, layers).state_dict() for layers in (range(1), range(1, 3))]
+    together = [to_huggingface({name: whole[name] for name in part}, cfg) for part in parts]
+    assert same(together[0] | together[1], to_huggingface(whole, cfg))
+
+
+def test_a_published_file_of_gpt2_is_read() -> None:
+    """Its names lack the first word, masks lie beside the weights, and the output layer is left to the embedding."""
+    state = random_model(GPT).state_dict()
+    file = {name.removeprefix("transformer."): x for name, x in to_huggingface(state, GPT).items()}
+    del file["lm_head.weight"]
+    file["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
+    assert same(from_huggingface(file, GPT), dict(state))
+
+
+def test_a_tied_llama_needs_no_output_layer() -> None:
+    tied = replace(LLAMA, tie=True)
+    state = random_model(tied).state_dict()
+    file = to_huggingface(state, tied)
+    del file["lm_head.weight"]
+    assert same(from_huggingface(file, tied), dict(state))
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "says"),
+    [
+        (LLAMA, replace(LLAMA, n_layer=2), "has model.layers.2.mlp.up_proj.weight, but model=llama_debug does not"),
+        (replace(LLAMA, n_layer=2), LLAMA, "has no model.layers.2.mlp.up_proj.weight, but model=llama_debug does"),
+        (LLAMA, replace(LLAMA, n_kv_head=4), "(32, 64) in the checkpoint, but (64, 64) in model=llama_debug"),
+        (LLAMA, replace(LLAMA, tie=True), "lm_head.weight is not the embedding"),
+        (GPT, replace(GPT, bias=False), "has transformer.h.0.mlp.c_fc.bias, but model=nano does not"),
+        (GPT, LLAMA, "has no model.embed_tokens.weight"),
+    ],
+)
+def test_weights_of_another_model_are_refused(written: ModelConfig, read: ModelConfig, says: str) -> None:
+    file = to_huggingface(random_model(written).state_dict(), written)
+    with pytest.raises(ConfigError) as caught:
+        from_huggingface(file, read)
+    assert says in str(caught.value)
