@@ -420,7 +420,7 @@ def runs_of(model: Outline, way: Way, options: PPConfig, place: int) -> list[ran
 
 
 def in_flight(schedule: str, pp: int, rank: int, parts: int, runs: int) -> int:
-    """Return how many forward passes of a rank wait for their backward passes at most.
+    """Return how many forward passes of a rank wait for the end of their backward passes at most.
 
     Args:
         schedule: by name.
@@ -433,10 +433,9 @@ def in_flight(schedule: str, pp: int, rank: int, parts: int, runs: int) -> int:
         return parts
     if schedule == "1F1B":
         return min(parts, pp - rank)
-    if schedule == "ZBVZeroBubble":
-        return min(parts * runs, 2 * pp)
-    ahead = (1 if schedule == "InterleavedZeroBubble" else 2) * (pp - 1 - rank)
-    return min(parts * runs, (runs - 1) * pp + ahead + 1)
+    if schedule == "Interleaved1F1B":
+        return min(parts * runs, (runs - 1) * pp + 2 * (pp - 1 - rank) + 1)
+    return min(parts * runs, runs * pp)  # the zero-bubble schedules put gradients of weights off
 
 
 def bubble(way: Way) -> float:

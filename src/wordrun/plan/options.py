@@ -135,7 +135,7 @@ def machine(options: PlanConfig) -> Machine:
     Raises:
         ConfigError: names every impossible value.
     """
-    site = sites.find(options.site, "", os.environ)[0] if options.site else None
+    site = _site(options.site) if options.site else None
     kind = options.device or (site.device if site else "") or "a100-40"
     problems = []
     if kind not in DEVICES:
@@ -161,3 +161,12 @@ def machine(options: PlanConfig) -> Machine:
     devices = options.devices or per_node
     memory = device.memory if options.memory is None else options.memory
     return Machine(kind, devices, min(per_node, devices), memory, options.reserve, options.host_memory)
+
+
+def _site(name: str) -> sites.Site:
+    files = sites.site_files(os.environ)
+    if name not in files and not os.path.isfile(name):
+        raise ConfigError(
+            f"plan.site={name} is neither a file nor one of {', '.join(sorted(files))}{nearest(name, files)}"
+        )
+    return sites.load(files.get(name, name))

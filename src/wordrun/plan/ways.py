@@ -198,7 +198,7 @@ def advise(planner: Planner, rows: Sequence[Estimate | Impossible]) -> Advice:
     devices = f"{machine.kind} of {machine.memory:g} GiB, {machine.reserve:.0%} of it left free"
     alone = pick(["DDP"], kinds[:1] if machine.devices > 1 else kinds)
     if alone:
-        why = [f"The whole model fits each {devices}: its ranks need to average gradients alone."]
+        why = [f"The whole model fits one {devices}{': ranks average gradients alone' * (machine.devices > 1)}."]
         return Advice(alone[0], alone[1], [*why, *_price(alone[1], kinds)])
     how = "" if kinds[0] != "none" else " as it is"
     why = [f"The whole model{how} does not fit one {devices}."]
