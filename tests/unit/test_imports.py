@@ -43,6 +43,7 @@ MAY_USE: dict[str, set[str]] = {
     "train": PARALLEL | {"backend"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
+    "plan": PARALLEL | {"backend", "launch"},
     "cli": PARALLEL | {"backend", "train", "launch"},
     "__main__": {"cli"},
     "": {"composer", "train"},
@@ -92,6 +93,7 @@ LIGHT = {
     "wordrun.composer": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 
 

@@ -33,6 +33,8 @@ class Site:
     """Where that launcher lies (wildcards allowed), in order of preference; nothing: in PATH."""
     devices: int | None = None
     """Accelerators of a node; nothing: those that the job shows."""
+    device: str = ""
+    """What they are, as plan.device names it."""
     count_devices: bool = False
     """Jobs may hold a part of a node's devices: believe what is visible rather than ``devices``."""
     ranks_per_node: int | None = None

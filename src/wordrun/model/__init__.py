@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.model.base import Transformer
+from wordrun.model.base import Kept, Transformer
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
 
-__all__ = ["GPT", "Llama", "Transformer", "build", "materialise", "outline"]
+__all__ = ["GPT", "Kept", "Llama", "Transformer", "build", "materialise", "outline"]
 
 MODELS: dict[type[ModelConfig], type[Transformer]] = {GPTConfig: GPT, LlamaConfig: Llama}
 """Which model each kind of config describes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a block keeps of each token between its forward and its backward pass."""
+
+    width: int
+    """Elements per token."""
+    of: str = "compute"
+    """Type of the elements: compute (the type of the matrix products), stream (the residual stream's), fp32 or byte."""
+    product: bool = False
+    """Result of a matrix product, which selective activation checkpointing keeps."""
+    needed: bool = True
+    """Whether the backward pass reads it; if not, selective activation checkpointing alone keeps it."""
+    readers: int = 0
+    """Matrix products that read it as the result of a norm, all of it on each rank of a tensor-parallel group: under
+    autocast each makes a copy of its own, in 16 bits."""
 
 
 class Block(nn.Module):
@@ -76,6 +94,27 @@ class Transformer(nn.Module):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass of the whole model."""
         raise NotImplementedError
+
+    def kept_by_block(self, on_cpu: bool) -> list[Kept]:
+        """Return what one block keeps for its backward pass, besides its input.
+
+        Args:
+            on_cpu: on a CPU rather than an accelerator, where other kernels keep other things.
+        """
+        raise NotImplementedError
+
+    def kept_by_attention(self, on_cpu: bool) -> list[Kept]:
+        """Return what the softmax of a block's attention and its dropout keep.
+
+        A fused attention has no T x T matrix. On a CPU there is none with dropout, and ``causal_attention`` keeps the
+        weights, which of them dropout keeps, and their product.
+        """
+        C, N, T = self.cfg.n_embd, self.cfg.n_head, self.cfg.block_size
+        sums = Kept(N, of="fp32", product=True)
+        if not self.cfg.dropout:
+            return [sums]
+        masks = [Kept(C, of="compute" if on_cpu else "byte")] * 2
+        return [*masks, *([Kept(N * T)] * 3 if on_cpu else [sums])]
 
     def initial_std(self, name: str) -> float:
         """Return the deviation of the normal distribution from which the matrix ``name`` is drawn.

@@ -1,0 +1,94 @@
+"""What the plan says of parameters, gradients and optimizer state is what ranks have, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wordrun.composer import compose
+from wordrun.plan import memory
+from wordrun.plan.options import PlanConfig, machine
+from wordrun.plan.ways import Planner
+
+VOCAB = 97  # a prime: no number of ranks divides it
+SMALL = [
+    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=1",
+    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "model.n_layer=5", "model.n_head=4",
+    "model.n_embd=40", "model.block_size=16", "model.batch_size=4", f"model.vocab_size={VOCAB}",
+]  # fmt: skip
+GPT = ["model.bias=true"]
+LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56"]
+EVEN = f"model.vocab_size={VOCAB + 1}"
+RUNS = {
+    1: [[*GPT, "train.backend=DDP"]],
+    2: [
+        [*GPT, "train.backend=FSDP"],
+        [*LLAMA, "train.backend=FSDP"],
+        [*LLAMA, "train.backend=TP", EVEN],
+        [*GPT, "train.backend=PP"],
+        [*LLAMA, "train.backend=PP", "backend.schedule=ZBVZeroBubble"],
+    ],
+    4: [
+        [*LLAMA, "train.backend=FSDP", "backend.replicate=2"],
+        [*GPT, "train.backend=FSDP", "backend.tp=2", "backend.reshard_after_forward=false", EVEN],
+    ],
+    8: [[*GPT, "train.backend=3D", EVEN]],
+}
+SCRIPT = """
+import json, sys
+import wordrun
+from wordrun import dist
+
+world = dist.identify()
+with dist.guard(world):
+    dist.setup(world, device="cpu")  # so that the group outlives each trainer
+    for words in json.loads(sys.argv[1]):
+        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+            backend, found = trainer.backend, {}
+            parameters = [p for part in backend.parts for p in part.parameters()]
+
+            def size(tensors):
+                pieces = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+                return sum(piece.numel() * piece.element_size() for piece in pieces)
+
+            def count(*_):
+                states = [t for state in backend.optimizer.state.values() for t in state.values()]
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                found.update(gradients=size(gradients), optimizer=size(states))
+
+            backend.optimizer.register_step_post_hook(count)
+            trainer.train()
+            sys.stdout.write(json.dumps({"rank": world.rank, "parameters": size(parameters), **found}) + "\\n")
+            sys.stdout.flush()
+    dist.cleanup()
+"""
+
+
+@pytest.mark.parametrize("n", RUNS)
+def test_states_are_those_of_the_plan_to_the_byte(n: int, ranks: Any, tmp_path: Path) -> None:
+    runs = [[*SMALL, *words] for words in RUNS[n]]
+    (tmp_path / "script.py").write_text(SCRIPT)
+    named = [[*words, f"hydra.run.dir={tmp_path}/{i}"] for i, words in enumerate(runs)]
+    done = ranks(n, "script.py", json.dumps(named), under="torchrun", timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for rank in range(n):
+        mine = [each for each in found if each["rank"] == rank]
+        assert len(mine) == len(runs)
+        for words, real in zip(runs, mine, strict=True):
+            planned, is_first = plan(words, n, rank)
+            for name, size in planned.items():
+                assert real[name] == size if is_first else real[name] <= size, (words, name, rank)
+
+
+def plan(words: list[str], n: int, rank: int) -> tuple[dict[str, float], bool]:
+    """Return what the plan says of ``rank``, and whether its shares are the first, which are the largest."""
+    cfg = compose(words)
+    model = memory.read(cfg.model, VOCAB, on_cpu=True)
+    way = Planner(cfg, model, machine(PlanConfig(devices=n, per_node=n, device="cpu"))).way("as asked", cfg.backend)
+    need = memory.memory(model, way, "none", place=way.layout.index(rank, "pp"))
+    is_first = way.layout.index(rank, "shard") == way.layout.index(rank, "tp") == 0
+    return {name: getattr(need, name) for name in ("parameters", "gradients", "optimizer")}, is_first

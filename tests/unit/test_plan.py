@@ -1,0 +1,374 @@
+"""The plan: its arithmetic beside what torch does, its advice, and its command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules
+
+from wordrun import model as models
+from wordrun.backend.native import prepare_blocks
+from wordrun.checks import check
+from wordrun.composer import compose
+from wordrun.config import SCHEDULES, Config, DDPConfig, GPTConfig, LlamaConfig, ModelConfig
+from wordrun.dist.mesh import Layout
+from wordrun.errors import ConfigError
+from wordrun.launch import site as sites
+from wordrun.plan import memory
+from wordrun.plan.cli import main, vocabulary
+from wordrun.plan.memory import Memory, Weights, in_flight
+from wordrun.plan.options import DEVICES, PlanConfig, machine, parse
+from wordrun.plan.ways import Advice, Estimate, Planner, advise
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SHAPES: dict[str, ModelConfig] = {
+    "gpt2": GPTConfig(n_layer=3, n_head=4, n_embd=128, block_size=128, batch_size=4, bias=True, gelu="tanh"),
+    "wide gpt": GPTConfig(n_layer=2, n_head=2, n_embd=256, block_size=64, batch_size=2, dropout=0.1),
+    "llama": LlamaConfig(
+        n_layer=3, n_head=4, n_kv_head=2, n_embd=128, n_hidden=352, block_size=128, batch_size=4
+    ),
+    "deep llama": LlamaConfig(n_layer=6, n_head=2, n_embd=64, n_hidden=176, block_size=256, batch_size=2, dropout=0.1),
+}  # fmt: skip
+
+
+def measured_peak(cfg: Config, vocab_size: int) -> int:
+    """Return the bytes that a forward and a backward pass allocate at their peak, gradients being there."""
+    model = models.build(cfg.model, vocab_size)
+    prepare_blocks(model, cfg)
+    tokens = torch.randint(vocab_size, (cfg.model.batch_size, cfg.model.block_size))
+
+    def passes() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cfg.train.dtype == "bf16"):
+            loss = model(tokens, tokens).mean()
+        loss.backward()
+
+    passes()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        passes()
+    sizes: list[tuple[int, int]] = []
+
+    def walk(events: Any) -> None:
+        for event in events:
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            walk(event.children)
+
+    walk(profile.profiler.kineto_results.experimental_event_tree())
+    now = peak = 0
+    for _, size in sorted(sizes):
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: str, checkpointing: str) -> None:
+    for vocab_size in (128, 4096):
+        cfg = Config(model=SHAPES[shape], backend=DDPConfig())
+        cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
+        model = memory.read(cfg.model, vocab_size, on_cpu=True)
+        need = memory.memory(model, memory.Way("DDP", cfg, Layout(), on_cpu=True), checkpointing)
+        copies = need.buffers - 4 * model.parameters  # in 16 bits; one process has buckets beside its gradients
+        planned = need.activations + max(need.logits, need.block) + copies
+        assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
+    cfg = Config(model=SHAPES[shape], backend=DDPConfig())
+    cfg.train.dtype = "fp32"
+    outline = memory.read(cfg.model, 64, on_cpu=True)
+    block = models.build(cfg.model, 64).blocks["0"]
+    B, T, C = cfg.model.batch_size, cfg.model.block_size, cfg.model.n_embd
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(torch.randn(B, T, C, requires_grad=True)).sum()
+    kept = sum(4 * each.width for each in outline.kept if each.needed) + 4 * C
+    assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b"])
+def test_parameters_are_those_of_the_outline(name: str) -> None:
+    cfg = compose([f"model={name}"])
+    whole = models.outline(cfg.model, 1000)
+    read = memory.read(cfg.model, 1000, on_cpu=False)
+    assert read.parameters == whole.num_parameters()
+    assert memory.numel(read.weights(read.layers)) == whole.num_parameters()
+    first = models.outline(cfg.model, 1000, layers=range(2))
+    assert memory.numel(read.weights(range(2))) == first.num_parameters()
+    last = models.outline(cfg.model, 1000, layers=[cfg.model.n_layer - 1])
+    assert memory.numel(read.weights([cfg.model.n_layer - 1])) == last.num_parameters()
+
+
+def test_the_largest_share_has_whole_rows() -> None:
+    assert Weights((10, 4), split=0).numel(tp=3, shard=2) == 2 * 4
+    assert Weights((10, 4), split=1).numel(tp=2, shard=3) == 4 * 2
+    assert Weights((3,)).numel(shard=8) == 1
+
+
+# Pipelines
+
+
+class Stage:
+    """Stands in for torch's PipelineStage, of which a schedule's order needs the numbers alone."""
+
+    def __init__(self, number: int, count: int, pp: int) -> None:
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = number, count, 0, pp
+        self.group, self.has_backward, self.device, self.submod = None, True, "cpu", torch.nn.Identity()
+        self.is_first, self.is_last = number == 0, number == count - 1
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("GPipe", "1F1B")])
+@pytest.mark.parametrize(("pp", "runs", "parts"), [(2, 2, 4), (4, 2, 8), (4, 3, 16)])
+def test_passes_in_flight_are_those_of_torchs_schedule(schedule: str, pp: int, runs: int, parts: int) -> None:
+    if schedule == "ZBVZeroBubble":
+        runs = 2
+    mine = (0, 2 * pp - 1) if schedule == "ZBVZeroBubble" else range(0, pp * runs, pp)
+    stages: Any = [Stage(number, pp * runs, pp) for number in mine]
+    kind: Any = schedules.get_schedule_class(schedule)
+    order = kind(stages, parts, loss_fn=lambda output, target: output).pipeline_order
+    for rank in range(pp):
+        now = most = 0
+        for action in order[rank]:
+            name = action.computation_type.name if action else ""
+            now += (name == "FORWARD") - (name in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+            most = max(most, now)
+        assert in_flight(schedule, pp, rank, parts, runs) == most, rank
+
+
+def test_bubbles() -> None:
+    words = ["data=sample", "train.backend=PP", "model.batch_size=8", "model.n_layer=8"]
+
+    def bubble(*more: str) -> float:
+        cfg = compose([*words, *more])
+        return memory.bubble(memory.Way("PP", cfg, Layout(pp=4, replicate=2)))
+
+    # 8 sequences are 4 micro-batches; the loop's micro-steps flow through the pipeline together.
+    assert bubble("backend.pp=4") == 3 / 7
+    assert bubble("backend.pp=4", "optimizer.gas=3") == 3 / 15
+    assert bubble("backend.pp=4", "backend.schedule=Interleaved1F1B") == 3 / 11
+    assert bubble("backend.pp=4", "backend.schedule=InterleavedZeroBubble") == 1 / 9
+    assert bubble("backend.pp=4", "backend.schedule=ZBVZeroBubble") == 0
+    assert memory.bubble(memory.Way("DDP", compose(["data=sample"]), Layout(replicate=2))) == 0
+
+
+# Communication
+
+
+def estimates(*words: str) -> dict[str, Estimate]:
+    """Return the rows of a plan by name."""
+    _, rows = planned(*words)
+    return {row.way.name: row for row in reversed(rows) if isinstance(row, Estimate)}
+
+
+def planned(*words: str) -> tuple[Planner, list[Any]]:
+    options, overrides = parse(words)
+    cfg, devices = compose(overrides), machine(options)
+    planner = Planner(cfg, memory.read(cfg.model, vocabulary(cfg)[0], devices.on_cpu), devices)
+    return planner, planner.rows()
+
+
+def advice(*words: str) -> Advice:
+    return advise(*planned(*words))
+
+
+def test_bytes_sent_are_those_of_the_papers() -> None:
+    rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
+    sent = {name: row.memory["none"].sent for name, row in rows.items()}
+    count = rows["DDP"].way.cfg.model.n_layer and models.outline(rows["DDP"].way.cfg.model, 50257).num_parameters()
+    ring = 7 / 8
+    assert sent["DDP"] == pytest.approx(2 * ring * 4 * count)  # a ring's all-reduce of fp32 gradients
+    assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * count)  # ZeRO, section 7.1: 2 psi
+    assert sent["ZeRO-3"] == pytest.approx(3 * ring * 2 * count)  # section 7.2: 3 psi
+    assert sent["FSDP, ZeRO-3"] == pytest.approx(ring * (2 * 2 + 4) * count)
+    assert sent["FSDP like ZeRO-2"] == pytest.approx(ring * (2 + 4) * count)
+
+
+def test_zero_shares_what_its_stage_says() -> None:
+    rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
+    whole, eighth = 124_439_808, 124_439_808 / 8
+    for name, sizes in {
+        "ZeRO-1": (2 * whole, 2 * whole, 12 * eighth),
+        "ZeRO-2": (2 * whole, 2 * eighth, 12 * eighth),
+        "ZeRO-3": (2 * eighth, 2 * eighth, 12 * eighth),
+        "ZeRO-2, offload": (2 * whole, 0, 0),
+        "ZeRO-3, offload": (0, 0, 0),
+    }.items():
+        need = rows[name].memory["none"]
+        assert (need.parameters, need.gradients, need.optimizer) == sizes, name
+    assert rows["ZeRO-3, offload"].memory["none"].host == 16 * eighth
+
+
+# Advice
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "checkpointing"),
+    [
+        ("model=gpt2 plan.devices=1", "DDP", "none"),
+        ("model=gpt2 plan.devices=512", "DDP", "none"),
+        ("model=gpt2 plan.devices=1 plan.memory=14", "DDP", "selective"),
+        ("model=gpt2_xl model.batch_size=1 plan.devices=4 plan.memory=25", "FSDP like ZeRO-2", "none"),
+        ("model=gpt2_xl model.batch_size=1 plan.devices=64 plan.memory=25", "FSDP within nodes", "none"),
+        ("model=llama3_8b model.block_size=4096 plan.devices=2 plan.device=a100-80", "FSDP, offload", "none"),
+        ("model=gpt2_xl plan.devices=1 plan.device=l4 model.batch_size=1", "ZeRO-2, offload", "none"),
+        # One block of 4.8 billion parameters: its gathered and its reduced copy are 29 GB.
+        ("model.n_layer=4 model.n_embd=20000 model.n_head=16 plan.devices=64", "TP over FSDP", "none"),
+        ("model=gpt3_175b plan.devices=1024 plan.device=a100-80", "3D", "none"),
+    ],
+)
+def test_the_decision_tree(words: str, name: str, checkpointing: str) -> None:
+    found = advice(*words.split())
+    assert found.best, found.why
+    assert (found.best.way.name, found.checkpointing) == (name, checkpointing), found.why
+    assert found.best.memory[checkpointing].total <= planned(*words.split())[0].machine.usable
+    assert all(found.why)
+
+
+def test_nothing_fits() -> None:
+    found = advice("model=gpt3_175b", "plan.devices=2", "plan.memory=8", "model.batch_size=1")
+    assert found.best is None
+    assert "Nothing fits" in found.why[1]
+    assert "plan.devices=2" in found.why[-1]
+    batch = advice("model=gpt2", "plan.devices=2", "plan.memory=4", "model.batch_size=64")
+    assert "model.batch_size=32" in batch.why[-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=gpt2 optimizer.gas=4 plan.devices=8",
+        "model=gpt2_xl plan.devices=64 train.dtype=bf16",
+        "model=gpt3_175b plan.devices=1024 plan.device=a100-80",
+        "model=llama3_8b plan.devices=48 plan.site=aurora",
+        "model=gpt2_large train.backend=3D backend.pp=2 backend.tp=2 optimizer.gas=2 plan.devices=8",
+    ],
+)
+def test_every_way_is_one_that_a_run_accepts(words: str) -> None:
+    planner, rows = planned(*words.split())
+    ours = [word for word in words.split() if not word.startswith(("plan.", "train.backend", "backend.", "optimizer"))]
+    for row in rows:
+        if isinstance(row, Estimate) and not row.way.name.startswith("ZeRO"):
+            cfg = compose([*ours, f"train.global_batch_size={planner.sequences}", *row.way.words])
+            assert cfg.backend == row.way.backend
+            layout = check(cfg, planner.machine.devices, planner.machine.per_node)
+            assert layout == row.way.layout
+            assert layout.dp * cfg.model.batch_size * row.way.gas == planner.sequences
+
+
+def test_a_way_that_is_asked_for_comes_first() -> None:
+    _, rows = planned("model=gpt2", "train.backend=FSDP", "backend.shard=2", "backend.replicate=-1", "plan.devices=8")
+    assert rows[0].way.name == "as asked"
+    assert (rows[0].way.layout.shard, rows[0].way.layout.replicate) == (2, 4)
+
+
+def test_more_saving_needs_less() -> None:
+    for row in estimates("model=gpt2_medium", "plan.devices=16").values():
+        none, selective, full = (row.memory[kind] for kind in ("none", "selective", "full"))
+        assert none.activations > selective.activations > full.activations > 0, row.way.name
+        assert isinstance(none, Memory)
+        assert math.isfinite(none.total)
+
+
+def test_aurora_whole_takes_seconds() -> None:
+    found = advice("model=gpt3_175b", "plan.site=aurora", f"plan.devices={12 * 10624}")
+    assert found.best
+    assert found.best.way.name == "3D"
+    assert found.best.way.layout.size == 127_488
+
+
+# Options
+
+
+def test_a_site_names_its_devices() -> None:
+    for name, path in sites.site_files({}).items():
+        site = sites.load(path)
+        assert not site.device or site.device in DEVICES, name
+    polaris = machine(PlanConfig(site="polaris"))
+    assert (polaris.kind, polaris.devices, polaris.per_node) == ("a100-40", 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("plan.device=a100-41", "did you mean 'a100-40'?"),
+        ("plan.devces=4", "unknown option 'plan.devces'; did you mean 'plan.devices'?"),
+        ("plan.devices=many", "plan.devices=many should be a whole number"),
+        ("plan.devices=0", "plan.devices=0 should be at least 1"),
+        ("plan.devices=", "plan.devices= has no value: write plan.devices=VALUE"),
+        ("plan.memory=-1", "plan.memory=-1 should be a number of GiB above 0"),
+        ("plan.memory=nan", "plan.memory=nan should be a number of GiB above 0"),
+        ("plan.reserve=1", "plan.reserve=1 should be at least 0 and less than 1"),
+        ("plan.site=auroa", "plan.site=auroa is neither a file nor one of"),
+        ("plan.site=auroa", "did you mean 'aurora'?"),
+        ("model=gtp2", "did you mean 'gpt2'?"),
+        ("train.max_itrs=2", "unknown option 'train.max_itrs'"),
+        ("backend.tp=2", "unknown option 'backend.tp'"),
+    ],
+)
+def test_mistakes_are_named(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == ConfigError.exit_status
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_backend_that_does_not_suit_the_devices_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train.backend=3D", "backend.pp=3", "backend.tp=2", "plan.devices=8", "plan.per_node=8"]) == 2
+    assert "backend.pp=3 x backend.tp=2" in capsys.readouterr().err
+
+
+def test_any_device_can_be_planned_for_by_its_memory() -> None:
+    assert machine(PlanConfig(device="tomorrow's", memory=512.0)).usable == pytest.approx(0.9 * 512 * 2**30)
+
+
+# The command line
+
+
+def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt2", "model.batch_size=4", "optimizer.gas=2", "tracker=jsonl", "plan.devices=4"]
+    assert main(["--json", *words]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] == 124_439_808
+    assert plan["vocabulary"]["size"] == 50257
+    assert "assumed" in plan["vocabulary"]["why"]
+    assert plan["sequences_per_step"] == 32
+    assert plan["advice"]["command"] == [
+        "launch", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
+    ]  # fmt: skip
+    ddp = next(way for way in plan["ways"] if way["name"] == "DDP")
+    assert ddp["memory"]["none"]["parameters"] == 4 * plan["parameters"]
+
+
+def test_the_plan_as_text(command: Command) -> None:
+    done = command("python", "-m", "wordrun.plan", "model=gpt2_xl", "train.backend=FSDP", "plan.devices=2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert "gpt2_xl: 1.56 billion parameters" in done.stdout
+    assert "vocabulary 50,257 (assumed: GPT-2's" in done.stdout
+    for name in ("as asked", "DDP", "FSDP like ZeRO-2", "FSDP, offload", "ZeRO-3", "TP over FSDP", "PP", "3D"):
+        assert f"\n{name}" in done.stdout
+    assert "\n  launch python -m wordrun model=gpt2_xl train.backend=" in done.stdout
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in ("plan.devices=null", "plan.reserve=0.1", "a100-40 (39.5)", "python -m wordrun.plan model=gpt2_xl"):
+        assert word in text
