@@ -315,7 +315,9 @@ def _check_zero(cfg: Config, backend: DeepSpeedConfig) -> list[str]:
     if not 0 <= backend.stage <= 3:
         problems.append(f"backend.stage={backend.stage} should be 0, 1, 2 or 3")
     if backend.offload_optimizer and backend.stage == 0:
-        problems.append("backend.offload_optimizer=true needs optimizer state that the ranks share: backend.stage=1 to 3")
+        problems.append(
+            "backend.offload_optimizer=true needs optimizer state that the ranks share: backend.stage=1 to 3"
+        )
     if backend.offload_params and backend.stage != 3:
         problems.append(
             f"backend.offload_params=true needs parameters that the ranks share: use backend.stage=3, "

@@ -208,9 +208,11 @@ class DeepSpeedConfig(BackendConfig):
 
 
 BACKENDS: dict[str, type[BackendConfig]] = {
-    "DDP": DDPConfig, "FSDP": FSDPConfig, "TP": TPConfig, "PP": PPConfig, "3D": ThreeDConfig,
-    "deepspeed": DeepSpeedConfig,
-}  # fmt: skip
+    node.name: node
+    for node in list(vars().values())
+    if isinstance(node, type) and issubclass(node, BackendConfig) and node is not BackendConfig
+}
+"""Name, as in train.backend, to the options; the code is in ``wordrun.backend.TABLE``."""
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that compute the gradients of weights later than those of activations, where there would be a bubble."""
 INTERLEAVED = ("Interleaved1F1B", *ZERO_BUBBLE)

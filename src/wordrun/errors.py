@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -26,6 +25,8 @@ class WorldError(UserError):
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
+    import difflib  # here, because launch should not wait for it
+
     names = list(known)
     by_lower = {name.lower(): name for name in reversed(names)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)

@@ -23,7 +23,7 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"errors", "slurm", "ports", "log"}
-CONFIG = BASE | {"dist", "config", "checks", "composer"}
+CONFIG = BASE | {"dist", "config", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
@@ -32,7 +32,8 @@ MAY_USE: dict[str, set[str]] = {
     "log": {"errors"},
     "dist": BASE,
     "config": {"errors"},
-    "checks": {"errors", "dist", "config"},
+    "ds_config": {"errors", "config"},
+    "checks": {"errors", "dist", "config", "ds_config"},
     "composer": {"errors", "log", "config", "checks"},
     "launch": BASE,
     "data": CONFIG,

@@ -40,10 +40,11 @@ class DeepSpeedBackend:
         self.dtype = choose_dtype(cfg.train.dtype, self.device)
         dtype = next(name for name, each in TORCH_DTYPES.items() if each == self.dtype)
         settings = ds_config.merge(cfg, options, dtype, job.world.size, accumulation(cfg, job.layout.dp))
-        self.undo = contextlib.ExitStack()
-        with _surroundings(job.world, self.device):
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_variables(job.world, self.device))
             deepspeed = _import()
-            self._leave_nothing_behind()
+            _leave_nothing_behind(undo, job.world.rank)
+            deepspeed.init_distributed(auto_mpi_discovery=False)  # finds the run's own group
             model = outline(cfg.model, job.vocab_size)
             shapes = [p.shape for p in model.parameters()]
             try:
@@ -62,7 +63,8 @@ class DeepSpeedBackend:
                     f"install a C++ compiler, or on GPUs the CUDA toolkit, or take what needs it out of backend.config="
                     f"{options.config}"
                 ) from error
-        self.undo.callback(self.engine.destroy)
+            undo.callback(self.engine.destroy)
+            self.undo = undo.pop_all()
         self.parts: list[Transformer] = [model]
         self.optimizer = self.engine.optimizer
 
@@ -87,16 +89,6 @@ class DeepSpeedBackend:
             group["params"] = [like[p] for p in group["params"]]
         return optimizer
 
-    def _leave_nothing_behind(self) -> None:
-        """Prepare to take back what DeepSpeed changes outside its engine: its log, torch's functions, the group."""
-        logger = logging.getLogger("DeepSpeed")
-        self.undo.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.WARNING if self.job.world.rank == 0 else logging.ERROR)
-        self.undo.callback(setattr, F, "linear", F.linear)
-        self.undo.callback(setattr, importlib.import_module("deepspeed.comm.comm"), "cdb", None)
-        groups = importlib.import_module("deepspeed.utils.groups")
-        self.undo.callback(groups._release_process_group_references)
-
     def train_step(self, batches: Sequence[Batch], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         for group in self.optimizer.param_groups:
@@ -116,9 +108,8 @@ class DeepSpeedBackend:
             clock.lap("optimizer")
         if norm is None:
             norm = self.engine.get_global_grad_norm()
-        return StepResult(
-            torch.stack(losses).mean(), torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-        )  # fmt: skip
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+        return StepResult(torch.stack(losses).mean(), norm)
 
     @torch.no_grad()
     def losses(self, batch: Batch) -> Tensor:
@@ -137,8 +128,8 @@ class DeepSpeedBackend:
 
 
 @contextlib.contextmanager
-def _surroundings(world: World, device: torch.device) -> Iterator[None]:
-    """Tell DeepSpeed which device is this rank's, by the variables that it reads, for as long as it looks."""
+def _variables(world: World, device: torch.device) -> Iterator[None]:
+    """Tell DeepSpeed which device is this rank's, by the variables that it reads, in stage 3 at every step."""
     place = str(world.local_rank if device.index is None else device.index)
     wanted = {"DS_ACCELERATOR": device.type, "LOCAL_RANK": place}
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # it insists that both are the same
@@ -170,3 +161,14 @@ def _import() -> Any:
     # torch 2.13 has new names for two collectives; the old ones work, and would be complained of at each step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
+
+
+def _leave_nothing_behind(undo: contextlib.ExitStack, rank: int) -> None:
+    """Quieten DeepSpeed's log, and have ``undo`` take back what it changes outside its engine."""
+    logger = logging.getLogger("DeepSpeed")
+    undo.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+    undo.callback(setattr, F, "linear", F.linear)
+    # Its handles of the group, which ends with the run: the next run here has another.
+    undo.callback(setattr, importlib.import_module("deepspeed.comm.comm"), "cdb", None)
+    undo.callback(importlib.import_module("deepspeed.utils.groups")._release_process_group_references)

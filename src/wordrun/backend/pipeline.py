@@ -155,13 +155,15 @@ class PipelineBackend(FSDPBackend):
             last: arguments of the last part's forward.
         """
         x = tokens
+        # Autocast, where nothing is sharded, keeps the residual stream in fp32.
+        dtype = torch.float32 if self.splits_backward else self.dtype
         between = (tokens.shape[0], tokens.shape[1] // self.layout.tp, self.n_embd)
         for stage, owner in enumerate(self.owners):
             if owner != self.place:
                 continue
             part = self.parts[self.numbers.index(stage)]
             if stage and self.owners[stage - 1] != owner:
-                x = torch.empty(between, device=self.device, dtype=self.dtype)
+                x = torch.empty(between, device=self.device, dtype=dtype)
                 dist.recv(x, group=self.group, group_src=self.owners[stage - 1])
             x = part(x, **(last if part.is_last else {}))
             if stage + 1 < self.count and self.owners[stage + 1] != owner:

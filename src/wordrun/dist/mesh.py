@@ -97,7 +97,7 @@ def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
     if ranks % product or (not rest and ranks != product):
         near = max(1, ranks // product) * product if rest else product
         raise ConfigError(
-            f"{shown} = {product} does not fit {ranks} rank{'s' * (ranks != 1)}: start {near} ranks"
+            f"{shown}{f' = {product}' * (len(given) > 1)} does not fit {ranks} rank{'s' * (ranks != 1)}: start {near} ranks"
             f"{_or_sizes(ranks, given)}"
         )
     if rest:

@@ -43,6 +43,7 @@ def decide(
 def resolve(name: str) -> str | None:
     """Return the address of ``name``, or None where there is none."""
     try:
-        return socket.gethostbyname(name)
+        # As bytes: for a text Python would first load the codec for international names.
+        return str(socket.getaddrinfo(name.encode("ascii"), None, socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError):
         return None

@@ -426,9 +426,10 @@ def _hosts_path(decided: Decided) -> str:
 
 
 def _hosts_text(r: Request) -> str:
-    forms = {"hydra": "{host}:{ranks}", "openmpi": "{host} slots={ranks}"}
-    form = forms.get(r.launcher.kind, "{host}")
-    return "".join(f"{form.format(host=h, ranks=n)}\n" for h, n in zip(r.hosts, r.ranks.layout, strict=True))
+    between = {"hydra": ":", "openmpi": " slots="}.get(r.launcher.kind)
+    if between is None:
+        return "".join(f"{host}\n" for host in r.hosts)
+    return "".join(f"{host}{between}{ranks}\n" for host, ranks in zip(r.hosts, r.ranks.layout, strict=True))
 
 
 def _elsewhere(r: Request) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -22,7 +21,7 @@ SHOWN = 8
 def dry_run(plan: Plan, *, as_json: bool) -> str:
     """Return what would run: as JSON, or as shell lines that do the same when pasted, with the reasons beside them."""
     if as_json:
-        return json.dumps(facts(plan), indent=2)
+        return _json(facts(plan))
     ranks = f"{plan.np} rank{'s' * (plan.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
     launcher = f"{plan.launcher.kind} {plan.launcher.path}".strip()
     lines = [
@@ -71,8 +70,14 @@ def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_js
         "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why},
     }
     if as_json:
-        return json.dumps(found, indent=2)
+        return _json(found)
     return _table(found)
+
+
+def _json(content: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(content, indent=2)
 
 
 def _table(found: dict[str, Any]) -> str:

@@ -1,0 +1,99 @@
+"""What parallel runs must not ask for; everything is found together, and nothing needs the ranks to be there."""
+
+from __future__ import annotations
+
+import pytest
+
+import wordrun
+from wordrun.checks import layout, microbatches, stages
+from wordrun.config import PPConfig
+from wordrun.errors import ConfigError
+
+
+def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
+    """Return what is wrong with a config on so many ranks."""
+    with pytest.raises(ConfigError) as caught:
+        wordrun.compose(["data=sample", *words], ranks=ranks, per_node=per_node)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "says"),
+    [
+        (
+            ["train.backend=FSDP"],
+            1,
+            "train.backend=FSDP shares the model among ranks, and there is one: use launch -n 2",
+        ),
+        (
+            ["train.backend=TP", "backend.tp=3"],
+            3,
+            "model.n_head=4 is not divisible by backend.tp=3: use model.n_head=6",
+        ),
+        (["train.backend=TP", "model.vocab_size=65"], 2, "model.vocab_size=65 is not divisible by backend.tp=2"),
+        (["train.backend=TP", "model=llama_debug"], 4, "model.n_kv_head=2"),
+        (["train.backend=PP"], 8, "a pipeline of 8 stages (backend.pp=8, backend.schedule=1F1B) needs as many blocks"),
+        (["train.backend=PP", "backend.schedule=ZBVZeroBubble"], 4, "a pipeline of 8 stages"),
+        (["train.backend=PP", "backend.schedule=1f1b"], 4, "backend.schedule=1f1b should be one of GPipe, 1F1B"),
+        (
+            ["train.backend=PP", "backend.microbatches=5"],
+            4,
+            "backend.microbatches=5 does not divide model.batch_size=12",
+        ),
+        (
+            ["train.backend=PP", "model.batch_size=3"],
+            4,
+            "needs a multiple of backend.pp=4 micro-batches in a step, not 1",
+        ),
+        (["train.backend=3D"], 6, "backend.pp=2 x backend.tp=2 = 4 does not fit 6 ranks"),
+        (["train.backend=FSDP", "train.dtype=fp16"], 4, "train.dtype=fp16 needs a loss scaler"),
+        (["train.backend=FSDP", "backend.reduce_dtype=fp8"], 4, "backend.reduce_dtype=fp8 should be one of fp32, bf16"),
+        (["backend.compress=fp16"], 4, "backend.compress=fp16 should be one of none, bf16"),
+        (["train.activation_checkpointing=some"], 4, "train.activation_checkpointing=some should be one of"),
+        (["train.activation_checkpointing=0"], 4, "train.activation_checkpointing=0 should be one of"),
+        (["train.backend=FSDP", "train.global_batch_size=50"], 4, "x 4 data-parallel ranks = 48: use 48"),
+        (["train.backend=TP", "train.global_batch_size=30"], 4, "x 1 data-parallel ranks = 12: use 24"),
+    ],
+)
+def test_a_clear_message(words: list[str], ranks: int, says: str) -> None:
+    assert says in problems(*words, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "key", ["backend.shard=2", "backend.tp=2", "train.compile=true", "train.activation_checkpointing=full"]
+)
+def test_what_a_backward_pass_in_two_parts_cannot(key: str) -> None:
+    words = ("train.backend=PP", "backend.pp=2", "backend.schedule=InterleavedZeroBubble", key)
+    assert "splits the backward pass in two, which" in problems(*words)
+
+
+def test_all_problems_together() -> None:
+    found = problems(
+        "train.backend=3D", "model.n_head=3", "model.n_layer=1", "train.top_k=0", "model.n_embd=129", ranks=8
+    )
+    assert "train.top_k=0" in found
+    found = problems("train.backend=3D", "model.n_head=3", "model.n_layer=1", "model.n_embd=129", ranks=8)
+    for words in ("model.n_head=3 is not", "model.n_embd=129 is not", "a pipeline of 2 stages"):
+        assert words in found
+
+
+def test_tensor_parallel_groups_fit_into_nodes() -> None:
+    cfg = wordrun.compose(["data=sample", "train.backend=TP"], ranks=8, per_node=4)
+    assert layout(cfg.backend, 8, 4).shape == (1, 1, 2, 4)
+    assert "backend.tp=8 would span nodes" in problems(
+        "train.backend=TP", "backend.tp=8", "model.n_head=8", ranks=8, per_node=4
+    )
+
+
+def test_stages_and_micro_batches() -> None:
+    assert [stages(PPConfig(schedule=name), 4) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")] == [
+        4,
+        4,
+        8,
+        8,
+    ]
+    cfg = wordrun.compose(["data=sample", "train.backend=PP", "model.batch_size=12"], ranks=4)
+    assert microbatches(cfg, PPConfig(), 4) == 4
+    assert microbatches(cfg, PPConfig(microbatches=6), 4) == 6
+    cfg.model.batch_size = 6
+    assert microbatches(cfg, PPConfig(), 4) == 2
