@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import (
@@ -190,17 +190,24 @@ class Memory:
     block: float
     """What the backward pass of one block adds to the activations, with what it computes again."""
     buffers: float
-    """Gathered and 16-bit copies of parameters, gradients on their way, and what neighbours send."""
+    """In the backward pass: copies of parameters, gathered or in 16 bits, gradients on their way, neighbours' data."""
+    at_loss: float
+    """What of the buffers there is while the loss is computed."""
     host: float
     """In the host's memory instead."""
     sent: float
     """Bytes that the rank sends per optimizer step."""
+    late: bool = False
+    """Whether gradients come as the activations go, rather than being there from the step's beginning."""
 
     @property
     def total(self) -> float:
-        """Bytes of the device at the peak: the logits are gone when the first block's backward pass begins."""
-        states = self.parameters + self.gradients + self.optimizer
-        return states + self.activations + max(self.logits, self.block) + self.buffers
+        """Bytes of the device at the peak: at the loss, in the first block's backward pass, or at the end."""
+        loss = self.activations + self.logits + self.at_loss
+        first = self.activations + self.block + self.buffers
+        last = self.block + self.buffers + self.gradients
+        rest = max(loss, first, last) if self.late else max(loss, first) + self.gradients
+        return self.parameters + self.optimizer + rest
 
 
 def memory(model: Outline, way: Way, checkpointing: str, place: int | None = None) -> Memory:
@@ -236,7 +243,8 @@ def _ddp(model: Outline, way: Way, checkpointing: str) -> Memory:
         parameters=FP32 * count,
         gradients=FP32 * count,
         optimizer=ADAMW * count + FP32 * len(weights),  # and a count of steps for each
-        buffers=buffers,
+        buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a gradient before it is added
+        at_loss=buffers,
         host=0,
         sent=_ring(2, ranks) * (2 if options.compress == "bf16" else FP32) * count,
         **_alive(model, way, checkpointing, model.layers),
@@ -248,7 +256,7 @@ def _zero(model: Outline, way: Way, options: DeepSpeedConfig, checkpointing: str
     count, ranks, size, stage = model.parameters, way.layout.dp, way.compute, options.stage
     # From stage 1 on, and with 16 bits at any, the optimizer works on a copy of the parameters in fp32.
     copy = FP32 if stage or size < FP32 else 0
-    states = {
+    states: dict[str, Any] = {
         "parameters": size * count / (ranks if stage == 3 else 1),
         "gradients": size * count / (ranks if stage >= 2 else 1),
         "optimizer": (copy + ADAMW) * count / (ranks if stage else 1),
@@ -258,13 +266,14 @@ def _zero(model: Outline, way: Way, options: DeepSpeedConfig, checkpointing: str
     host = 0.0 if way.on_cpu else sum(states[name] for name in away)
     if not way.on_cpu:
         states |= dict.fromkeys(away, 0.0)
-    live = min(count, DEEPSPEED_LIVE) if stage == 3 else 0
+    live = max(min(count, DEEPSPEED_LIVE), numel(model.block)) if stage == 3 else 0
     bucket = min(count, options.bucket_elements or DEEPSPEED_BUCKET)
     sums = _ring(1, ranks) * (way.gas if stage >= 2 else 1)
     gathers = _ring(1, ranks) * (2 * way.gas if stage == 3 else 1)
     return Memory(
         **states,
         buffers=size * (live + bucket),
+        at_loss=size * (live + bucket),
         host=host,
         sent=size * count * (sums + gathers),
         **_alive(model, way, checkpointing, model.layers),
@@ -276,16 +285,22 @@ def _sharded(model: Outline, way: Way, options: FSDPConfig, checkpointing: str) 
     at, whole = way.layout, options.reshard_after_forward
     root, block = numel(model.outside(model.layers), at.tp), numel(model.block, at.tp)
     blocks = len(model.layers)
-    # In flight: the unit at work, those gathered ahead, and the buffer from which the newest is copied.
-    gathered = root + block * (min(blocks, 2 + options.prefetch) if whole else blocks + 1)
-    buffers = way.compute * (gathered + block + root) + _reduced(way, options) * block
-    if not whole and way.gas > 1:
-        buffers += _reduced(way, options) * (root + blocks * block)  # gradients travel once a step
+    alone = at.shard == 1
+    # The unit at work, those gathered ahead, and the buffer from which the newest is copied.
+    units = min(blocks, 2 + options.prefetch) if whole else blocks
+    gathered = _copy(way, alone) * (root + units * block)
+    waiting = _copy(way, alone) * (root + (1 if whole else blocks) * block)
+    if not whole and way.gas > 1 and not alone:  # gradients travel once a step, and are whole until then
+        gathered += _reduced(way, options) * (root + blocks * block)
+        waiting += _reduced(way, options) * (root + blocks * block)
+    leaving = 0 if alone else way.compute * (root + block) + _reduced(way, options) * block
     rounds = way.gas if whole else 1
     sent = _states_sent(model, way, options, [model.layers], gathers=2 * way.gas if whole else way.gas, sums=rounds)
     return Memory(
         **_states(model, way, options, [model.layers]),
-        buffers=buffers,
+        buffers=gathered + leaving,
+        at_loss=waiting,
+        late=way.gas == 1 or not whole,
         sent=sent + _tensor_sent(model, way, [model.layers]),
         **_alive(model, way, checkpointing, model.layers),
     )
@@ -306,7 +321,8 @@ def _pipeline(model: Outline, way: Way, options: PPConfig, checkpointing: str, r
     local = sum(numel(model.weights(run), at.tp) for run in runs)
     message = _tokens(way) / parts * model.cfg.n_embd * way.compute / at.tp
     incoming = sum((0 not in run) + (model.cfg.n_layer - 1 not in run) for run in runs)
-    buffers = (way.compute + _reduced(way, options)) * local + incoming * message * count
+    alone = at.shard == 1
+    buffers = (_copy(way, alone) + (0 if alone else _reduced(way, options))) * local + incoming * message * count
     sent = _states_sent(model, way, options, runs, gathers=1, sums=1) + incoming * message * count
     return Memory(
         **_states(model, way, options, runs),
@@ -314,11 +330,12 @@ def _pipeline(model: Outline, way: Way, options: PPConfig, checkpointing: str, r
         logits=logits,
         block=mean["block"],
         buffers=buffers,
+        at_loss=buffers,
         sent=sent + _tensor_sent(model, way, runs),
     )
 
 
-def _states(model: Outline, way: Way, options: FSDPConfig, runs: Sequence[Sequence[int]]) -> dict[str, float]:
+def _states(model: Outline, way: Way, options: FSDPConfig, runs: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return parameters, gradients and optimizer state of a rank, and what of it is in the host's memory."""
     weights = [each for run in runs for each in model.weights(run)]
     count = numel(weights, way.layout.tp, way.layout.shard)
@@ -329,6 +346,11 @@ def _states(model: Outline, way: Way, options: FSDPConfig, runs: Sequence[Sequen
     if options.cpu_offload and not way.on_cpu:
         return dict.fromkeys(states, 0.0) | {"host": sum(states.values())}
     return states | {"host": 0.0}
+
+
+def _copy(way: Way, alone: bool) -> int:
+    """Return the bytes per element of gathered parameters: none where ``alone`` has them all, in their own type."""
+    return 0 if alone and way.compute == FP32 else way.compute
 
 
 def _reduced(way: Way, options: FSDPConfig) -> int:
@@ -357,7 +379,7 @@ def _tensor_sent(model: Outline, way: Way, runs: Sequence[Sequence[int]]) -> flo
     return passes * _ring(1, way.layout.tp) * _tokens(way) * way.gas * model.cfg.n_embd * way.compute
 
 
-def _alive(model: Outline, way: Way, checkpointing: str, layers: Sequence[int], parts: int = 1) -> dict[str, float]:
+def _alive(model: Outline, way: Way, checkpointing: str, layers: Sequence[int], parts: int = 1) -> dict[str, Any]:
     """Return the activations, logits and working memory of the part with the blocks ``layers``.
 
     Args:
@@ -383,6 +405,8 @@ def _alive(model: Outline, way: Way, checkpointing: str, layers: Sequence[int], 
     again = {"none": 0.0, "selective": others}.get(checkpointing, needed)
     if checkpointing.isdecimal():
         per_token = sum(kept["none" if layer % int(checkpointing) else "full"] for layer in layers)
+        if layers[-1] % int(checkpointing):  # by the time that a block is computed again, the last one's are gone
+            again = 0.0
     else:
         per_token = len(layers) * kept[checkpointing]
     head = 0.0

@@ -18,8 +18,7 @@ from wordrun.plan.ways import Advice, Estimate, Impossible, Planner, largest_lay
 
 GIB = 2**30
 FOOT = (
-    "GiB for each rank. total = parameters + gradients + optimizer + activations (as run) + the larger of logits and "
-    "the backward pass of one block + buffers."
+    "GiB for each rank. Not all of it is there at once: total is the peak, with the run's own activation checkpointing."
 )
 
 
