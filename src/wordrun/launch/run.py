@@ -28,6 +28,8 @@ CANNOT_START = 126
 STOP_PATIENCE_S = 30.0
 # After one rank has failed the others get this long to end by themselves, and then again after SIGTERM.
 FAILURE_PATIENCE_S = 4.0
+# A rank's last lines come by other ways than the news of its end, and may be later by so much.
+LAST_LINES_S = 2.0
 # What is left when the command itself has ended: time to close a file.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
@@ -158,8 +160,11 @@ class _Running:
     """Asks the scheduler for that."""
     tail: Tail = field(default_factory=Tail)
     """The end of what came on stderr, where that comes through us."""
-    complaint: tuple[str, list[str], int] | None = None
-    """How the first rank to fail did, its last lines, and how much had come on stderr by then."""
+    complaint: str = ""
+    """How the first rank to fail did."""
+    last_lines: list[str] = field(default_factory=list)
+    """What that rank wrote last."""
+    listen_until: float = 0.0
     next_look: float = 0.0
 
     @property
@@ -168,10 +173,9 @@ class _Running:
         return not _keeps_terminal(self.plan)
 
     def look(self) -> None:
-        """Look, now and then, for what ranks have reported, and for what they have left behind."""
-        now = time.monotonic()
-        if self.status_dir and (now >= self.next_look or self.returned is not None):
-            self.next_look = now + POLL_S
+        """Look for what ranks have reported, and for what they have left behind."""
+        if self.status_dir:
+            self.next_look = time.monotonic() + POLL_S
             self.look_for_failure()
             self.end_what_ranks_left()
 
@@ -184,7 +188,8 @@ class _Running:
 
     def look_for_failure(self) -> None:
         """Read the ranks' reports; the first failure starts the clock for the other ranks."""
-        if self.failed:
+        if self.failed or not self.status_dir:
+            self.listen()
             return
         reports = []
         for entry in os.scandir(self.status_dir):
@@ -199,17 +204,21 @@ class _Running:
         self.failed = (rank, status)
         if self.plan.np > 1 and not self.stopped_by and not self.idle:
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
-            how = f"rank {rank}{on} {_ending(status)}"
-            self.complaint = how, lines_of(rank, self.tail.lines()), self.tail.total
-            say(how)
+            self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
+            self.listen()
+            say(self.complaint)
             self.patience(FAILURE_PATIENCE_S, self.give_up)
+
+    def listen(self) -> None:
+        """Keep the failed rank's last lines, which may come after the news of its end."""
+        if self.failed and self.complaint and not self.last_lines and time.monotonic() < self.listen_until:
+            self.last_lines = lines_of(self.failed[0], self.tail.lines())
 
     def repeat_what_failed(self) -> None:
         """Print once more how the first rank failed, and its last lines, where others' have covered them."""
-        if self.complaint:
-            how, lines, seen = self.complaint
-            if lines and self.tail.total > seen:
-                say("\n".join([f"{how}; its last lines:", *(f"  {line}" for line in lines)]))
+        own = self.last_lines
+        if own and own != self.tail.lines()[-len(own) :]:
+            say("\n".join([f"{self.complaint}; its last lines:", *(f"  {line}" for line in own)]))
 
     def end_what_ranks_left(self) -> None:
         """End the daemons of ranks that are gone: mpiexec would wait for them to close the ranks' output."""
@@ -401,12 +410,15 @@ def _watch(job: _Running, arrived: int, idle_timeout: float | None) -> int:
                     if number != signal.SIGCHLD:
                         job.receive(number)
             else:
+                if key.data == 2:
+                    job.look_for_failure()  # before another rank's words cover a failed one's
                 _pump(selector, key, job.tail)
                 last_output = time.monotonic()
         job.notice(processes.reap())
         if job.returned is not None:
             _drain(selector, job.tail)  # the ranks' last words come before ours
-        job.look()
+        if job.returned is not None or time.monotonic() >= job.next_look:
+            job.look()
         if time.time() > job.warn_at and job.returned is None:
             job.warn_at = float("inf")
             say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")

@@ -10,7 +10,8 @@ TAIL_BYTES = 65536
 LAST_LINES = 15
 # "[rank3]: ..." is torch's mark on each line of a traceback, "[rank 3] ..." wordrun's on the first line of one.
 MARK = re.compile(r"\[rank( ?)(\d+)\]")
-LAUNCHERS = re.compile(r"(srun|slurmstepd|mpiexec|mpirun|launch): |\[mpiexec@|\[proxy:|[WE]\d{4} ")
+# Launchers, and the shells of ranks that they end.
+OTHERS = re.compile(r"((srun|slurmstepd\S*|mpiexec|mpirun): |\[mpiexec@|\[proxy:|[WE]\d{4} )|(Terminated|Killed)$")
 
 
 class Tail:
@@ -18,12 +19,9 @@ class Tail:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        self.total = 0
-        """Bytes that have come so far."""
 
     def add(self, chunk: bytes) -> None:
         """Take in what has come."""
-        self.total += len(chunk)
         self._bytes += chunk
         del self._bytes[:-TAIL_BYTES]
 
@@ -45,6 +43,6 @@ def lines_of(rank: int, lines: Iterable[str]) -> list[str]:
             block = writer if mark[1] else None
         if writer == rank:
             own.append(line)
-        elif writer is None and not LAUNCHERS.match(line):
+        elif writer is None and not OTHERS.match(line):
             unmarked.append(line)
     return (own or unmarked)[-LAST_LINES:]
