@@ -224,8 +224,8 @@ def _check_static_graph(cfg: Config, dp: int) -> list[str]:
     if gas == 1:
         return []
     return [
-        f"backend.static_graph=true makes every backward pass send gradients, but a step has {gas} of them and only the "
-        "last one does: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
+        f"backend.static_graph=true makes every backward pass send gradients, but a step has {gas} of them and "
+        "only the last does: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
     ]
 
 

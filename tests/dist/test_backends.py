@@ -119,6 +119,7 @@ VARIANTS = {
     },
     "llama": pipelines("ZBVZeroBubble"),
 }
+# Of two blocks, one for each stage.
 EIGHT = {
     "3d": ["train.backend=3D"],
     "3d-ddp": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1"],
@@ -132,35 +133,35 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("backends")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_go_as_one(model: str, ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    words = MODELS[model]
-    train(ranks, 1, {f"{model}-one": words}, home)
+    train(ranks, 1, {f"{model}-one": words for model, words in MODELS.items()}, home)
     runs = {}
-    for name, more in (BOTH | VARIANTS[model]).items():
-        shares = 1 if name.startswith(("tp", "pp")) else 2
-        for gas in (1, 2) if name in BOTH else (1,) if name == "ddp-static" else (2,):
-            runs[f"{model}-{name}-{gas}"] = [*more, *words, f"model.batch_size={8 // shares // gas}"]
+    for model, words in MODELS.items():
+        for name, more in (BOTH | VARIANTS[model]).items():
+            shares = 1 if name.startswith(("tp", "pp")) else 2
+            for gas in (1, 2) if name in BOTH else (1,) if name == "ddp-static" else (2,):
+                runs[f"{model}-{name}-{gas}"] = [*more, *words, f"model.batch_size={8 // shares // gas}"]
     train(ranks, 2, runs, home)
     for name in runs:
-        compare(home, name, f"{model}-one")
-    one = torch.load(home / f"{model}-one" / "found.pt", weights_only=False)["ranks"][0]
-    for each in torch.load(home / f"{model}-fsdp-1" / "found.pt", weights_only=False)["ranks"]:
-        for what in ("parameters", "states"):
-            assert each[what] == pytest.approx(one[what] / 2, rel=0.02), what
+        compare(home, name, f"{name.partition('-')[0]}-one")
+    for model in MODELS:
+        one = torch.load(home / f"{model}-one" / "found.pt", weights_only=False)["ranks"][0]
+        for each in torch.load(home / f"{model}-fsdp-1" / "found.pt", weights_only=False)["ranks"]:
+            for what in ("parameters", "states"):
+                assert each[what] == pytest.approx(one[what] / 2, rel=0.02), f"{model}: {what}"
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_eight_ranks_go_as_one(model: str, ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    words = MODELS[model]
-    if not (home / f"{model}-one").exists():
-        train(ranks, 1, {f"{model}-one": words}, home)
+    references = {f"{model}-two-blocks": [*words, "model.n_layer=2"] for model, words in MODELS.items()}
+    train(ranks, 1, references, home)
     runs = {
-        f"{model}-{name}": [*more, *words, f"model.batch_size={2 if name == '3d-hybrid' else 4}"]
+        f"{model}-{name}": [*more, *words, "model.n_layer=2", f"model.batch_size={2 if name == '3d-hybrid' else 4}"]
+        for model, words in MODELS.items()
         for name, more in EIGHT.items()
+        if (model, name) != ("llama", "3d-hybrid")
     }
     train(ranks, 8, runs, home)
     for name in runs:
-        compare(home, name, f"{model}-one")
+        compare(home, name, f"{name.partition('-')[0]}-two-blocks")

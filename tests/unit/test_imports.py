@@ -108,7 +108,8 @@ def test_importing_everything_does_nothing(command: Command, tmp_path: Path) -> 
     # What the libraries do when imported is not ours, so they come first.
     script = f"""
 import importlib, logging, os, random, signal, threading
-import hydra, matplotlib.figure, numpy, rich.logging, rich.progress, torch.distributed, torch.nn.parallel
+import hydra, matplotlib.figure, numpy, rich.logging, rich.progress
+import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.tensor.parallel, torch.nn.parallel
 
 def surroundings():
     loggers = [logging.getLogger(), logging.getLogger("wordrun")]
