@@ -48,7 +48,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     whole = Layout(replicate=ranks)
     try:
         whole = layout(cfg.backend, ranks, per_node or ranks)
-        problems += _check_batch(cfg, whole.dp)
+        problems += _check_batch(cfg, whole.dp) or _check_static_graph(cfg, whole.dp)
     except ConfigError as error:
         problems += str(error).splitlines()
     if isinstance(cfg.backend, FSDPConfig) and not problems:  # else their numbers may mean nothing
@@ -215,6 +215,18 @@ def _check_batch(cfg: Config, dp: int) -> list[str]:
             f"sequences, but optimizer.gas={cfg.optimizer.gas}: leave one of the two out"
         ]
     return []
+
+
+def _check_static_graph(cfg: Config, dp: int) -> list[str]:
+    if not isinstance(cfg.backend, DDPConfig) or not cfg.backend.static_graph or cfg.model.batch_size < 1:
+        return []
+    gas = accumulation(cfg, dp)
+    if gas == 1:
+        return []
+    return [
+        f"backend.static_graph=true makes every backward pass send gradients, but a step has {gas} of them and only the "
+        "last one does: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
+    ]
 
 
 def _check_rest(cfg: Config) -> list[str]:

@@ -112,7 +112,7 @@ class DDPConfig(BackendConfig):
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: one copy less in memory and time."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters, so that DDP need not look for unused ones."""
+    """Promise that all backward passes are alike, which spares DDP some work; for steps of one micro-step."""
     compress: str = "none"
     """Send gradients as they are (none) or rounded to bf16, in half the bytes."""
 

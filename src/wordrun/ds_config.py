@@ -75,7 +75,9 @@ def _settings(
         "zero_optimization.offload_optimizer.device": (
             "backend.offload_optimizer", "cpu" if backend.offload_optimizer else "none",
         ),
-        "zero_optimization.offload_param.device": ("backend.offload_params", "cpu" if backend.offload_params else "none"),
+        "zero_optimization.offload_param.device": (
+            "backend.offload_params", "cpu" if backend.offload_params else "none",
+        ),
     }  # fmt: skip
     if ranks is not None and gas is not None:
         settings["gradient_accumulation_steps"] = ("optimizer.gas", gas)

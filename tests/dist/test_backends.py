@@ -15,7 +15,7 @@ SMALL = [
     "data=text", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=20",
     "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3", "train.sample_tokens=3",
     "train.sample_prompt=The", "train.global_batch_size=8", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",
-    "optimizer.grad_clip=0.8", "model.n_layer=4", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "optimizer.grad_clip=0.9", "model.n_layer=4", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
     "model.vocab_size=48", "model.batch_size=8",
 ]  # fmt: skip
 MODELS = {
@@ -49,7 +49,6 @@ with dist.session() as world:
                 "parameters": nbytes(parameters), "states": nbytes(states), "before": before,
                 "tokens": [b.tokens.flatten().tolist() for b in trainer._micro_batches()], "coordinates":
                 [trainer.layout.dp_index(world.rank), trainer.layout.index(world.rank, "pp")],
-                "noise": torch.rand(1, generator=None).item() if trainer.rank_seed else None,
             })
             if world.rank == 0:
                 merged = {n: w for each in weights for n, w in each.items()}
@@ -70,7 +69,7 @@ def train(ranks: Any, n: int, runs: dict[str, list[str]], tmp_path: Path) -> Non
 
 
 def figures(run_dir: Path) -> dict[str, list[float]]:
-    """Return losses, validation losses and gradient norms, each in its order, and the sample's length."""
+    """Return losses, validation losses and gradient norms, each in its order."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {key: [line[key] for line in lines if key in line] for key in ("loss", "val_loss", "grad_norm")}
 
@@ -80,7 +79,7 @@ def compare(tmp_path: Path, name: str, reference: str) -> None:
     ours, theirs = figures(tmp_path / name), figures(tmp_path / reference)
     assert len(theirs["loss"]) == 20
     assert theirs["loss"][0] > theirs["loss"][-1] + 0.2, "the model should have learned something to compare"
-    assert max(theirs["grad_norm"]) > 0.8 > min(theirs["grad_norm"]), "some steps should be clipped, and some not"
+    assert max(theirs["grad_norm"]) > 0.9 > min(theirs["grad_norm"]), "some steps should be clipped, and some not"
     for key, tolerance in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3)):
         assert ours[key] == pytest.approx(theirs[key], rel=tolerance), f"{name}: {key}"
     a = torch.load(tmp_path / name / "found.pt", weights_only=False)
@@ -103,13 +102,22 @@ def pipelines(*schedules: str) -> dict[str, list[str]]:
     return {f"pp-{name}": ["train.backend=PP", f"backend.schedule={name}"] for name in schedules}
 
 
-TWO = {
-    "ddp-static-bucket": ["train.backend=DDP", "backend.static_graph=true", "backend.bucket_cap_mb=1"],
+# Each with one micro-step and with two.
+BOTH = {
+    "ddp": ["train.backend=DDP", "backend.bucket_cap_mb=1"],
     "fsdp": ["train.backend=FSDP"],
-    "fsdp-zero2": ["train.backend=FSDP", "backend.reshard_after_forward=false", "backend.prefetch=0"],
-    "fsdp-offload": ["train.backend=FSDP", "backend.cpu_offload=true", "train.activation_checkpointing=2"],
     "tp": ["train.backend=TP", "train.activation_checkpointing=full"],
-    **pipelines("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"),
+    **pipelines("1F1B"),
+}
+# Two micro-steps, but for a static graph.
+VARIANTS = {
+    "gpt": {
+        "ddp-static": ["train.backend=DDP", "backend.static_graph=true"],
+        "fsdp-zero2": ["train.backend=FSDP", "backend.reshard_after_forward=false", "backend.prefetch=0"],
+        "fsdp-offload": ["train.backend=FSDP", "backend.cpu_offload=true", "train.activation_checkpointing=2"],
+        **pipelines("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"),
+    },
+    "llama": pipelines("ZBVZeroBubble"),
 }
 EIGHT = {
     "3d": ["train.backend=3D"],
@@ -130,9 +138,9 @@ def test_two_ranks_go_as_one(model: str, ranks: Any, home: Path, monkeypatch: py
     words = MODELS[model]
     train(ranks, 1, {f"{model}-one": words}, home)
     runs = {}
-    for name, more in TWO.items():
+    for name, more in (BOTH | VARIANTS[model]).items():
         shares = 1 if name.startswith(("tp", "pp")) else 2
-        for gas in (1, 2):
+        for gas in (1, 2) if name in BOTH else (1,) if name == "ddp-static" else (2,):
             runs[f"{model}-{name}-{gas}"] = [*more, *words, f"model.batch_size={8 // shares // gas}"]
     train(ranks, 2, runs, home)
     for name in runs:

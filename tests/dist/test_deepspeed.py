@@ -14,9 +14,11 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'wordrun[d
 if TYPE_CHECKING:
     from conftest import Command
 
+TEXT = 100 * "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 SMALL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=8",
-    "train.max_iters=20", "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3",
+    "data=text", "data.path=text.txt", "train.sample_prompt=The", "tracker=jsonl", "train.dtype=fp32",
+    "train.device=cpu", "train.global_batch_size=8", "train.max_iters=20",
+    "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3",
     "train.sample_interval=0", "train.sample_tokens=4", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",
     "optimizer.grad_clip=0.5", "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32",
 ]  # fmt: skip
@@ -81,6 +83,7 @@ DS_CONFIG = {
 def train(ranks: Any, n: int, *runs: list[str]) -> list[dict[str, Any]]:
     """Train each of ``runs`` on ``n`` ranks, one after the other in the same processes; return what rank 0 found."""
     Path("script.py").write_text(SCRIPT)
+    Path("text.txt").write_text(TEXT)
     Path("ds_config.json").write_text(json.dumps(DS_CONFIG))
     words = [[*SMALL, *run, f"hydra.run.dir=run_{n}_{i}"] for i, run in enumerate(runs)]
     Path("runs.json").write_text(json.dumps(words))
@@ -116,6 +119,7 @@ def test_the_engine_goes_as_one_process(model: str, runs: dict[str, list[str]], 
 
 
 def test_an_operation_that_cannot_be_compiled_is_named(ranks: Command) -> None:
+    Path("text.txt").write_text(TEXT)
     Path("ds.json").write_text('{"zero_optimization": {"zero_quantized_weights": true}}')
     words = [*SMALL, *STAGE_3, "backend.config=ds.json", "hydra.run.dir=run"]
     done = ranks(1, "-m", "wordrun", *words, CXX="/nonexistent", TORCH_EXTENSIONS_DIR="extensions")

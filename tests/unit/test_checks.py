@@ -48,6 +48,11 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (["train.backend=3D"], 6, "backend.pp=2 x backend.tp=2 = 4 does not fit 6 ranks"),
         (["train.backend=FSDP", "train.dtype=fp16"], 4, "train.dtype=fp16 needs a loss scaler"),
         (["train.backend=FSDP", "backend.reduce_dtype=fp8"], 4, "backend.reduce_dtype=fp8 should be one of fp32, bf16"),
+        (
+            ["backend.static_graph=true", "optimizer.gas=2"],
+            4,
+            "backend.static_graph=true makes every backward pass send",
+        ),
         (["backend.compress=fp16"], 4, "backend.compress=fp16 should be one of none, bf16"),
         (["train.activation_checkpointing=some"], 4, "train.activation_checkpointing=some should be one of"),
         (["train.activation_checkpointing=0"], 4, "train.activation_checkpointing=0 should be one of"),

@@ -27,7 +27,8 @@ def merged(content: Any, *words: str, dtype: str = "bf16") -> dict[str, Any]:
 
 def test_the_run_decides_and_the_file_adds() -> None:
     settings = merged({
-        "train_batch_size": "auto", "bf16": {"enabled": "auto", "check_grad_overflow": True}, "wall_clock_breakdown": True,
+        "train_batch_size": "auto", "wall_clock_breakdown": True,
+        "bf16": {"enabled": "auto", "check_grad_overflow": True},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1000},
         "optimizer": {"type": "adamw", "params": {"lr": "auto", "betas": [0.9, 0.99], "weight_decay": 0.1}},
     }, "backend.stage=3", "backend.offload_params=true", "backend.keep_below=7")  # fmt: skip
