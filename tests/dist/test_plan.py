@@ -92,3 +92,44 @@ def plan(words: list[str], n: int, rank: int) -> tuple[dict[str, float], bool]:
     need = memory.memory(model, way, "none", place=way.layout.index(rank, "pp"))
     is_first = way.layout.index(rank, "shard") == way.layout.index(rank, "tp") == 0
     return {name: getattr(need, name) for name in ("parameters", "gradients", "optimizer")}, is_first
+
+
+ZERO = """
+import json, sys
+import wordrun
+from wordrun import dist
+
+world = dist.identify()
+with dist.guard(world):
+    dist.setup(world, device="cpu")
+    for words in json.loads(sys.argv[1]):
+        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+            trainer.train()
+            zero = trainer.backend.engine.optimizer
+            shares = [getattr(p, "ds_tensor", p) for p in trainer.backend.parts[0].parameters()]
+            masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+            states = [t for state in zero.optimizer.state.values() for t in state.values()]
+            sizes = [sum(t.numel() * t.element_size() for t in each) for each in (shares, [*masters, *states])]
+            sys.stdout.write(json.dumps(dict(zip(("parameters", "optimizer"), sizes))) + "\\n")
+            sys.stdout.flush()
+    dist.cleanup()
+"""
+
+
+def test_deepspeeds_shares_are_those_of_the_plan(ranks: Any, tmp_path: Path) -> None:
+    """But for what it pads and for two counts of steps, which are a few bytes."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "zero.py").write_text(ZERO)
+    options = ["train.backend=deepspeed", "backend.keep_below=0", "backend.bucket_elements=100000"]
+    runs = [
+        [*SMALL, *GPT, *options, f"backend.stage={stage}", f"hydra.run.dir={tmp_path}/zero{stage}"]
+        for stage in (1, 2, 3)
+    ]
+    done = ranks(2, "zero.py", json.dumps(runs), under="torchrun", timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 2 * len(runs)
+    for words, real in zip([words for words in runs for _ in range(2)], found, strict=True):
+        planned, _ = plan(words, 2, 0)
+        for name, size in real.items():
+            assert size == pytest.approx(planned[name], rel=2e-3), (words, name)

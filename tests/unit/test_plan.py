@@ -226,10 +226,14 @@ def test_zero_shares_what_its_stage_says() -> None:
         ("model=gpt2 plan.devices=1 plan.memory=14", "DDP", "selective"),
         ("model=gpt2_xl model.batch_size=1 plan.devices=4 plan.memory=25", "FSDP like ZeRO-2", "none"),
         ("model=gpt2_xl model.batch_size=1 plan.devices=64 plan.memory=25", "FSDP within nodes", "none"),
-        ("model=llama3_8b model.block_size=4096 plan.devices=2 plan.device=a100-80", "FSDP, offload", "none"),
+        ("model=llama3_8b model.block_size=2048 plan.devices=2", "FSDP, offload", "none"),
         ("model=gpt2_xl plan.devices=1 plan.device=l4 model.batch_size=1", "ZeRO-2, offload", "none"),
-        # One block of 4.8 billion parameters: its gathered and its reduced copy are 29 GB.
-        ("model.n_layer=4 model.n_embd=20000 model.n_head=16 plan.devices=64", "TP over FSDP", "none"),
+        # One block of 19 billion parameters: 36 GiB when it is gathered in bf16.
+        (
+            "model.n_layer=4 model.n_embd=40000 model.n_head=16 plan.devices=256 plan.per_node=8",
+            "TP over FSDP",
+            "none",
+        ),
         ("model=gpt3_175b plan.devices=1024 plan.device=a100-80", "3D", "none"),
     ],
 )
