@@ -35,6 +35,13 @@ class Kept:
     autocast each makes a copy of its own, in 16 bits."""
 
 
+DRAWN_ON_CPU = 2**25
+"""Matrices up to this many elements begin with values drawn on the CPU, the same on every kind of device.
+
+Larger ones are drawn where they live: the CPU would take seconds for each.
+"""
+
+
 class Block(nn.Module):
     """Attention and MLP, each normalised before and added to the residual stream."""
 
@@ -203,8 +210,10 @@ class Transformer(nn.Module):
                 name = "tokens.weight"
             if parameter.dim() >= 2:
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                stream = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little"))
-                parameter.normal_(std=self.initial_std(name), generator=stream)
+                device = torch.device("cpu") if parameter.numel() <= DRAWN_ON_CPU else parameter.device
+                stream = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+                values = parameter if parameter.device == device else torch.empty_like(parameter, device=device)
+                parameter.copy_(values.normal_(std=self.initial_std(name), generator=stream))
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 

@@ -1,0 +1,224 @@
+"""Backends beside bare loops written with torch's own API, FSDP beside DDP, and the plan's memory beside the real one.
+
+    launch -n 2 python benchmarks/backends.py [speed memory] [--rounds N]
+
+Speed: two ways take a step each in turns, in the same processes and on the same batches; the figure is the median.
+Memory: what a step allocates at most on rank 0, parameters and optimizer state aside, by torch's profiler, beside what
+``python -m wordrun.plan`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
+
+import wordrun
+from wordrun import dist
+from wordrun.backend.pipeline import blocks_of
+from wordrun.backend.split import local, whole
+from wordrun.backend.stopwatch import Stopwatch
+from wordrun.config import OptimizerConfig
+from wordrun.model import Transformer, materialise, outline
+from wordrun.model.base import losses_of_sequences
+from wordrun.plan import memory
+from wordrun.plan.options import PlanConfig, machine
+from wordrun.plan.ways import Planner
+from wordrun.train.optim import adamw
+
+VOCABULARY = 50304
+QUIET = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.sample_tokens=0",
+         f"model.vocab_size={VOCABULARY}"]  # fmt: skip
+# GPT-2's width and vocabulary, with as many blocks and tokens as two cores can do in seconds.
+LARGE = ["model.n_layer=4", "model.n_head=12", "model.n_embd=768", "model.block_size=256", "model.batch_size=4"]
+SMALL = ["model.n_layer=4", "model.n_head=8", "model.n_embd=512", "model.block_size=256", "model.batch_size=4",
+         "model.vocab_size=4096"]  # fmt: skip
+Step = Callable[[], None]
+
+
+def step_of(trainer: wordrun.Trainer) -> Step:
+    """Return a step of the trainer's backend on its first batch."""
+    batches = trainer._micro_batches()
+    clock = Stopwatch(trainer.backend.device)
+    clock.start()
+
+    def step() -> None:
+        trainer.backend.train_step(batches, 1e-4, clock)
+
+    return step
+
+
+def bare(trainer: wordrun.Trainer) -> Step:
+    """Return the same step as a user of torch would write it, on a model of its own."""
+    name, cfg = trainer.cfg.train.backend, trainer.cfg
+    (batch,) = trainer._micro_batches()
+    ranks, rank = td.get_world_size(), td.get_rank()
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def new(layers: Any = None) -> Transformer:
+        return materialise(outline(cfg.model, VOCABULARY, layers), cfg.train.seed, "cpu")
+
+    def finish(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        squares = torch.stack([local(grad).square().sum() for grad in grads]).sum()
+        td.all_reduce(squares)
+        factor = torch.clamp(cfg.optimizer.grad_clip / (squares.sqrt() + 1e-6), max=1.0)
+        torch._foreach_mul_([local(grad) for grad in grads], factor)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    if name == "PP":
+        part = new(blocks_of(rank, ranks, cfg.model.n_layer))
+        stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
+
+        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+            return losses_of_sequences(logits, targets).mean()
+
+        schedule = Schedule1F1B(stage, 2, loss_of)
+        parameters = list(part.parameters())
+        optimizer = adamw(OptimizerConfig(), parameters)
+
+        def pipeline() -> None:
+            if rank == 0:
+                schedule.step(batch.tokens)
+                mine = part.tokens.weight.grad
+            else:
+                schedule.step(target=batch.targets)
+                mine = part.head.weight.grad
+            if part.tied:
+                td.all_reduce(mine)
+            finish(parameters, optimizer)
+
+        return pipeline
+
+    model = new()
+    if name == "TP":
+        parallelize_module(model, mesh, model.tensor_parallel_plan())
+        model.tie()
+    else:
+        for block in model.blocks.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    parameters = list(model.parameters())
+    optimizer = adamw(OptimizerConfig(), parameters)
+
+    def step() -> None:
+        with loss_parallel():
+            torch.autograd.backward(whole(model(batch.tokens, batch.targets)).mean())
+        finish(parameters, optimizer)
+
+    return step
+
+
+def in_turns(first: Step, second: Step, rounds: int) -> tuple[float, float]:
+    """Return the median seconds of both steps, after one of each to warm up."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds + 1):
+        for step, mine in zip((first, second), seconds, strict=True):
+            td.barrier()
+            begin = time.perf_counter()
+            step()
+            td.barrier()
+            if number:
+                mine.append(time.perf_counter() - begin)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def trainer_of(world: dist.World, folder: str, *words: str) -> wordrun.Trainer:
+    """Return a trainer; its run directory is never made."""
+    return wordrun.Trainer(wordrun.compose([*QUIET, *words, f"hydra.run.dir={folder}/run"]), world)
+
+
+def speed(world: dist.World, folder: str, rounds: int) -> list[str]:
+    """Return the rows of the table of speeds."""
+    rows = []
+    with (
+        trainer_of(world, folder, *LARGE, "train.backend=FSDP") as fsdp,
+        trainer_of(world, folder, *LARGE, "train.backend=DDP") as ddp,
+    ):
+        a, b = in_turns(step_of(fsdp), step_of(ddp), rounds)
+        rows.append(f"| tokens/s, FSDP / DDP, GPT-2's width | {b / a:.3f} | at least 0.8 |")
+    limits = {"FSDP": "at most +2 %", "TP": "at most +5 %", "PP": "at most +5 %"}
+    for backend, limit in limits.items():
+        with trainer_of(world, folder, *SMALL, f"train.backend={backend}") as trainer:
+            a, b = in_turns(step_of(trainer), bare(trainer), 3 * rounds)
+            rows.append(f"| {backend}, median step, over a bare loop's | {100 * (a / b - 1):+.1f} % | {limit} |")
+    return rows
+
+
+def peak(step: Step) -> int:
+    """Return the bytes that ``step`` has allocated at most at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events: list[tuple[int, int]] = []
+
+    def walk(nodes: Any) -> None:
+        for node in nodes:
+            if node.tag == torch._C._profiler._EventType.Allocation:
+                events.append((node.start_time_ns, node.extra_fields.alloc_size))
+            walk(node.children)
+
+    results: Any = profiler.profiler
+    walk(results.kineto_results.experimental_event_tree())
+    now = most = 0
+    for _, size in sorted(events):
+        now += size
+        most = max(most, now)
+    return most
+
+
+def memories(world: dist.World, folder: str) -> list[str]:
+    """Return the rows of the table of memory."""
+    rows = []
+    for words in (["DDP"], ["FSDP"], ["FSDP", "backend.reshard_after_forward=false"], ["TP"], ["PP"]):
+        backend, *more = words
+        with trainer_of(world, folder, *SMALL, f"train.backend={backend}", *more) as trainer:
+            step = step_of(trainer)
+            step()  # the optimizer's state is there from now on
+            measured = peak(step)
+            shape = memory.read(trainer.cfg.model, VOCABULARY, True)
+            options = PlanConfig(devices=world.size, per_node=world.size, device="cpu")
+            way = Planner(trainer.cfg, shape, machine(options)).way(backend, trainer.cfg.backend)
+            assert isinstance(way, memory.Way)
+            need = memory.memory(shape, way, "none", place=trainer.layout.index(world.rank, "pp"))
+            planned = need.total - need.parameters - need.optimizer
+            if backend == "DDP":  # its gradients live in buckets that are there all the time
+                planned -= need.gradients
+            rows.append(
+                f"| {' '.join(words)} | {measured / 1e6:.0f} | {planned / 1e6:.0f} | {planned / measured:.2f} |"
+            )
+    return rows
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["speed", "memory"], help="speed, memory (default: both)")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each kind (default 5)")
+    args = parser.parse_args()
+    with dist.session(device="cpu") as world, tempfile.TemporaryDirectory() as folder:
+        torch.set_num_threads(1)
+        lines = []
+        if "speed" in args.parts:
+            lines += ["| figure | measured | wanted |", "|---|---|---|", *speed(world, folder, args.rounds)]
+        if "memory" in args.parts:
+            head = ["", "| backend | peak of a step, rank 0 [MB] | plan [MB] | plan / measured |", "|---|---|---|---|"]
+            lines += [*head, *memories(world, folder)]
+        if world.rank == 0:
+            print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
