@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from wordrun.config import INTERLEAVED
+
+pytestmark = pytest.mark.timeout(420)
+
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 # A gentle learning rate: where a step overshoots, rounding errors of 1e-7 grow to 1e-2.
 SMALL = [
     "data=text", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=20",
-    "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3", "train.sample_tokens=3",
+    "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=2", "train.sample_tokens=3",
     "train.sample_prompt=The", "train.global_batch_size=8", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",
-    "optimizer.grad_clip=0.9", "model.n_layer=4", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "optimizer.grad_clip=0.9", "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
     "model.vocab_size=48", "model.batch_size=8",
 ]  # fmt: skip
 MODELS = {
@@ -39,6 +44,10 @@ with dist.session() as world:
         with wordrun.Trainer(wordrun.compose([*words, f"hydra.run.dir={name}"]), world) as trainer:
             before = trainer.evaluate()
             parameters = trainer.backend.parameters
+            gradients = []
+            trainer.backend.optimizer.register_step_pre_hook(
+                lambda *_: gradients.append(nbytes(p.grad for p in parameters))
+            )
             trainer.train()
             mine = {n: whole(p.detach()) for part in trainer.backend.parts for n, p in part.named_parameters()}
             weights = [None] * world.size
@@ -46,7 +55,8 @@ with dist.session() as world:
             states = [s for state in trainer.backend.optimizer.state.values() for s in state.values() if s.dim()]
             found = [None] * world.size
             td.all_gather_object(found, {
-                "parameters": nbytes(parameters), "states": nbytes(states), "before": before,
+                "parameters": nbytes(parameters), "gradients": max(gradients), "states": nbytes(states),
+                "before": before,
                 "tokens": [b.tokens.flatten().tolist() for b in trainer._micro_batches()], "coordinates":
                 [trainer.layout.dp_index(world.rank), trainer.layout.index(world.rank, "pp")],
             })
@@ -102,6 +112,8 @@ def pipelines(*schedules: str) -> dict[str, list[str]]:
     return {f"pp-{name}": ["train.backend=PP", f"backend.schedule={name}"] for name in schedules}
 
 
+# Interleaved stages need a block for each.
+FOUR = "model.n_layer=4"
 # Each with one micro-step and with two.
 BOTH = {
     "ddp": ["train.backend=DDP", "backend.bucket_cap_mb=1"],
@@ -115,15 +127,14 @@ VARIANTS = {
         "ddp-static": ["train.backend=DDP", "backend.static_graph=true"],
         "fsdp-zero2": ["train.backend=FSDP", "backend.reshard_after_forward=false", "backend.prefetch=0"],
         "fsdp-offload": ["train.backend=FSDP", "backend.cpu_offload=true", "train.activation_checkpointing=2"],
-        **pipelines("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"),
+        **pipelines("GPipe", *INTERLEAVED),
     },
     "llama": pipelines("ZBVZeroBubble"),
 }
-# Of two blocks, one for each stage.
 EIGHT = {
-    "3d": ["train.backend=3D"],
-    "3d-ddp": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1"],
-    "3d-hybrid": ["train.backend=3D", "backend.tp=1", "backend.replicate=2", "train.activation_checkpointing=selective"],
+    "gpt-3d": ["train.backend=3D", "train.activation_checkpointing=selective"],
+    "gpt-3d-ddp": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1"],
+    "llama-3d": ["train.backend=3D"],
 }
 
 
@@ -135,33 +146,123 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    train(ranks, 1, {f"{model}-one": words for model, words in MODELS.items()}, home)
+    blocks = {"one": [], "four": [FOUR]}
+    ones = {f"{model}-{name}": [*words, *more] for model, words in MODELS.items() for name, more in blocks.items()}
+    train(ranks, 1, ones, home)
     runs = {}
     for model, words in MODELS.items():
         for name, more in (BOTH | VARIANTS[model]).items():
             shares = 1 if name.startswith(("tp", "pp")) else 2
             for gas in (1, 2) if name in BOTH else (1,) if name == "ddp-static" else (2,):
                 runs[f"{model}-{name}-{gas}"] = [*more, *words, f"model.batch_size={8 // shares // gas}"]
-    train(ranks, 2, runs, home)
-    for name in runs:
-        compare(home, name, f"{name.partition('-')[0]}-one")
+                if name.removeprefix("pp-") in INTERLEAVED:
+                    runs[f"{model}-{name}-{gas}"].append(FOUR)
+    dropout = [*BOTH["fsdp"], *MODELS["gpt"], "model.batch_size=4", "model.dropout=0.2"]
+    others = {
+        "dropout": dropout,
+        "dropout-again": [*dropout, "train.activation_checkpointing=full"],
+        "rounded": [*BOTH["ddp"], *MODELS["gpt"], "model.batch_size=4", "backend.compress=bf16"],
+    }
+    train(ranks, 2, runs | others, home)
+    for name, words in runs.items():
+        compare(home, name, f"{name.partition('-')[0]}-{'four' if FOUR in words else 'one'}")
+    first, again, exact, rounded = (figures(home / name) for name in ("dropout", "dropout-again", "gpt-one", "rounded"))
+    assert again == first, "what is computed again drops the same elements"
+    assert first["loss"] != exact["loss"]
+    assert rounded["loss"] == pytest.approx(exact["loss"], rel=1e-3), "gradients sent in bf16"
+    assert rounded["loss"] != exact["loss"]
     for model in MODELS:
         one = torch.load(home / f"{model}-one" / "found.pt", weights_only=False)["ranks"][0]
         for each in torch.load(home / f"{model}-fsdp-1" / "found.pt", weights_only=False)["ranks"]:
-            for what in ("parameters", "states"):
+            for what in ("parameters", "gradients", "states"):
                 assert each[what] == pytest.approx(one[what] / 2, rel=0.02), f"{model}: {what}"
 
 
 def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    references = {f"{model}-two-blocks": [*words, "model.n_layer=2"] for model, words in MODELS.items()}
-    train(ranks, 1, references, home)
-    runs = {
-        f"{model}-{name}": [*more, *words, "model.n_layer=2", f"model.batch_size={2 if name == '3d-hybrid' else 4}"]
-        for model, words in MODELS.items()
-        for name, more in EIGHT.items()
-        if (model, name) != ("llama", "3d-hybrid")
-    }
+    train(ranks, 1, {f"{model}-alone": words for model, words in MODELS.items()}, home)
+    runs = {name: [*MODELS[name.partition("-")[0]], *more, "model.batch_size=4"] for name, more in EIGHT.items()}
     train(ranks, 8, runs, home)
     for name in runs:
-        compare(home, name, f"{name.partition('-')[0]}-two-blocks")
+        compare(home, name, f"{name.partition('-')[0]}-alone")
+
+
+BUILD = """
+import json, sys
+import torch
+from torch.profiler import ProfilerActivity, profile
+import wordrun
+from wordrun import backend, dist
+from wordrun.checks import check
+from wordrun.train.optim import adamw
+
+with dist.session(device="cpu") as world:
+    cfg = wordrun.compose(sys.argv[1:])
+    job = backend.Job(cfg, world, check(cfg, world.size), 64, lambda parameters: adamw(cfg.optimizer, parameters))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        made = backend.build(job)
+    sizes = []
+    def walk(nodes):
+        for node in nodes:
+            if node.tag == torch._C._profiler._EventType.Allocation:
+                sizes.append((node.start_time_ns, node.extra_fields.alloc_size))
+            walk(node.children)
+    walk(profiler.profiler.kineto_results.experimental_event_tree())
+    now = most = 0
+    for _, size in sorted(sizes):
+        now += size
+        most = max(most, now)
+    sys.stdout.write(json.dumps({"most": most}) + "\\n")
+    made.close()
+"""
+
+
+def test_no_rank_ever_holds_the_whole_model(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "build.py").write_text(BUILD)
+    n_layer, n_embd = 16, 64
+    words = ["data=sample", f"model.n_layer={n_layer}", f"model.n_embd={n_embd}", "train.dtype=fp32", "train.backend=FSDP"]
+    done = ranks(2, "build.py", *words, under="torchrun")
+    assert done.returncode == 0, done.stdout + done.stderr
+    most = [json.loads(line)["most"] for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(most) == 2
+    whole = 4 * n_layer * 12 * n_embd**2  # bytes of the blocks' matrices
+    # Its half, a block that is being cut, and torch's copies of that.
+    assert max(most) < 0.5 * whole + 4 * whole / n_layer
+
+
+DYING = """
+import os, sys
+import wordrun
+from wordrun import dist
+from wordrun.train.hooks import Hook
+
+class Die(Hook):
+    def after_step(self, trainer):
+        if trainer.step == 2 and trainer.world.rank == 1:
+            raise RuntimeError("a rank that dies")
+
+with dist.session() as world:
+    wordrun.Trainer(wordrun.compose(sys.argv[1:]), world, hooks=[Die()]).train()
+"""
+
+
+@pytest.mark.parametrize("backend", ["FSDP", "TP", "PP"])
+def test_a_rank_that_dies_ends_the_job(backend: str, ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "dying.py").write_text(DYING)
+    words = [*SMALL, *MODELS["gpt"], f"train.backend={backend}", "model.batch_size=4", "hydra.run.dir=run"]
+    begin = time.monotonic()
+    done = ranks(2, "dying.py", *words)
+    assert done.returncode != 0
+    assert done.stderr.count("RuntimeError: a rank that dies") == 1
+    assert "[rank 1] failed on host" in done.stderr
+    assert time.monotonic() - begin < 60
+
+
+def test_a_vocabulary_that_cannot_be_shared_is_named(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcde" * 400)
+    words = [*SMALL, "model.vocab_size=null", "train.sample_prompt=a", "train.backend=TP", "hydra.run.dir=run"]
+    done = ranks(2, "-m", "wordrun", *words)
+    assert done.returncode == 2
+    says = "data=text has a vocabulary of 5 tokens, which backend.tp=2 does not divide: use model.vocab_size=6"
+    assert done.stderr.count(says) == 1

@@ -67,6 +67,7 @@ EVERY_STAGE = {
     ]
     for stage in (0, 1, 2, 3) for gas in (1, 2)
 }  # fmt: skip
+SHARING = {name: words for name, words in EVERY_STAGE.items() if name.startswith(("stage 2", "stage 3"))}
 OTHERS = {
     "stage 2, optimizer offloaded": [*DEEPSPEED, "backend.stage=2", "backend.offload_optimizer=true"],
     "stage 3, all offloaded": [*STAGE_3, "backend.offload_optimizer=true", "backend.offload_params=true"],
@@ -99,7 +100,7 @@ def values(found: dict[str, Any], *names: str) -> list[float]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("model", "runs"), [("gpt", EVERY_STAGE), ("llama", EVERY_STAGE), ("gpt", OTHERS)])
+@pytest.mark.parametrize(("model", "runs"), [("gpt", EVERY_STAGE), ("llama", SHARING), ("gpt", OTHERS)])
 def test_the_engine_goes_as_one_process(model: str, runs: dict[str, list[str]], ranks: Command) -> None:
     (one,) = train(ranks, 1, ["model.batch_size=8", *MODELS[model]])
     losses = values(one, "loss")

@@ -30,7 +30,7 @@ def test_losses_are_those_of_one_process(ranks: Any, tmp_path: Path) -> None:
     assert len(one) == 22
     assert one[0][1] > one[-1][1] + 0.5, "the model should have learned something to compare"
     # ranks x sequences per micro-step; the rest of the 8 are micro-steps
-    for n, batch_size in ((1, 2), (2, 4), (2, 1), (4, 2)):
+    for n, batch_size in ((2, 1), (4, 2)):
         many = losses(ranks, n, batch_size, tmp_path / f"{n}x{batch_size}")
         assert [name for name, _ in many] == [name for name, _ in one]
         assert [loss for _, loss in many] == pytest.approx([loss for _, loss in one], rel=1e-5), f"{n} x {batch_size}"
