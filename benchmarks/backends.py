@@ -42,7 +42,7 @@ VOCABULARY = 50304
 QUIET = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.sample_tokens=0",
          f"model.vocab_size={VOCABULARY}"]  # fmt: skip
 # GPT-2's width and vocabulary, with as many blocks and tokens as two cores can do in seconds.
-LARGE = ["model.n_layer=4", "model.n_head=12", "model.n_embd=768", "model.block_size=256", "model.batch_size=4"]
+LARGE = ["model.n_layer=4", "model.n_head=12", "model.n_embd=768", "model.block_size=1024", "model.batch_size=4"]
 SMALL = ["model.n_layer=4", "model.n_head=8", "model.n_embd=512", "model.block_size=256", "model.batch_size=4",
          "model.vocab_size=4096"]  # fmt: skip
 Step = Callable[[], None]

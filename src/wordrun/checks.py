@@ -52,7 +52,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     except ConfigError as error:
         problems += str(error).splitlines()
     if isinstance(cfg.backend, FSDPConfig) and not problems:  # else their numbers may mean nothing
-        problems += [*_check_tensor(cfg.model, whole.tp), *_check_sharded(cfg, ranks)]
+        problems += [*_check_tensor(cfg.model, whole.tp), *_check_sharded(cfg, cfg.backend, whole)]
         if isinstance(cfg.backend, PPConfig):
             problems += _check_pipeline(cfg, cfg.backend, whole)
     if isinstance(cfg.backend, DeepSpeedConfig):
@@ -250,9 +250,14 @@ def _check_rest(cfg: Config) -> list[str]:
     return problems
 
 
-def _check_sharded(cfg: Config, ranks: int) -> list[str]:
+def _check_sharded(cfg: Config, backend: FSDPConfig, whole: Layout) -> list[str]:
     problems = []
-    if ranks == 1:
+    if backend.cpu_offload and whole.shard == 1:
+        problems.append(
+            "backend.cpu_offload=true moves shares to the host, and with backend.shard=1 there are none: "
+            "use backend.shard=-1 backend.replicate=1, or backend.cpu_offload=false"
+        )
+    if whole.size == 1:
         problems.append(
             f"train.backend={cfg.train.backend} shares the model among ranks, and there is one: "
             "use launch -n 2, or train.backend=DDP"

@@ -33,6 +33,7 @@ class FSDPBackend(NativeBackend):
         self.options, self.layout = options, job.layout
         self.mesh = split.device_mesh(job.layout, self.device)
         splitter = split.Splitter(job, self.mesh, self.device, self.dtype, options)
+        self.sharded = splitter.sharded
         return self.split(splitter)
 
     def split(self, splitter: split.Splitter) -> list[Transformer]:
@@ -42,11 +43,11 @@ class FSDPBackend(NativeBackend):
     def micro_step(self, batch: Batch, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``."""
         (model,) = self.parts
-        assert isinstance(model, FSDPModule)
-        if not self.options.reshard_after_forward:
-            model.set_requires_gradient_sync(last)
-        model.set_requires_all_reduce(last)
-        model.set_is_last_backward(last)
+        if isinstance(model, FSDPModule):
+            if not self.options.reshard_after_forward:
+                model.set_requires_gradient_sync(last)
+            model.set_requires_all_reduce(last)
+            model.set_is_last_backward(last)
         with self.vocabulary_in_pieces():
             return split.whole(model(batch.tokens, batch.targets)).mean()
 
@@ -89,5 +90,5 @@ class FSDPBackend(NativeBackend):
         return F.pad(tokens, (0, -tokens.shape[1] % self.layout.tp))
 
     def autocast(self) -> torch.autocast:
-        """Return a context that does nothing: the sharded parameters are cast when they are gathered."""
+        """Return a context that does nothing: shares are cast when they are gathered, and whole parts by themselves."""
         return torch.autocast(self.device.type, enabled=False)

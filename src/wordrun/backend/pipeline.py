@@ -15,7 +15,7 @@ from wordrun.backend.base import Job, StepResult
 from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import accumulation, microbatches, stages
-from wordrun.config import INTERLEAVED, ZERO_BUBBLE, PPConfig
+from wordrun.config import INTERLEAVED, PPConfig
 from wordrun.data.loader import Batch
 from wordrun.model import Transformer
 from wordrun.model.base import losses_of_sequences
@@ -60,15 +60,13 @@ class PipelineBackend(FSDPBackend):
         """Return this rank's stages."""
         options, layout, world = splitter.options, splitter.job.layout, splitter.job.world
         assert isinstance(options, PPConfig)
-        # fully_shard misses gradients of weights that come later than those of activations (torch 2.13).
-        self.splits_backward = options.schedule in ZERO_BUBBLE
         self.count = stages(options, layout.pp)
         self.owners = [owner_of(stage, layout.pp, options.schedule) for stage in range(self.count)]
         self.place = layout.index(world.rank, "pp")
         self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.place]
         n_layer = splitter.job.cfg.model.n_layer
         layers = [blocks_of(stage, self.count, n_layer) for stage in self.numbers]
-        return [splitter.build(each, sharded=not self.splits_backward) for each in layers]
+        return [splitter.build(each) for each in layers]
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``, all of which flow through the pipeline."""
@@ -81,8 +79,7 @@ class PipelineBackend(FSDPBackend):
             self.schedule.step(*first, **last, return_outputs=False)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.group, group_src=self.owners[-1])
-        if self.splits_backward:
-            self._average_gradients()
+        self._average_gradients()
         self._share_tied_gradients()
         clock.lap("passes")
         return StepResult(loss, self.update(learning_rate, clock))
@@ -105,7 +102,7 @@ class PipelineBackend(FSDPBackend):
 
     def _average_gradients(self) -> None:
         """Average the gradients over the copies of the pipeline, all in one message, where nobody else has."""
-        if self.layout.replicate == 1:
+        if self.sharded or self.layout.replicate == 1:
             return
         mine = [split.local(p.grad) for p in self.parameters if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in mine])
@@ -156,7 +153,7 @@ class PipelineBackend(FSDPBackend):
         """
         x = tokens
         # Autocast, where nothing is sharded, keeps the residual stream in fp32.
-        dtype = torch.float32 if self.splits_backward else self.dtype
+        dtype = self.dtype if self.sharded else torch.float32
         between = (tokens.shape[0], tokens.shape[1] // self.layout.tp, self.n_embd)
         for stage, owner in enumerate(self.owners):
             if owner != self.place:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from wordrun.backend.base import Job
 from wordrun.backend.native import prepare_block
 from wordrun.backend.precision import TORCH_DTYPES
-from wordrun.config import FSDPConfig
+from wordrun.config import ZERO_BUBBLE, FSDPConfig, PPConfig
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.model import Transformer, outline
 
@@ -37,7 +37,16 @@ class Splitter:
     dtype: torch.dtype
     options: FSDPConfig
 
-    def build(self, layers: Sequence[int] | None = None, *, sharded: bool = True) -> Transformer:
+    @property
+    def sharded(self) -> bool:
+        """Whether ``fully_shard`` is at work: not where there is nobody to share with, which would cost a tenth.
+
+        It misses gradients of weights that come later than those of activations (torch 2.13), as in zero bubbles.
+        """
+        zero_bubble = isinstance(self.options, PPConfig) and self.options.schedule in ZERO_BUBBLE
+        return self.job.layout.dp > 1 and not zero_bubble
+
+    def build(self, layers: Sequence[int] | None = None) -> Transformer:
         """Return the model, or the part of it with the blocks ``layers``: this rank's share of it.
 
         One block after the other gets its values, is cut for tensor parallelism and then sharded, so that no rank
@@ -45,7 +54,6 @@ class Splitter:
 
         Args:
             layers: numbers of the blocks; None: all.
-            sharded: whether to share the parameters among data-parallel ranks, after cutting them.
         """
         cfg = self.job.cfg
         model = outline(cfg.model, self.job.vocab_size, layers)
@@ -56,7 +64,7 @@ class Splitter:
             self._fill(model, block, f"blocks.{number}.")
             self._cut(block, inside)
             prepare_block(block, int(number), cfg)
-            if sharded:
+            if self.sharded:
                 self._shard(block)
         for name, child in model.named_children():
             if child is not model.blocks:
@@ -64,7 +72,7 @@ class Splitter:
         model.tie()
         self._cut(model, {name: style for name, style in outside.items() if hasattr(model, name)})
         model.tie()  # cutting has made two of it again
-        if sharded:
+        if self.sharded:
             self._shard(model)
             self._prefetch(list(model.blocks.values()))
         elif self.dtype != torch.float32:
