@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SMALL = [
     "data=sample", "tracker=jsonl", "train.max_iters=20", "train.log_interval=1", "train.eval_iters=2",
@@ -40,10 +41,28 @@ def test_half_precision_learns_as_single_does(dtype: str, tmp_path: Path) -> Non
     assert half[-1]["loss"] == pytest.approx(single[-1]["loss"], rel=0.03)
 
 
-def test_compiled_model_gives_the_same_losses(tmp_path: Path) -> None:
-    compiled, _ = train(tmp_path / "compiled", "train.dtype=fp32", "train.compile=true")
-    eager, _ = train(tmp_path / "eager", "train.dtype=fp32")
+@pytest.mark.parametrize("model", [[], ["model=llama_debug"]], ids=["gpt", "llama"])
+@pytest.mark.parametrize("more", [[], ["train.activation_checkpointing=selective"]], ids=["all kept", "selective"])
+def test_compiled_model_gives_the_same_losses(model: list[str], more: list[str], tmp_path: Path) -> None:
+    compiled, _ = train(tmp_path / "compiled", "train.dtype=fp32", "train.compile=true", *model, *more)
+    eager, _ = train(tmp_path / "eager", "train.dtype=fp32", *model)
     assert [m["loss"] for m in compiled] == pytest.approx([m["loss"] for m in eager], rel=1e-3)
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("backend", ["DDP", "FSDP", "TP", "PP"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_devices_go_as_one(backend: str, dtype: str, tmp_path: Path) -> None:
+    one, _ = train(tmp_path / "one", f"train.dtype={dtype}", "train.global_batch_size=8", "model.batch_size=4",
+                   "model.vocab_size=128")  # fmt: skip
+    words = [*SMALL, f"train.dtype={dtype}", f"train.backend={backend}", "train.global_batch_size=8",
+             "model.batch_size=4", "model.vocab_size=128", f"hydra.run.dir={tmp_path / 'two'}"]  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wordrun"]
+    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    near = 1e-3 if dtype == "fp32" else 0.03
+    assert [m["loss"] for m in lines if "loss" in m] == pytest.approx([m["loss"] for m in one], rel=near)
 
 
 def test_times_are_the_devices(tmp_path: Path) -> None:
