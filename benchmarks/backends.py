@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 import wordrun
 from wordrun import dist
 from wordrun.backend.pipeline import blocks_of
-from wordrun.backend.split import local, whole
+from wordrun.backend.split import local, settle, whole
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import OptimizerConfig
 from wordrun.model import Transformer, materialise, outline
@@ -71,6 +71,7 @@ def bare(trainer: wordrun.Trainer) -> Step:
         return materialise(outline(cfg.model, VOCABULARY, layers), cfg.train.seed, "cpu")
 
     def finish(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        settle(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
         squares = torch.stack([local(grad).square().sum() for grad in grads]).sum()
         td.all_reduce(squares)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from wordrun.backend import split
 from wordrun.backend.base import Job
 from wordrun.backend.native import NativeBackend
+from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import FSDPConfig
 from wordrun.data.loader import Batch
 from wordrun.model import Transformer
@@ -61,6 +62,12 @@ class FSDPBackend(NativeBackend):
         """Let the cross entropy work on logits of which each tensor-parallel rank has a part of the vocabulary."""
         with loss_parallel() if self.layout.tp > 1 else contextlib.nullcontext():
             yield
+
+    def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
+        """Clip, let the optimizer take its step, and return the norm of the gradients."""
+        if self.layout.tp > 1 and not self.sharded:
+            split.settle(self.parameters)
+        return super().update(learning_rate, clock)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's pieces of the gradients."""

@@ -126,6 +126,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def settle(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients of which each rank has only its tokens' part, as those of norms under sequence parallelism.
+
+    ``fully_shard`` does so itself; autograd leaves such sums for later.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(at.is_partial() for at in gradient.placements):
+            assert isinstance(parameter, DTensor)
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
     """Return the norm of all gradients of the whole model together, on every rank the same.
 
