@@ -127,14 +127,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settle(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients of which each rank has only its tokens' part, as those of norms under sequence parallelism.
+    """Cut gradients as their parameters are cut, which ``fully_shard`` does by itself.
 
-    ``fully_shard`` does so itself; autograd leaves such sums for later.
+    Autograd leaves those of norms as sums that each rank has its tokens' part of, and those of an embedding whole.
     """
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(at.is_partial() for at in gradient.placements):
-            assert isinstance(parameter, DTensor)
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
