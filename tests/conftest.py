@@ -44,6 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = item.path.relative_to(ROOT / "tests").parts[0]
         item.add_marker(getattr(pytest.mark, tier))
+        # What one worker of pytest-xdist takes as a whole: a file, or all that use the one cluster.
+        item.add_marker(pytest.mark.xdist_group(tier if tier == "slurm" else item.path.name))
         if missing[tier]:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing[tier]}"))
 
@@ -63,7 +65,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     whole = (
         not session.config.option.keyword and not session.config.option.markexpr and session.config.args == ["tests"]
     )
-    if os.environ.get("CI") != "true" or not whole:
+    in_worker = hasattr(session.config, "workerinput")  # of pytest-xdist; the main process sees all reports
+    if os.environ.get("CI") != "true" or not whole or in_worker:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     passed = _passed_by_tier(reporter)

@@ -172,8 +172,9 @@ class Way:
 
     @property
     def stream(self) -> int:
-        """Bytes per element of the residual stream: autocast, which DDP uses, leaves it in fp32."""
-        return FP32 if isinstance(self.backend, DDPConfig) else self.compute
+        """Bytes per element of the residual stream: autocast, where nothing is sharded, leaves it in fp32."""
+        alone = isinstance(self.backend, FSDPConfig) and self.layout.dp == 1
+        return FP32 if alone or isinstance(self.backend, DDPConfig) else self.compute
 
 
 @dataclass(frozen=True)
