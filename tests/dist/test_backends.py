@@ -132,8 +132,7 @@ VARIANTS = {
     "llama": pipelines("ZBVZeroBubble"),
 }
 EIGHT = {
-    "gpt-3d": ["train.backend=3D", "train.activation_checkpointing=selective"],
-    "gpt-3d-ddp": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1"],
+    "gpt-3d": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective"],
     "llama-3d": ["train.backend=3D"],
 }
 

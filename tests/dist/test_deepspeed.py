@@ -67,7 +67,7 @@ EVERY_STAGE = {
     ]
     for stage in (0, 1, 2, 3) for gas in (1, 2)
 }  # fmt: skip
-SHARING = {name: words for name, words in EVERY_STAGE.items() if name.startswith(("stage 2", "stage 3"))}
+SHARING = {name: words for name, words in EVERY_STAGE.items() if name.startswith("stage 3")}
 OTHERS = {
     "stage 2, optimizer offloaded": [*DEEPSPEED, "backend.stage=2", "backend.offload_optimizer=true"],
     "stage 3, all offloaded": [*STAGE_3, "backend.offload_optimizer=true", "backend.offload_params=true"],
