@@ -134,6 +134,7 @@ VARIANTS = {
 EIGHT = {
     "gpt-3d": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective"],
     "llama-3d": ["train.backend=3D"],
+    "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", "backend.tp=2", FOUR],
 }
 
 
@@ -179,11 +180,15 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
 
 def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    train(ranks, 1, {f"{model}-alone": words for model, words in MODELS.items()}, home)
-    runs = {name: [*MODELS[name.partition("-")[0]], *more, "model.batch_size=4"] for name, more in EIGHT.items()}
+    alone = {f"{model}-alone": words for model, words in MODELS.items()}
+    train(ranks, 1, alone | {"gpt-four-alone": [*MODELS["gpt"], FOUR]}, home)
+    runs = {
+        name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={8 if FOUR in more else 4}"]
+        for name, more in EIGHT.items()
+    }
     train(ranks, 8, runs, home)
-    for name in runs:
-        compare(home, name, f"{name.partition('-')[0]}-alone")
+    for name, words in runs.items():
+        compare(home, name, "gpt-four-alone" if FOUR in words else f"{name.partition('-')[0]}-alone")
 
 
 BUILD = """

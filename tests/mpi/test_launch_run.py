@@ -151,7 +151,11 @@ by_launcher = pytest.mark.parametrize("words", [w for _, w in LAUNCHERS], ids=[n
 
 @by_launcher
 def test_plain_ddp_runs_unmodified(tmp_path: Path, words: Sequence[str]) -> None:
-    run = launch(tmp_path, *words, "-n", "2", "python", str(REPO / "benchmarks/plain_ddp.py"))
+    for _ in range(3):
+        run = launch(tmp_path, *words, "-n", "2", "python", str(REPO / "benchmarks/plain_ddp.py"))
+        # gloo's own, rare, where a group is destroyed right after a collective (wordrun.dist.cleanup avoids it).
+        if "terminate called without an active exception" not in run.stderr:
+            break
     assert run.returncode == 0, run.stderr
     # mpiexec reads the ranks' pipes in any order
     assert sorted(line.split(" on ")[0] for line in run.stdout.splitlines()) == ["ok", "rank 0 of 2", "rank 1 of 2"]
@@ -328,6 +332,8 @@ def test_idle_ranks_show_their_stacks(tmp_path: Path) -> None:
     run = idle(tmp_path, "exit 1")
     assert run.returncode == 124, run.stderr
     assert run.stderr.count("in waits_for_ever") == 2, run.stderr
+    ranks = run.stderr.split("Fatal Python error: Aborted\n")[1:]
+    assert [each.count("in waits_for_ever") for each in ranks] == [1, 1], "one rank's stacks after the other's"
     assert "(SIGABRT)" in run.stderr
     assert gone(str(tmp_path / "script.py"))
 

@@ -65,9 +65,13 @@ class FSDPBackend(NativeBackend):
 
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
         """Clip, let the optimizer take its step, and return the norm of the gradients."""
+        self.complete_gradients()
+        return super().update(learning_rate, clock)
+
+    def complete_gradients(self) -> None:
+        """Do what is left of the gradients' way over the ranks after the backward passes."""
         if self.layout.tp > 1 and not self.sharded:
             split.settle(self.parameters)
-        return super().update(learning_rate, clock)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's pieces of the gradients."""
@@ -95,7 +99,3 @@ class FSDPBackend(NativeBackend):
     def padded(self, tokens: Tensor) -> Tensor:
         """Return ``tokens`` with as many behind them as make them divisible; no earlier token sees those."""
         return F.pad(tokens, (0, -tokens.shape[1] % self.layout.tp))
-
-    def autocast(self) -> torch.autocast:
-        """Return a context that does nothing: shares are cast when they are gathered, and whole parts by themselves."""
-        return torch.autocast(self.device.type, enabled=False)

@@ -79,10 +79,14 @@ class PipelineBackend(FSDPBackend):
             self.schedule.step(*first, **last, return_outputs=False)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.group, group_src=self.owners[-1])
-        self._average_gradients()
-        self._share_tied_gradients()
         clock.lap("passes")
         return StepResult(loss, self.update(learning_rate, clock))
+
+    def complete_gradients(self) -> None:
+        """Average the gradients where nobody else has, and add up those of a weight that two stages share."""
+        super().complete_gradients()
+        self._average_gradients()
+        self._share_tied_gradients()
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's pieces of the gradients; of a weight that two stages share, the first one's alone."""

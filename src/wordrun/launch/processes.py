@@ -13,6 +13,8 @@ from dataclasses import dataclass
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # These stand between mpiexec and the ranks, each in a group of its own.
 DAEMONS = ("hydra_", "pmi_proxy", "orted", "prted")
+# A process that dumps its core may take longer to go; its stacks are written by then.
+ABORT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,25 @@ def pythons(pid: int) -> list[int]:
         else:
             inside.add(process.pid)
     return found
+
+
+def abort_in_turn(launcher: int, ranks: list[int]) -> None:
+    """Send SIGABRT to one rank after the other, so that their stacks do not run into each other.
+
+    ``launcher`` and its daemons, which would end all the others after the first, are stopped in the meantime.
+    """
+    above = [launcher, *(p.pid for p in descendants(launcher) if p.name.startswith(DAEMONS))]
+    for pid in above:
+        send(pid, signal.SIGSTOP)
+    try:
+        for rank in ranks:
+            send(rank, signal.SIGABRT)
+            deadline = time.monotonic() + ABORT_S
+            while time.monotonic() < deadline and any(process.pid == rank for process in _table()):
+                time.sleep(0.01)
+    finally:
+        for pid in above:
+            send(pid, signal.SIGCONT)
 
 
 def _is_launcher(pid: int) -> bool:

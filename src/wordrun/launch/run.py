@@ -111,8 +111,9 @@ def _ask_for_end(job: _Running, margin: float) -> threading.Thread:
     """Find out when the job's walltime ends, beside all else: a scheduler may take its time to answer."""
 
     def ask() -> None:
-        known = job.plan.job.ends_at
-        end = known if known is not None else job_end(job.plan.job)
+        end = job.plan.job.ends_at
+        if end is None:  # who asks ends with us: this thread may be slower to begin than the job to end
+            end = job_end(job.plan.job, processes.before_exec(own_group=False, death_signal=signal.SIGKILL))
         if end is not None:
             job.warn_at = end - margin
         elif job.returned is None:
@@ -286,8 +287,7 @@ class _Running:
         say("py-spy is not installed or may not look, so each rank prints its stacks and ends (SIGABRT)")
         if self.plan.launcher.kind == "srun":
             _signal_step(self.plan, signal.SIGABRT)
-        for rank in processes.pythons(self.child.pid):
-            processes.send(rank, signal.SIGABRT)
+        processes.abort_in_turn(self.child.pid, processes.pythons(self.child.pid))
         self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def give_up(self) -> None:
