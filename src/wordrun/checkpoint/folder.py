@@ -135,7 +135,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         UserError: there is none; the message lists those there are.
     """
     run_dir, found = locate(run_dir)
-    if which == "latest" or len(found) == 1 and which not in ("best",) and not which.isdigit():
+    if which == "latest":
         return found
     if which == "best":
         best = run_dir / CHECKPOINTS / "best"
@@ -150,7 +150,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
 
 
 class Draft:
-    """A checkpoint that is being written: a hidden folder until ``publish``. Rank 0 alone makes, ends and removes it."""
+    """A checkpoint that is being written, a hidden folder until ``publish``; all of this is for rank 0 alone."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         self.run_dir, self.step = run_dir, step

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from wordrun.dist.mesh import Layout
@@ -55,7 +58,7 @@ def piece_of(name: str, tensor: Tensor) -> Piece:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor.shape, (0,) * tensor.dim(), tensor)
-    (chunk,) = tensor.__create_chunk_list__()
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return Piece(name, tensor.shape, tuple(chunk.offsets), tensor.to_local())
 
 
@@ -117,7 +120,7 @@ class HostCopies:
         return copies
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
     """Writes the pieces as they are, instead of asking a state dict what it holds."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -136,13 +139,13 @@ class _Planner(dcp.DefaultSavePlanner):
 
 def write(folder: Path, pieces: Sequence[Piece], group: Group) -> None:
     """Write the pieces of all ranks of ``group`` into ``folder``; on the disk when this returns. All must call this."""
-    writer = dcp.FileSystemWriter(os.fspath(folder), single_file_per_rank=True, sync_files=True)
-    dcp.save({}, storage_writer=writer, planner=_Planner(pieces), process_group=group)
+    writer = FileSystemWriter(os.fspath(folder), single_file_per_rank=True, sync_files=True)
+    save({}, storage_writer=writer, planner=_Planner(pieces), process_group=group)
 
 
 def names_in(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Return what the checkpoint in ``folder`` holds, by name."""
-    found = dcp.FileSystemReader(os.fspath(folder)).read_metadata().state_dict_metadata
+    found = FileSystemReader(os.fspath(folder)).read_metadata().state_dict_metadata
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 
 
@@ -157,4 +160,4 @@ def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) ->
     wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(wanted, storage_reader=dcp.FileSystemReader(os.fspath(folder)), no_dist=alone)
+        load(wanted, storage_reader=FileSystemReader(os.fspath(folder)), no_dist=alone)

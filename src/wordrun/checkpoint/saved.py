@@ -1,4 +1,4 @@
-"""A checkpoint that can be read without the ranks that wrote it: for export, generation and other runs' first weights."""
+"""A checkpoint that one process can read by itself: for export, generation and other runs' first weights."""
 
 from __future__ import annotations
 
@@ -100,6 +100,4 @@ def _open(folder: Folder) -> Saved:
         tokenizer = (folder.path / folders.TOKENIZER).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder.path / folders.TOKENIZER}: {error.strerror}") from None
-    return Saved(
-        folder.path, folder.step, from_plain(manifest["config"]), tokenizer, manifest["vocab_size"], manifest
-    )
+    return Saved(folder.path, folder.step, from_plain(manifest["config"]), tokenizer, manifest["vocab_size"], manifest)
