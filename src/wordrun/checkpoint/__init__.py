@@ -1,5 +1,4 @@
-"""Checkpoints on disk: folders that are whole or not there, written and read by all ranks."""
+"""Checkpoints on disk: folders that are whole or not there, written and read by all ranks.
 
-from wordrun.checkpoint.saved import Saved, find
-
-__all__ = ["Saved", "find"]
+``folder`` knows the files and needs no torch, ``pieces`` the tensors, ``saved`` what one process reads by itself.
+"""

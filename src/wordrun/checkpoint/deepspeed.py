@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,10 +26,10 @@ def weights(folder: Path, model: Transformer) -> Mapping[str, Tensor]:
         UserError: DeepSpeed is not installed.
     """
     try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        convert = importlib.import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
     except ImportError as error:
         raise UserError(
             f"{folder} was written by DeepSpeed, which is needed to read it ({error}): pip install 'wordrun[deepspeed]'"
         ) from None
-    state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG)
+    state = convert(str(folder), tag=TAG)
     return {name: state[name] for name, _ in model.named_parameters()}
