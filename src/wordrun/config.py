@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
+
+from wordrun.errors import UserError
 
 DTYPES = {
     "auto": "auto",
@@ -287,6 +289,24 @@ class TrainConfig:
     """Seed of every random stream: weights, order of the data, dropout, samples."""
     timeout_s: int = 1800
     """Seconds before a collective that some rank never reached ends the run."""
+    checkpoint_interval: int = 1000
+    """Steps between checkpoints, of which the last step makes one too; 0: none at all."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep: the last so many, and the best."""
+    save_best: bool = True
+    """Make a checkpoint of each evaluation that is better than all before."""
+    async_save: bool = True
+    """Write checkpoints while training goes on; the steps wait for a copy in the host's memory alone."""
+    on_save_error: str = "continue"
+    """When a checkpoint cannot be written: continue with a warning and the one before, or stop."""
+    on_nonfinite: str = "stop"
+    """When loss or gradients are no longer finite: stop, skip the step, or rollback to the last checkpoint and go on
+    with other data."""
+    resume: str | None = None
+    """auto (from this run directory's newest checkpoint, else a fresh start), or a run directory or checkpoint to
+    continue; null: auto where a job was requeued, chained or retried, else a fresh start."""
+    init_from: str | None = None
+    """First weights, and nothing else, from a run directory or checkpoint, or hf:FOLDER or hf:NAME of Hugging Face."""
 
 
 @dataclass
@@ -380,3 +400,34 @@ SCHEMAS: dict[str, dict[str, type[Any]]] = {
 """Config groups and their schemas; an option file under conf/GROUP begins with one of them."""
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "run_dir")
+
+
+def to_plain(cfg: Config) -> dict[str, dict[str, Any]]:
+    """Return ``cfg`` as dictionaries for JSON, each section with the name of its schema."""
+    return {
+        section: {
+            "schema": next(name for name, cls in SCHEMAS[section].items() if cls is type(getattr(cfg, section))),
+            **asdict(getattr(cfg, section)),
+        }
+        for section in SECTIONS
+    }
+
+
+def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
+    """Return the Config that ``to_plain`` took apart; options that have come since have their defaults.
+
+    Raises:
+        UserError: it has options that this version does not know.
+    """
+    cfg = Config()
+    for section, values in plain.items():
+        values = dict(values)
+        cls = SCHEMAS.get(section, {}).get(values.pop("schema"))
+        unknown = set(values) - {f.name for f in fields(cls)} if cls else {"*"}
+        if cls is None or unknown:
+            raise UserError(
+                f"the config has {', '.join(f'{section}.{name}' for name in sorted(unknown))}, which this version of "
+                "wordrun does not know: use the one that wrote it, or a newer one"
+            )
+        setattr(cfg, section, cls(**values))
+    return cfg

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.checkpoint.pieces import Group
 from wordrun.config import Config
 from wordrun.data.loader import Batch
 from wordrun.dist import World
@@ -51,6 +53,20 @@ class Job:
     vocab_size: int
     """Size of the tokenizer's vocabulary."""
     make_optimizer: MakeOptimizer
+    weights: Mapping[str, Tensor] | None = None
+    """What the parameters begin with, by name and whole; None: random values."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A copy of the state of training, on its way to the disk."""
+
+    facts: dict[str, Any]
+    """What ``load`` needs besides the files, ready for JSON, with the ``kind`` of their format."""
+    write: Callable[[Path, Group], None]
+    """Writes this rank's files into a folder, together with the other ranks of a group."""
+    in_background: bool
+    """Whether another thread may do that while training goes on."""
 
 
 class Backend(Protocol):
@@ -72,6 +88,24 @@ class Backend(Protocol):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of the last of ``tokens`` (B, T), as (B, V), without gradients."""
+        ...
+
+    def begin_save(self, own: Mapping[str, Tensor]) -> Save:
+        """Copy the state of training as it is now.
+
+        Args:
+            own: tensors of this rank alone that belong to the checkpoint, under names that no other rank uses.
+        """
+        ...
+
+    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+        """Take the state of training from a checkpoint, which any layout of ranks may have written.
+
+        Args:
+            folder: the checkpoint.
+            facts: the ``facts`` of the save.
+            own: filled with what was saved under those names.
+        """
         ...
 
     def close(self) -> None:

@@ -8,7 +8,9 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun import ds_config
-from wordrun.backend.base import Job, StepResult
+from wordrun.backend.base import Job, Save, StepResult
 from wordrun.backend.native import prepare_blocks
 from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.checkpoint.deepspeed import TAG
+from wordrun.checkpoint.pieces import Group
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
 from wordrun.data.loader import Batch
@@ -52,6 +56,7 @@ class DeepSpeedBackend:
                     self._share_out(model, deepspeed.zero.Init, settings)
                 else:
                     materialise(model, cfg.train.seed, self.device)
+                    self._fill(model, "")
                 prepare_blocks(model, cfg)
                 optimizer = self._make_optimizer(model, shapes)
                 self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
@@ -77,8 +82,16 @@ class DeepSpeedBackend:
                 continue
             module.to_empty(device=self.device)
             model.initialise(self.job.cfg.train.seed, module, prefix)
+            self._fill(module, prefix)
             share(module=module.to(self.dtype), config_dict_or_path=settings)
         model.tie()
+
+    @torch.no_grad()
+    def _fill(self, module: nn.Module, prefix: str) -> None:
+        """Give the parameters of ``module`` the values that the job brings, if it brings any."""
+        for name, parameter in module.named_parameters(prefix=prefix.rstrip(".")):
+            if self.job.weights is not None:
+                parameter.copy_(self.job.weights[name])
 
     def _make_optimizer(self, model: Transformer, shapes: Sequence[torch.Size]) -> torch.optim.Optimizer:
         """Return the run's optimizer, which sorts parameters by their shapes; those in shares have lost theirs."""
@@ -120,6 +133,25 @@ class DeepSpeedBackend:
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of the last of ``tokens``, (B, V)."""
         return self.engine(tokens, at=-1)  # type: ignore[no-any-return]
+
+    def begin_save(self, own: Mapping[str, Tensor]) -> Save:
+        """Return what has the engine write its own files, for this number of ranks alone."""
+        return Save({"kind": "deepspeed"}, partial(self._write, own), in_background=False)
+
+    def _write(self, own: Mapping[str, Tensor], folder: Path, group: Group) -> None:
+        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        torch.save(dict(own), self._own_file(folder))
+
+    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+        """Have the engine read its own files."""
+        self.engine.load_checkpoint(str(folder), tag=TAG)
+        if own:
+            found = torch.load(self._own_file(folder), weights_only=True)
+            for name, tensor in own.items():
+                tensor.copy_(found[name])
+
+    def _own_file(self, folder: Path) -> Path:
+        return folder / TAG / f"rank-{self.job.world.rank:05d}.pt"
 
     def close(self) -> None:
         """Give back the engine and what it has of the process group."""

@@ -31,7 +31,7 @@ class FSDPBackend(NativeBackend):
         """Return this rank's share of the model."""
         options = job.cfg.backend
         assert isinstance(options, FSDPConfig)
-        self.options, self.layout = options, job.layout
+        self.options = options
         self.mesh = split.device_mesh(job.layout, self.device)
         splitter = split.Splitter(job, self.mesh, self.device, self.dtype, options)
         self.sharded = splitter.sharded
@@ -95,6 +95,14 @@ class FSDPBackend(NativeBackend):
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of the last of ``tokens``, (B, V)."""
         return split.whole(self.parts[0](self.padded(tokens), at=tokens.shape[1] - 1))
+
+    def state(self, *, once: bool = False) -> dict[str, Tensor]:
+        """Return parameters and optimizer state; what an evaluation has left gathered is given up first."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return super().state(once=once)
 
     def padded(self, tokens: Tensor) -> Tensor:
         """Return ``tokens`` with as many behind them as make them divisible; no earlier token sees those."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from wordrun.backend.base import Job, StepResult
+from wordrun.backend.base import Job, Save, StepResult
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.checkpoint import pieces
 from wordrun.config import Config
 from wordrun.data.loader import Batch
 from wordrun.model import Transformer
@@ -31,8 +33,12 @@ class NativeBackend:
     def __init__(self, job: Job) -> None:
         self.device = torch.device(job.world.device)
         self.dtype = choose_dtype(job.cfg.train.dtype, self.device)
+        self.layout, self.rank = job.layout, job.world.rank
+        self.copies = pieces.HostCopies()
         self.parts = self.make_parts(job)
         self.parameters = [p for part in self.parts for p in part.parameters()]
+        if job.weights is not None:
+            self._fill(job.weights)
         self.optimizer = job.make_optimizer(self.parameters)
         self.grad_clip = job.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
@@ -99,6 +105,73 @@ class NativeBackend:
     def autocast(self) -> torch.autocast:
         """Return the context in which whole parameters compute in ``dtype``."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield this rank's parameters by their names in the whole model.
+
+        Args:
+            once: leave out a copy of what another rank has under the same name.
+        """
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def state(self, *, once: bool = False) -> dict[str, Tensor]:
+        """Return parameters and optimizer state, this rank's pieces, by their names in a checkpoint."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters(once=once):
+            state[f"model.{name}"] = parameter
+            for key, value in self.optimizer.state[parameter].items():
+                if value.dim():
+                    state[f"optimizer.{name}.{key}"] = value
+        return state
+
+    def begin_save(self, own: Mapping[str, Tensor]) -> Save:
+        """Copy what this rank writes of the state to the host's memory."""
+        self._prime()
+        mine = pieces.mine_to_write(self.state(once=True), self.layout, self.rank)
+        copies = self.copies.take([*mine, *(pieces.piece_of(name, tensor) for name, tensor in own.items())])
+        scalars = {key: float(value) for key, value in self._optimizer_scalars()}
+        facts = {"kind": "pieces", "optimizer": scalars, "scaler": self.scaler.state_dict()}
+        return Save(facts, lambda folder, group: pieces.write(folder, copies, group), in_background=True)
+
+    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+        """Read this rank's pieces."""
+        self._prime()
+        pieces.read(folder, {**self.state(), **own})
+        for parameter in self.parameters:
+            for key, value in self.optimizer.state[parameter].items():
+                if not value.dim():
+                    value.fill_(facts["optimizer"][key])
+        if facts["scaler"]:
+            self.scaler.load_state_dict(facts["scaler"])
+
+    def _optimizer_scalars(self) -> list[tuple[str, Tensor]]:
+        """Return what the optimizer counts, the same for every parameter."""
+        return [(key, value) for key, value in self.optimizer.state[self.parameters[0]].items() if not value.dim()]
+
+    def _prime(self) -> None:
+        """Give the optimizer the state that it makes in its first step, without a change of the parameters."""
+        if self.optimizer.state:
+            return
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for _, value in self._optimizer_scalars():
+            value.zero_()
+
+    @torch.no_grad()
+    def _fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the parameters their values, this rank's piece of each; one at a time is whole."""
+        for name, parameter in self.named_parameters():
+            piece = pieces.piece_of(name, parameter)
+            window = tuple(slice(at, at + n) for at, n in zip(piece.offset, piece.data.shape, strict=True))
+            piece.data.copy_(weights[name][window])
 
     def close(self) -> None:
         """Give back what belongs to the process group."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from wordrun.backend import split
@@ -96,6 +97,27 @@ class PipelineBackend(FSDPBackend):
     def clip(self, norm: Tensor) -> None:
         """Scale the gradients down to optimizer.grad_clip where their ``norm`` is above it."""
         split.clip([p.grad for p in self.parameters if p.grad is not None], norm, self.grad_clip)
+
+    def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters; an output layer that is the embedding has its name."""
+        for name, parameter in super().named_parameters():
+            copy = name == "head.weight" and self.parts[0].tied
+            if not (copy and once):
+                yield ("tokens.weight" if copy else name), parameter
+
+    def state(self, *, once: bool = False) -> dict[str, Tensor]:
+        """Return parameters and optimizer state; of a weight that this rank has twice, the first."""
+        return super().state(once=once or len(self.tied) == 2)
+
+    @torch.no_grad()
+    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+        """Read this rank's pieces."""
+        super().load(folder, facts, own)
+        if len(self.tied) == 2:
+            first, second = self.tied
+            second.copy_(first)
+            for key, value in self.optimizer.state[first].items():
+                self.optimizer.state[second][key].copy_(value)
 
     def _tied_weights(self) -> list[Tensor]:
         """Return this rank's copies of the weight that embedding and output layer share, if those are in two stages."""
