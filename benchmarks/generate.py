@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,13 @@ def main() -> None:
 
     greedy = generate(Cached(ours), prompt, TURN, block_size=GPT2.block_size, top_k=1)
     assert greedy.equal(theirs.generate(prompt, TURN, top_k=1)), "the models differ"
-    results: dict[str, list[float]] = {"with cache": [], "without cache": [], "nanoGPT": []}
+    results: dict[str, list[float]] = {"wordrun": [], "nanoGPT": []}
     for number in range(args.rounds):
         cached = Cached(ours)
-        readers = {"with cache": cached, "without cache": lambda text: ours(text, at=-1)}
         ways: dict[str, Callable[[Tensor], Tensor]] = {
-            name: lambda text, reader=reader: generate(  # type: ignore[misc]
-                reader, text, TURN, block_size=GPT2.block_size, **SAMPLING
-            )
-            for name, reader in readers.items()
+            "wordrun": partial(generate, cached, length=TURN, block_size=GPT2.block_size, **SAMPLING),
+            "nanoGPT": partial(theirs.generate, max_new_tokens=TURN, **SAMPLING),
         }
-        ways["nanoGPT"] = lambda text: theirs.generate(text, TURN, **SAMPLING)
         for name, speed in in_turns(ways, prompt).items():
             results[name].append(speed)
         print(f"  round {number}: " + ", ".join(f"{name} {x[-1]:.2f}" for name, x in results.items()), flush=True)

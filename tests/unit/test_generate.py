@@ -1,15 +1,23 @@
-"""Generation with a cache of keys and values: the same tokens as without one, at the cost of the new ones."""
+"""Generation: with a cache of keys and values the same tokens as without one, and the command that shows them."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from wordrun import model as models
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.data.tokenizers import CharTokenizer
+from wordrun.generate import Screen, main
 from wordrun.model import Transformer
 from wordrun.model.cache import Cached, Past
 from wordrun.model.generate import draw, generate
@@ -146,3 +154,120 @@ def test_draws_from_top_p_follow_the_probabilities() -> None:
     logits = torch.tensor([0.1, 0.5, 0.1, 0.3]).log().expand(N, 4)
     shares = draw(logits, None, 0.7, torch.Generator().manual_seed(0))[:, 0].bincount(minlength=4) / N
     torch.testing.assert_close(shares, torch.tensor([0.0, 0.625, 0.0, 0.375]), atol=0.012, rtol=0)
+
+
+# The command
+
+
+KNOWS = "The quick brown fox jumps over the lazy dog.\n"
+
+
+@pytest.fixture(scope="module")
+def run(save_run: Callable[..., Transformer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with two checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    for step in (100, 200):
+        save_run(folder, "model=llama_debug", step=step, text=KNOWS)
+    return folder
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_writes_what_the_model_does(
+    run: Path, save_run: Callable[..., Transformer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with the same weights, without a cache, from Python."""
+    model, tokenizer = save_run(tmp_path / "other", "model=llama_debug", step=200, text=KNOWS), CharTokenizer(KNOWS)
+    prompt = torch.from_numpy(tokenizer.encode("fox")).expand(2, 3)
+    options: dict[str, Any] = {"top_k": 5, "top_p": 0.9, "temperature": 0.9, "seed": 3}
+    texts = generate(lambda x: model(x, at=-1), prompt, 20, block_size=model.cfg.block_size, **options)
+    words = [f"run={run}", "prompt=fox", "length=20", *(f"{key}={value}" for key, value in options.items())]
+    one, two = (tokenizer.decode(text.numpy()) for text in texts)
+    assert one != two
+    assert written(capsys, *words, "num_samples=2") == f"--- 1 of 2 ---\n{one}\n--- 2 of 2 ---\n{two}\n"
+    alone = written(capsys, *words)
+    assert alone.startswith("fox")
+    assert len(alone) == len("fox") + 20 + len("\n")
+    assert written(capsys, *words) == alone
+    assert written(capsys, *words, "seed=4") != alone
+
+
+def test_the_checkpoint_is_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("prompt=fox", "top_k=1", "length=12")
+    latest = written(capsys, f"run={run}", *words)
+    assert written(capsys, f"run={run}", "checkpoint=200", *words) == latest
+    assert written(capsys, f"run={run / 'checkpoints' / 'step-00000200'}", *words) == latest
+    assert written(capsys, f"run={run}", "checkpoint=100", *words) != latest
+
+
+def test_the_other_precision_and_the_model_are_named_beside_the_text(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"run={run}", "length=2", "dtype=fp16"]) == 0
+    said = capsys.readouterr()
+    assert "dtype=fp16: this cpu would emulate it" in said.err
+    assert "step-00000200: llama_debug, " in said.err
+    assert "parameters, float32 on cpu\n2 tokens in " in said.err
+    assert len(said.out) == len("\n") + 2 + len("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["run=nowhere"], 1, "nowhere is no folder: name a run directory"),
+        (["run=."], 1, "holds no checkpoint: it is not a run directory"),
+        (["checkpoint=150"], 1, "has no checkpoint 150: there are latest and those after 100, 200 steps"),
+        (["checkpoint=best"], 1, "has no checkpoint best"),
+        (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
+        (["prompt="], 2, "prompt= has no value"),
+        (["lenght=3", "top_k=x"], 2, "unknown option 'lenght'; did you mean 'length'?\ntop_k=x should be a whole"),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for the likeliest"),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for all tokens, use top_k="),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_p=1.5 should be above 0 and at most 1\n"),
+        (["length=-1", "num_samples=0"], 2, "length=-1 should be at least 0\nnum_samples=0 should be at least 1\n"),
+        (["slide=0", "device=gpu", "dtype=fp8"], 2, "slide=0 should be at least 1\ndevice=gpu should be auto, cpu,"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(
+    run: Path, words: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"run={run}", *words]) == status
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert says in said.err
+
+
+def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "  num_samples=1           Texts to write" in said
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_text_is_shown_while_it_is_written(run: Path) -> None:
+    words = [f"run={run}", "prompt=fox", "length=1000000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "wordrun.generate", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(10).startswith(b"fox")
+        process.send_signal(signal.SIGINT)  # Ctrl-C: the text so far is enough
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.endswith(b"\n")
+    assert b"Traceback" not in err
+
+
+def test_a_character_is_shown_when_all_of_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens are bytes here, of which an umlaut takes two."""
+    show = Screen(lambda tokens: np.array(tokens, dtype=np.uint8).tobytes().decode(errors="replace"))
+    seen = []
+    for byte in "aüb".encode() + b"\xc3":
+        show([byte])
+        seen.append(capsys.readouterr().out)
+    assert seen == ["a", "", "ü", "b", ""]
+    show.end()
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
