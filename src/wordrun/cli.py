@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(cfg: Config, world: dist.World) -> int:
     """Train as ``cfg`` says, with this process as ``world.rank``; return the exit status."""
     # Not at the top: --help should not wait for torch, and MPI has to start before it.
-    from wordrun.train.stop import Interrupted
+    from wordrun.train.stop import REQUEUE, Interrupted
     from wordrun.train.trainer import Trainer
 
     handle = log.start(world.rank)
@@ -75,8 +75,10 @@ def train(cfg: Config, world: dist.World) -> int:
         with Trainer(cfg, world, handle) as trainer:
             trainer.train()
     except Interrupted as error:
+        dist.share(None, world)  # rank 0 may still have been drawing plots
         dist.cleanup()
-        return error.exit_status
+        # One rank's word is enough, and launchers kill the others of a rank that does not end with 0.
+        return 0 if error.exit_status == REQUEUE and world.rank else error.exit_status
     finally:
         handle.close()
     return 0

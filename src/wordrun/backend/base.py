@@ -98,13 +98,16 @@ class Backend(Protocol):
         """
         ...
 
-    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
         """Take the state of training from a checkpoint, which any layout of ranks may have written.
 
         Args:
             folder: the checkpoint.
             facts: the ``facts`` of the save.
-            own: filled with what was saved under those names.
+            own: names of this rank's own tensors, which are returned.
+
+        Raises:
+            ConfigError: this backend cannot read what that one has written.
         """
         ...
 

@@ -29,7 +29,7 @@ from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
 from wordrun.data.loader import Batch
 from wordrun.dist import World
-from wordrun.errors import UserError
+from wordrun.errors import ConfigError, UserError
 from wordrun.model import Transformer, materialise, outline
 
 
@@ -39,7 +39,7 @@ class DeepSpeedBackend:
     def __init__(self, job: Job) -> None:
         cfg, options = job.cfg, job.cfg.backend
         assert isinstance(options, DeepSpeedConfig)
-        self.job = job
+        self.job, self.stage = job, options.stage
         self.device = torch.device(job.world.device)
         self.dtype = choose_dtype(cfg.train.dtype, self.device)
         dtype = next(name for name, each in TORCH_DTYPES.items() if each == self.dtype)
@@ -136,19 +136,29 @@ class DeepSpeedBackend:
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
         """Return what has the engine write its own files, for this number of ranks alone."""
-        return Save({"kind": "deepspeed"}, partial(self._write, own), in_background=False)
+        facts = {"kind": "deepspeed", "ranks": self.job.world.size, "stage": self.stage}
+        return Save(facts, partial(self._write, own), in_background=False)
 
     def _write(self, own: Mapping[str, Tensor], folder: Path, group: Group) -> None:
         self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         torch.save(dict(own), self._own_file(folder))
 
-    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
         """Have the engine read its own files."""
+        if facts["kind"] != "deepspeed":
+            raise ConfigError(
+                f"{folder} was not written by DeepSpeed's engine, which cannot go on from it: use another "
+                f"train.backend, or its weights alone by train.init_from={folder}"
+            )
+        if facts["ranks"] != self.job.world.size or facts["stage"] != self.stage:
+            raise ConfigError(
+                f"{folder} was written by DeepSpeed's stage {facts['stage']} on {facts['ranks']} ranks, and can be "
+                f"continued only so, not by stage {self.stage} on {self.job.world.size}: change them, or take its "
+                f"weights alone by train.init_from={folder}"
+            )
         self.engine.load_checkpoint(str(folder), tag=TAG)
-        if own:
-            found = torch.load(self._own_file(folder), weights_only=True)
-            for name, tensor in own.items():
-                tensor.copy_(found[name])
+        found = torch.load(self._own_file(folder), weights_only=True) if own else {}
+        return {name: found[name] for name in own}
 
     def _own_file(self, folder: Path) -> Path:
         return folder / TAG / f"rank-{self.job.world.rank:05d}.pt"

@@ -18,6 +18,7 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import pieces
 from wordrun.config import Config
 from wordrun.data.loader import Batch
+from wordrun.errors import ConfigError
 from wordrun.model import Transformer
 
 # What selective activation checkpointing keeps: the dear ones.
@@ -43,6 +44,7 @@ class NativeBackend:
         self.grad_clip = job.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.skips = job.cfg.train.on_nonfinite == "skip"
 
     def make_parts(self, job: Job) -> list[Transformer]:
         """Return what this rank holds of the model, ready to train."""
@@ -71,6 +73,10 @@ class NativeBackend:
         """Clip, let the optimizer take its step, and return the norm of the gradients."""
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
+        if self.skips and not norm.isfinite():  # which waits for an accelerator, at every step
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm
         # On a CPU the norm is at hand, and most steps need no clipping; an accelerator would have to be waited for.
         if self.device.type != "cpu" or norm > self.grad_clip:
             self.clip(norm)
@@ -134,16 +140,23 @@ class NativeBackend:
         facts = {"kind": "pieces", "optimizer": scalars, "scaler": self.scaler.state_dict()}
         return Save(facts, lambda folder, group: pieces.write(folder, copies, group), in_background=True)
 
-    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
-        """Read this rank's pieces."""
+    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Read this rank's pieces, and the tensors of its own."""
+        if facts["kind"] != "pieces":
+            raise ConfigError(
+                f"{folder} was written by DeepSpeed's engine, and this backend cannot go on from it: use "
+                f"train.backend=deepspeed, or its weights alone by train.init_from={folder}"
+            )
         self._prime()
-        pieces.read(folder, {**self.state(), **own})
+        mine = pieces.places_for(folder, own)
+        pieces.read(folder, {**self.state(), **mine})
         for parameter in self.parameters:
             for key, value in self.optimizer.state[parameter].items():
                 if not value.dim():
                     value.fill_(facts["optimizer"][key])
-        if facts["scaler"]:
+        if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
+        return mine
 
     def _optimizer_scalars(self) -> list[tuple[str, Tensor]]:
         """Return what the optimizer counts, the same for every parameter."""

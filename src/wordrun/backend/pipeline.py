@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +110,15 @@ class PipelineBackend(FSDPBackend):
         return super().state(once=once or len(self.tied) == 2)
 
     @torch.no_grad()
-    def load(self, folder: Path, facts: dict[str, Any], own: Mapping[str, Tensor]) -> None:
-        """Read this rank's pieces."""
-        super().load(folder, facts, own)
+    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Read this rank's pieces, and the tensors of its own."""
+        mine = super().load(folder, facts, own)
         if len(self.tied) == 2:
             first, second = self.tied
             second.copy_(first)
             for key, value in self.optimizer.state[first].items():
                 self.optimizer.state[second][key].copy_(value)
+        return mine
 
     def _tied_weights(self) -> list[Tensor]:
         """Return this rank's copies of the weight that embedding and output layer share, if those are in two stages."""

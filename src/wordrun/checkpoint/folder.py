@@ -203,7 +203,7 @@ def point(link: Path, target: Path) -> None:
 
 def checksums(path: Path) -> list[int]:
     """Return the CRC-32 of each piece of a file."""
-    found = []
+    found: list[int] = []
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(PIECE, max(1, os.fstat(file.fileno()).st_size))))
         while True:

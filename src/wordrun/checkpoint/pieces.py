@@ -149,6 +149,12 @@ def names_in(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
 
 
+def places_for(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return empty tensors on the CPU that are like those called ``names`` in a checkpoint."""
+    facts = names_in(folder) if names else {}
+    return {name: torch.empty(facts[name].size, dtype=facts[name].properties.dtype) for name in names}
+
+
 def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
     """Fill ``tensors``, this rank's pieces where they are distributed, with the values that ``folder`` holds.
 

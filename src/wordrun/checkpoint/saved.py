@@ -52,22 +52,20 @@ class Weights(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._facts = {
-            name.removeprefix(MODEL): facts for name, facts in pieces.names_in(folder).items() if name.startswith(MODEL)
-        }
+        names = pieces.names_in(folder)
+        self._names = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
 
     def __getitem__(self, name: str) -> Tensor:
         """Return one weight, whole, on the CPU."""
-        facts = self._facts[name]
-        tensor = torch.empty(facts.size, dtype=facts.properties.dtype)
-        pieces.read(self.folder, {MODEL + name: tensor}, alone=True)
-        return tensor
+        tensor = pieces.places_for(self.folder, [MODEL + name])
+        pieces.read(self.folder, tensor, alone=True)
+        return tensor[MODEL + name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._facts)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._facts)
+        return len(self._names)
 
 
 def find(run_dir: Path, which: str = "latest") -> Saved:

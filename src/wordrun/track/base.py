@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,16 @@ from wordrun.config import Config
 
 TABLE = {"wandb": "wordrun.track.wandb:WandbTracker"}
 """Name, as in tracker=NAME, to module and class; jsonl needs none, because every run has it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a continued run brings from its checkpoint."""
+
+    states: dict[str, Any] = field(default_factory=dict)
+    """What the trackers' ``state`` returned, all together."""
+    seen: int = -1
+    """The last step of which the trackers were told, which may be beyond the checkpoint."""
 
 
 class Tracker(Protocol):
@@ -23,23 +34,32 @@ class Tracker(Protocol):
         """Take a generated text."""
         ...
 
+    def rewind(self, step: int, seen: int) -> None:
+        """Go on at ``step``, to which the run has gone back; it had come to step ``seen``."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what finds this record again, under the tracker's name, for the checkpoint."""
+        ...
+
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Take the run's summary and close."""
         ...
 
 
-def build(cfg: Config, run_dir: Path, facts: dict[str, Any]) -> list[Tracker]:
+def build(cfg: Config, run_dir: Path, facts: dict[str, Any], kept: Kept) -> list[Tracker]:
     """Return the trackers of a run that writes to ``run_dir``; only rank 0 calls this.
 
     Args:
         cfg: the config, which the trackers record.
         run_dir: an existing directory.
         facts: what else describes the run, such as its data source.
+        kept: what a continued run brings.
     """
     from wordrun.track.jsonl import JsonlTracker
 
     trackers: list[Tracker] = [JsonlTracker(run_dir)]
     if cfg.tracker.name in TABLE:
         module, _, name = TABLE[cfg.tracker.name].partition(":")
-        trackers.append(getattr(importlib.import_module(module), name)(cfg, run_dir, facts))
+        trackers.append(getattr(importlib.import_module(module), name)(cfg, run_dir, facts, kept))
     return trackers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ class JsonlTracker:
     """Appends each line at once, so that nothing is lost when the run ends badly."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = run_dir / "samples.txt"
 
@@ -29,6 +31,16 @@ class JsonlTracker:
         with self._samples.open("a", encoding="utf-8") as file:
             file.write(f"--- step {step} ---\n{text}\n\n")
 
+    def rewind(self, step: int, seen: int) -> None:
+        """Leave out what comes after ``step``."""
+        self._metrics.close()
+        copy_until(self._run_dir, self._run_dir, step)
+        self._metrics = (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: the files are found by their names."""
+        return {}
+
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Close the file."""
         self._metrics.close()
@@ -43,3 +55,36 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl."""
     text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def copy_until(source: Path, target: Path, step: int) -> int:
+    """Copy metrics.jsonl and samples.txt up to ``step`` from one run directory to another, which may be the same.
+
+    A last line that a killed run has left half written goes, too.
+
+    Returns:
+        The last step that was there.
+    """
+    lines = []
+    seen = -1
+    if (source / "metrics.jsonl").exists():
+        for line in (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            try:
+                at = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                continue
+            seen = max(seen, at)
+            if at <= step:
+                lines.append(f"{line}\n")
+    _replace(target / "metrics.jsonl", "".join(lines))
+    if (source / "samples.txt").exists():
+        parts = re.split(r"^(?=--- step \d+ ---\n)", (source / "samples.txt").read_text(encoding="utf-8"), flags=re.M)
+        kept = [part for part in parts if (match := re.match(r"--- step (\d+) ---", part)) and int(match[1]) <= step]
+        _replace(target / "samples.txt", "".join(kept))
+    return seen
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from wordrun.config import Config, WandbConfig
 from wordrun.errors import UserError, nearest
 from wordrun.log import LOGGER
+from wordrun.track.base import Kept
 
 # wandb's service gets this long at the end of a run to send what it still has.
 FINISH_TIMEOUT_S = 60
@@ -24,7 +25,7 @@ MODES = ("online", "offline", "disabled", "dryrun", "shared")
 class WandbTracker:
     """One W&B run, on rank 0."""
 
-    def __init__(self, cfg: Config, run_dir: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, cfg: Config, run_dir: Path, facts: dict[str, Any], kept: Kept) -> None:
         options = cfg.tracker
         assert isinstance(options, WandbConfig)
         try:
@@ -38,6 +39,10 @@ class WandbTracker:
             "project": options.project, "entity": options.entity, "group": options.group, "tags": options.tags,
             "dir": str(run_dir), "name": run_dir.name, "config": {**asdict(cfg), **facts},
         }  # fmt: skip
+        if "wandb" in kept.states:
+            settings |= {"id": kept.states["wandb"]["id"], "resume": "allow"}
+        # W&B keeps what it once got: steps that are taken again are not told it again.
+        self._seen = kept.seen if "wandb" in kept.states else -1
         self.run = self._init(wandb, settings, fall_back=options.mode == "auto")
 
     def _init(self, wandb: Any, settings: dict[str, Any], fall_back: bool) -> Any:
@@ -57,7 +62,17 @@ class WandbTracker:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Hand one line of metrics to wandb's own process."""
+        if metrics["step"] <= self._seen:
+            return
         self.run.log({name: value for name, value in metrics.items() if value is not None}, step=metrics["step"])
+
+    def rewind(self, step: int, seen: int) -> None:
+        """Go on at ``step``; what it was told up to step ``seen`` is not told again."""
+        self._seen = max(self._seen, seen)
+
+    def state(self) -> dict[str, Any]:
+        """Return the run's id."""
+        return {"wandb": {"id": self.run.id}}
 
     def sample(self, step: int, text: str) -> None:
         """Keep the latest sample in the summary."""

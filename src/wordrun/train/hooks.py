@@ -65,6 +65,7 @@ class Evaluate(Hook):
             return
         loss = trainer.evaluate()
         best = min(loss, trainer.metrics.get("best_val_loss", loss))
+        trainer.improved_at = trainer.step if loss == best else trainer.improved_at
         trainer.metrics |= {"val_loss": loss, "best_val_loss": best}
         trainer.run.log({"step": trainer.step, "val_loss": loss})
         LOGGER.info("step %d/%d  val_loss %.4f  best %.4f", trainer.step, train.max_iters, loss, best)
@@ -90,6 +91,24 @@ class Sample(Hook):
         text = trainer.generate()
         trainer.run.sample(trainer.step, text)
         return text
+
+
+class Checkpoint(Hook):
+    """A checkpoint every train.checkpoint_interval steps, after the last, and of each best evaluation."""
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Begin one, if it is due."""
+        train, step = trainer.cfg.train, trainer.step
+        if not train.checkpoint_interval:
+            return
+        trainer.checkpoints.look()
+        best = train.save_best and trainer.improved_at == step
+        if best or due(step, train.checkpoint_interval) or step == train.max_iters:
+            trainer.save(best=best)
+
+    def at_end(self, trainer: Trainer) -> None:
+        """Wait for the last one."""
+        trainer.checkpoints.wait()
 
 
 class Bar(Hook):

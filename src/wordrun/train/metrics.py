@@ -76,14 +76,14 @@ class Meter:
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, sequences_per_step: int, block_size: int,
-        flops_per_token: int, ranks: int,
+        flops_per_token: int, ranks: int, seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self.clock = Stopwatch(device)
         self.device = device
         self.sequences_per_step, self.block_size = sequences_per_step, block_size
         self.flops_per_token, self.ranks = flops_per_token, ranks
         self.peak = peak_flops(device_name(device), dtype)
-        self._begin = time.monotonic()
+        self._begin = time.monotonic() - seconds  # a continued run's clock goes on
         self._steps = 0
 
     def count_step(self) -> None:

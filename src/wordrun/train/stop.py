@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 # How long a signal may wait to be noticed: the ranks compare notes about this often.
 AGREE_EVERY_S = 0.5
+# EX_TEMPFAIL of sysexits.h: the run is not finished and can be continued. launch knows it too.
+REQUEUE = 75
 
 
 class StopSignal:
-    """Notes SIGINT and SIGTERM, so that the run ends after a whole step with its files written.
+    """Notes SIGINT, SIGTERM and SIGUSR1, so that the run ends after a whole step with its files written.
 
-    A second signal of the same kind acts as it always does.
+    Schedulers send the latter two before they end a job. A second signal of the same kind acts as it always does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +34,7 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
         def note(number: int, frame: FrameType | None) -> None:
             self.signal = number
@@ -62,8 +64,11 @@ class StopSignal:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run early, after its files were written."""
+    """A signal ended the run early, after its files were written.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_status = 128 + number
+    ``exit_status`` is 75 where the run can be continued and a scheduler has asked for its end, else 128 + signal.
+    """
+
+    def __init__(self, number: int, *, saved: bool) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}" + (", saved" if saved else ""))
+        self.exit_status = REQUEUE if saved and number != signal.SIGINT else 128 + number

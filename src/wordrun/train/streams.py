@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -41,3 +42,27 @@ def swapped(state: dict[str, Any]) -> Iterator[None]:
     finally:
         state.update(capture())
         restore(outer)
+
+
+def to_tensor(state: dict[str, Any]) -> torch.Tensor:
+    """Return what ``capture`` returned as bytes, (N,) uint8."""
+    version, words, gauss = state["python"]
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    plain = {
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        **{name: value for name, value in state.items() if name not in ("python", "numpy")},
+    }
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def from_tensor(data: torch.Tensor) -> dict[str, Any]:
+    """Undo ``to_tensor``."""
+    plain: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    version, words, gauss = plain["python"]
+    kind, keys, position, has_gauss, cached = plain["numpy"]
+    plain["python"] = (version, tuple(words.tolist()), gauss)
+    plain["numpy"] = (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached)
+    return plain

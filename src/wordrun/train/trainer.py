@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +21,10 @@ import torch
 from wordrun import backend as backends
 from wordrun import dist, log
 from wordrun.backend.base import StepResult
+from wordrun.checkpoint import folder as folders
+from wordrun.checkpoint.saved import find
 from wordrun.checks import accumulation, check
-from wordrun.config import Config
+from wordrun.config import Config, to_plain
 from wordrun.data import corpus as corpora
 from wordrun.data.loader import Batch, FixedSet, Sequences
 from wordrun.data.sources import locate
@@ -28,12 +34,16 @@ from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
 from wordrun.model import outline
 from wordrun.model.generate import generate
-from wordrun.train import optim, streams
-from wordrun.train.hooks import Bar, Evaluate, Hook, Log, Sample
+from wordrun.train import checkpoint, optim, streams
+from wordrun.train.checkpoint import Checkpoints, Resumed
+from wordrun.train.hooks import Bar, Checkpoint, Evaluate, Hook, Log, Sample, due
 from wordrun.train.metrics import Meter, device_name
 from wordrun.train.profile import profiled
-from wordrun.train.run import Run
+from wordrun.train.run import Run, Start
 from wordrun.train.stop import Interrupted, StopSignal
+
+# Of one checkpoint: if other data do not help either, nothing will.
+MOST_ROLLBACKS = 3
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,12 @@ class Trainer:
         closers: list[Callable[[], None]] = [dist.cleanup, *([self.log.close] if log_handle is None else [])]
         self.close = weakref.finalize(self, _close, closers)
         self.step = 0
+        self.position = 0
+        """Sequences that the run has taken so far; the next step begins with this one."""
+        self.improved_at = -1
+        """The step of the best evaluation."""
+        self.start = Start()
+        self._seconds = 0.0
         self.metrics: dict[str, Any] = {}
         self.lr = 0.0
         self.result: StepResult
@@ -79,6 +95,7 @@ class Trainer:
         try:
             self._build()
             closers.insert(0, self.backend.close)
+            self._resume()
         except BaseException:
             self.close()
             raise
@@ -108,7 +125,9 @@ class Trainer:
             self.corpus.tokenizer.encode(cfg.train.sample_prompt)
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
-        self.backend = backends.build(backends.Job(cfg, world, layout, vocab_size, partial(optim.adamw, cfg.optimizer)))
+        make_optimizer = partial(optim.adamw, cfg.optimizer)
+        weights = first_weights(cfg, vocab_size)
+        self.backend = backends.build(backends.Job(cfg, world, layout, vocab_size, make_optimizer, weights))
         self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
         self.gas = accumulation(cfg, layout.dp)
         self.sequences = Sequences(self.corpus.train, cfg.model.block_size, cfg.train.seed)
@@ -120,6 +139,63 @@ class Trainer:
         self.rank_seed = cfg.train.seed + 1 + world.rank
         seed_everything(self.rank_seed)
         self.stop = StopSignal(self.backend.device)
+
+    def _resume(self) -> None:
+        """Go on from a checkpoint, where train.resume or the scheduler asks for that and there is one."""
+        requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        found = dist.share(checkpoint.candidates(self.cfg, requested) if self.world.rank == 0 else None, self.world)
+        if found is None:
+            return
+        run_dir, candidates = found
+        resumed = checkpoint.open_newest(candidates, self.world)
+        checkpoint.check_same(self.cfg, self._unchanging(), resumed)
+        self._load(resumed)
+        self.start = Start(self.step, run_dir, resumed.manifest["trackers"])
+        LOGGER.info("going on after %d steps, from %s", self.step, _relative(resumed.folder.path))
+
+    def _load(self, resumed: Resumed) -> None:
+        """Take the state of training from a checkpoint; the random streams of this process, too."""
+        manifest = resumed.manifest
+        # Streams belong to ranks: with others there is nothing to continue, and they begin anew from the step.
+        same = manifest["backend_name"] == self.cfg.train.backend and manifest["layout"] == list(self.layout.shape)
+        mine = f"streams.{self.world.rank}"
+        own = self.backend.load(resumed.folder.path, manifest["backend"], [mine] if same else [])
+        if same:
+            streams.restore(streams.from_tensor(own[mine]))
+        else:
+            seed_everything(self.rank_seed + manifest["step"] * self.world.size)
+        self.step, self.position = manifest["step"], manifest["position"]
+        self.metrics, self._seconds = dict(manifest["metrics"]), manifest["seconds"]
+
+    def save(self, *, best: bool = False) -> None:
+        """Make a checkpoint of the run as it is now; every rank must call this, inside of ``train``."""
+        streams_now = streams.to_tensor(streams.capture())
+        self.checkpoints.save(
+            self.step,
+            lambda: self.backend.begin_save({f"streams.{self.world.rank}": streams_now}),
+            self._manifest,
+            best=best,
+        )
+
+    def _unchanging(self) -> dict[str, Any]:
+        """Return what the order and the meaning of the data depend on, besides the options."""
+        return {
+            "the global batch (train.global_batch_size), in sequences,": self.sequences_per_step,
+            "the vocabulary": self.corpus.tokenizer.vocab_size,
+            "the number of training tokens": len(self.corpus.train),
+        }
+
+    def _manifest(self) -> dict[str, Any]:
+        keep = ("loss", "val_loss", "best_val_loss")
+        return {
+            "position": self.position, "tokens": self.position * self.cfg.model.block_size,
+            "seconds": self.meter.seconds(), "time": time.time(),
+            "metrics": {name: self.metrics[name] for name in keep if name in self.metrics},
+            "backend_name": self.cfg.train.backend, "layout": list(self.layout.shape), "ranks": self.world.size,
+            "vocab_size": self.corpus.tokenizer.vocab_size, "config": to_plain(self.cfg),
+            "fixed": checkpoint.fixed(self.cfg), "facts": self._unchanging(),
+            "config_hash": checkpoint.config_hash(self.cfg), "trackers": self.run.tracker_states(),
+        }  # fmt: skip
 
     @property
     def sequences_per_step(self) -> int:
@@ -133,18 +209,84 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came; the run directory is complete up to the last whole step.
         """
         cfg = self.cfg
+        if self.step >= cfg.train.max_iters:
+            LOGGER.info(
+                "this run has done its %d steps: nothing is left to do (train.max_iters=N takes it further)", self.step
+            )
+            return self.summary()
         with self._session() as hooks, streams.swapped(self.streams):
             while self.step < cfg.train.max_iters and not self.stop.agreed(self.step):
                 self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters)
                 self.result = self._train_step()
+                self.position += self.sequences_per_step
+                if self._went_wrong():
+                    continue
                 self.step += 1
                 for hook in hooks:
                     hook.after_step(self)
             if self.step < cfg.train.max_iters:
-                raise Interrupted(self.stop.signal)
+                self._save_and_stop()
             for hook in hooks:
                 hook.at_end(self)
         return self.summary()
+
+    def _save_and_stop(self) -> None:
+        """Make a checkpoint of the last whole step, if the run makes any, and end the run."""
+        saves = self.cfg.train.checkpoint_interval > 0
+        if saves:
+            if self.world.rank == 0:
+                LOGGER.info("stopping after %d steps; writing a checkpoint", self.step)
+            self.save()
+            self.checkpoints.wait()
+        raise Interrupted(self.stop.signal, saved=saves)
+
+    def _went_wrong(self) -> bool:
+        """Say whether this step has no finite gradients and does not count; or raise.
+
+        An accelerator is asked at logged steps and before a checkpoint alone: it would have to be waited for.
+        """
+        train = self.cfg.train
+        if self.backend.dtype == torch.float16:  # the scaler looks for the largest scale that is still finite
+            return False
+        step = self.step + 1
+        asked = self.backend.device.type == "cpu" or train.on_nonfinite == "skip" or (
+            due(step, train.log_interval) or due(step, train.checkpoint_interval) or step == train.max_iters
+            or due(step, train.eval_interval)
+        )  # fmt: skip
+        if not asked or bool(torch.isfinite(self.result.grad_norm)):
+            return False
+        what = f"the gradients are not finite any more at step {step} (sequences {self.position} to come)"
+        if train.on_nonfinite == "skip":
+            if self.world.rank == 0:
+                LOGGER.warning("%s: the step is left out (train.on_nonfinite=skip)", what)
+            return True
+        if train.on_nonfinite == "rollback" and train.checkpoint_interval:
+            return self._roll_back(what)
+        raise UserError(
+            f"{what}: the last checkpoint is whole. Lower optimizer.learning_rate, or use "
+            "train.on_nonfinite=skip or rollback"
+        )
+
+    def _roll_back(self, what: str) -> bool:
+        """Return to the newest checkpoint, and go on with the data that come next now."""
+        self.checkpoints.wait()
+        found = dist.share(folders.all_in(self.run.path) if self.world.rank == 0 else None, self.world)
+        if not found:
+            raise UserError(f"{what}, and there is no checkpoint yet to return to: lower optimizer.learning_rate")
+        position = self.position
+        resumed = checkpoint.open_newest(found, self.world)
+        self.rollbacks[resumed.folder.step] += 1
+        if self.rollbacks[resumed.folder.step] > MOST_ROLLBACKS:
+            raise UserError(
+                f"{what}, for the {MOST_ROLLBACKS + 1}th time after the checkpoint of step {resumed.folder.step}: "
+                "lower optimizer.learning_rate"
+            )
+        self._load(resumed)
+        self.position = position
+        self.run.rewind(self.step)
+        if self.world.rank == 0:
+            LOGGER.warning("%s: back to step %d, and on with other data", what, self.step)
+        return True
 
     def _train_step(self) -> StepResult:
         self.meter.clock.start()
@@ -168,9 +310,8 @@ class Trainer:
         gets which of them does not change what the step learns.
         """
         size, rank, ranks = self.cfg.model.batch_size, self.dp_rank, self.layout.dp
-        first = self.step * self.sequences_per_step
         return [
-            self.sequences.batch(first + (micro * ranks + rank) * size, size).to(self.backend.device)
+            self.sequences.batch(self.position + (micro * ranks + rank) * size, size).to(self.backend.device)
             for micro in range(self.gas)
         ]
 
@@ -225,10 +366,10 @@ class Trainer:
 
     def summary(self) -> Summary:
         """Return how far the run has come."""
-        seen = self.step * self.sequences_per_step * self.cfg.model.block_size
         get = self.metrics.get
         return Summary(
-            steps=self.step, tokens=seen, seconds=self.meter.seconds() if self.step else 0.0,
+            steps=self.step, tokens=self.position * self.cfg.model.block_size,
+            seconds=self.meter.seconds() if hasattr(self, "meter") else self._seconds,
             loss=get("loss"), val_loss=get("val_loss"), best_val_loss=get("best_val_loss"),
         )  # fmt: skip
 
@@ -236,13 +377,15 @@ class Trainer:
     def _session(self) -> Iterator[list[Hook]]:
         """Open what a training run needs, and close it however the run ends."""
         facts = self._facts()
-        self.run = Run(self.cfg, self.world, facts)
+        self.run = Run(self.cfg, self.world, facts, self.start)
         file = None
         self.meter = Meter(
             self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
-            self.outline.flops_per_token(), self.world.size,
+            self.outline.flops_per_token(), self.world.size, self._seconds,
         )  # fmt: skip
-        hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample(), *self.extra_hooks]
+        self.checkpoints = Checkpoints(self.cfg, self.world, self.corpus.tokenizer.to_json())
+        self.rollbacks: Counter[int] = Counter()
+        hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample(), Checkpoint(), *self.extra_hooks]
         reason = "finished"
         for part in self.backend.parts:
             part.train()
@@ -256,6 +399,8 @@ class Trainer:
                 yield hooks
         except BaseException as error:
             reason = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+            if not isinstance(error, Interrupted):
+                self.run.note_failure(self.world.rank, self.step, traceback.format_exc())
             raise
         finally:
             for hook in hooks:
@@ -326,6 +471,36 @@ class Trainer:
         # After an error in a parallel run, leaving the group could wait for ranks that no longer answer.
         if error is None or self.world.size == 1:
             self.close()
+
+
+def first_weights(cfg: Config, vocab_size: int) -> Mapping[str, torch.Tensor] | None:
+    """Return what train.init_from names: weights by name, each read when it is asked for; None: random ones.
+
+    Raises:
+        UserError: there are none.
+        ConfigError: they are another model's.
+    """
+    if cfg.train.init_from is None:
+        return None
+    saved = find(Path(cfg.train.init_from))
+    weights = saved.weights()
+    ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
+    theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
+    different = [
+        f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    if different:
+        raise ConfigError(
+            "\n".join([f"train.init_from={cfg.train.init_from} holds another model than model={cfg.model.name}:",
+                       *different[:8], *(["  ..."] if different[8:] else [])])
+        )  # fmt: skip
+    return weights
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "x".join(map(str, shape)) if shape is not None else "none"
 
 
 def _relative(path: Path) -> Path:

@@ -1,0 +1,116 @@
+"""A run that stops and goes on equals one that never stopped: on the same ranks to the bit, on others to 1e-5."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+STEPS = 12
+SMALL = [
+    "data=text", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
+    f"train.max_iters={STEPS}", f"optimizer.lr_decay_iters={STEPS}", "train.log_interval=1", "train.eval_interval=4",
+    "train.eval_iters=2", "train.sample_tokens=0", "train.global_batch_size=8", "optimizer.warmup_iters=2",
+    "optimizer.learning_rate=2e-3", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "train.save_best=false", "model.n_layer=4",
+    "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.vocab_size=48",
+]  # fmt: skip
+GPT = ["model.bias=true"]
+LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]
+SCRIPT = """
+import json, sys
+import torch
+import wordrun
+from wordrun import dist
+
+with dist.session() as world:
+    torch.set_num_threads(1)
+    for words in json.load(open(sys.argv[1])):
+        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+            trainer.train()
+"""
+
+
+def train(ranks: Any, n: int, runs: dict[str, list[str]], home: Path) -> None:
+    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
+    (home / "text.txt").write_text(TEXT * 60)
+    (home / "script.py").write_text(SCRIPT)
+    (home / "runs.json").write_text(json.dumps([[*SMALL, f"hydra.run.dir={k}", *w] for k, w in runs.items()]))
+    done = ranks(n, "script.py", "runs.json", under="torchrun", timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+KEYS = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens")
+
+
+def figures(run_dir: Path) -> list[tuple[Any, ...]]:
+    """Return everything in metrics.jsonl that does not depend on the clock."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(line.get(key) for key in KEYS) for line in lines]
+
+
+def resume(run: str, step: int = 6) -> str:
+    return f"train.resume={run}/checkpoints/step-{step:08d}"
+
+
+SAME = {
+    # Dropout, whose random streams go on as well; an accumulation of two.
+    "ddp": ["train.backend=DDP", "model.batch_size=2", "model.dropout=0.1"],
+    "fsdp": ["train.backend=FSDP", "model.batch_size=4", "backend.reshard_after_forward=false"],
+    "offload": ["train.backend=FSDP", "model.batch_size=4", "backend.cpu_offload=true", *LLAMA],
+    "tp": ["train.backend=TP", "model.batch_size=8"],
+    "pp": ["train.backend=PP", "model.batch_size=8"],
+    "zero-bubble": ["train.backend=PP", "model.batch_size=8", "backend.schedule=ZBVZeroBubble"],
+}
+if importlib.util.find_spec("deepspeed"):
+    SAME |= {
+        f"deepspeed-{stage}": ["train.backend=deepspeed", "model.batch_size=4", f"backend.stage={stage}"]
+        for stage in (1, 3)
+    }
+
+
+def test_the_same_ranks_go_on_to_the_bit(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = {}
+    for name, words in SAME.items():
+        words = words if "model=llama_debug" in words else [*words, *GPT]
+        runs |= {name: words, f"{name}-on": [*words, resume(name)]}
+    train(ranks, 2, runs, tmp_path)
+    for name in SAME:
+        assert figures(tmp_path / f"{name}-on") == figures(tmp_path / name), name
+        record = json.loads((tmp_path / f"{name}-on" / "run.json").read_text())
+        assert record["resumed_from"]["step"] == 6
+
+
+def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 -> 2 -> 4 -> 1 ranks: DDP, FSDP, 3D, DDP; and from 1 straight into every other backend."""
+    monkeypatch.chdir(tmp_path)
+    models = {"gpt": GPT, "llama": LLAMA}
+
+    def runs(name: str, source: str, step: int, backend: str, size: int, *more: str) -> dict[str, list[str]]:
+        """Return a run of each model that goes on from the run ``source`` after ``step`` steps."""
+        words = [f"train.backend={backend}", f"model.batch_size={size}", *more]
+        return {f"{m}-{name}": [*model, *words, resume(f"{m}-{source}", step)] for m, model in models.items()}
+
+    train(ranks, 1, {f"{m}-whole": [*model, "model.batch_size=8"] for m, model in models.items()}, tmp_path)
+    schedule = "backend.schedule=ZBVZeroBubble"
+    two = runs("tp", "whole", 3, "TP", 8) | runs("pp", "whole", 3, "PP", 8) | runs("fsdp", "whole", 3, "FSDP", 4)
+    two |= runs("zero-bubble", "whole", 3, "PP", 8, schedule)
+    train(ranks, 2, two, tmp_path)
+    four = runs("3d", "fsdp", 6, "3D", 8)
+    train(ranks, 4, four, tmp_path)
+    back = runs("3d-back", "3d", 9, "DDP", 8) | runs("zero-bubble-back", "zero-bubble", 9, "DDP", 8)
+    train(ranks, 1, back, tmp_path)
+    for name in two | four | back:
+        whole, found = figures(tmp_path / f"{name.partition('-')[0]}-whole"), figures(tmp_path / name)
+        assert whole[0][1] > whole[-2][1] + 0.1, "the model should have learned something to compare"
+        assert [line[0] for line in found] == [line[0] for line in whole], f"{name}: one curve without gaps"
+        for ours, theirs in zip(found, whole, strict=True):
+            for key, a, b in zip(KEYS, ours, theirs, strict=True):
+                tolerance = 1e-3 if key == "grad_norm" else 1e-5
+                assert a == (b and pytest.approx(b, rel=tolerance)), f"{name}: {key} of step {theirs[0]}"
