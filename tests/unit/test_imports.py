@@ -46,7 +46,7 @@ MAY_USE: dict[str, set[str]] = {
     "probe": PARALLEL,
     "words": {"errors", "config"},
     "generate": PARALLEL | {"words", "checkpoint", "backend"},
-    "export": PARALLEL | {"words", "checkpoint"},
+    "export": PARALLEL | {"words", "checkpoint", "backend"},
     "plan": PARALLEL | {"words", "backend", "launch"},
     "cli": PARALLEL | {"backend", "train", "launch"},
     "__main__": {"cli"},
@@ -97,7 +97,8 @@ LIGHT = {
     "wordrun.composer": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.generate": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
+    "wordrun.generate": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.export": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 
