@@ -171,6 +171,24 @@ def _check_optimizer(optimizer: OptimizerConfig) -> list[str]:
     return problems
 
 
+def _check_saves(cfg: Config) -> list[str]:
+    train = cfg.train
+    problems = _not_negative("train", train, "checkpoint_interval") + _positive("train", train, "keep_checkpoints")
+    problems += _one_of("train.on_save_error", train.on_save_error, ["continue", "stop"])
+    problems += _one_of("train.on_nonfinite", train.on_nonfinite, ["stop", "skip", "rollback"])
+    if train.on_nonfinite == "skip" and cfg.backend.name == "deepspeed":
+        problems.append(
+            "train.on_nonfinite=skip: DeepSpeed's engine takes every step by itself; use train.on_nonfinite=rollback"
+        )
+    if train.on_nonfinite == "rollback" and not train.checkpoint_interval:
+        problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
+    if train.init_from and train.resume not in (None, "auto"):
+        problems.append(
+            f"train.resume={train.resume} continues a run, and train.init_from={train.init_from} begins one: choose one"
+        )
+    return problems
+
+
 def _check_train(cfg: Config) -> list[str]:
     train = cfg.train
     problems = _positive("train", train, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
@@ -180,6 +198,7 @@ def _check_train(cfg: Config) -> list[str]:
             problems.append(f"train.{name}={getattr(train, name)} should be at most {most}")
     if train.dtype not in DTYPES:
         problems += _one_of("train.dtype", train.dtype, list(DTYPES))
+    problems += _check_saves(cfg)
     checkpointing = train.activation_checkpointing
     if not (checkpointing.isdecimal() and int(checkpointing)):
         problems += _one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
