@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -88,7 +89,8 @@ def export(options: ExportConfig) -> Path:
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it reads its own
+            write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
         write_texts(draft, saved, DTYPES[options.dtype])
         for file in draft.glob("*.safetensors"):  # which only the owner may read as it comes from the library
             file.chmod((draft / "config.json").stat().st_mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -128,7 +129,8 @@ def write(options: GenerateConfig) -> None:
         prompt = torch.from_numpy(tokenizer.encode(options.prompt))
     except ConfigError as error:
         raise ConfigError(f"prompt: {error}") from None
-    model = read_model(saved, device, dtype)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it reads its own
+        model = read_model(saved, device, dtype)
     _say(
         f"{saved.folder}: {saved.config.model.name}, {model.num_parameters():,} parameters, "
         f"{str(dtype).removeprefix('torch.')} on {device}"
