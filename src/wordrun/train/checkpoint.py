@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from wordrun.backend.base import Save
 from wordrun.checkpoint import folder as folders
@@ -19,6 +21,10 @@ from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import UserError
 from wordrun.log import FIRST_RANK, LOGGER
+
+FAILURES = (Exception, CheckpointException)  # the latter is none of the former
+# A file system with fewer bytes left is taken for full: torch's writer does not say why it could not go on.
+FULL = 2**20
 
 
 class SaveError(UserError):
@@ -35,7 +41,7 @@ class Checkpoints:
         """The step of the last checkpoint that was begun, or gone on from."""
         self._group: Group = None
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def save(self, step: int, copy: Callable[[], Save], manifest: Callable[[], dict[str, Any]], *, best: bool) -> None:
         """Make the checkpoint of ``step``, in the background where that is possible.
@@ -94,7 +100,7 @@ class Checkpoints:
             self._together(lambda: mine.update(self._describe(draft.path)), draft)
             dist.gather_object(mine, files if first else None, group=self._group)
             self._together((lambda: self._publish(draft, facts, files, best)) if first else None, draft)
-        except Exception as error:
+        except FAILURES as error:
             self._error = error
 
     def _describe(self, folder: Path) -> dict[str, Any]:
@@ -122,8 +128,8 @@ class Checkpoints:
         if action is not None:
             try:
                 action()
-            except Exception as error:
-                problem = _reason(error)
+            except FAILURES as error:
+                problem = _reason(error, draft.path.parent)
         problems: list[Any] = [None] * self.world.size
         dist.all_gather_object(problems, problem, group=self._group)
         for rank, each in enumerate(problems):
@@ -137,14 +143,13 @@ class Checkpoints:
                 )
 
 
-def _reason(error: BaseException) -> str:
-    """Return the innermost cause in one line: torch wraps what the disk says several times."""
-    if isinstance(error, SaveError):
-        return str(error)
+def _reason(error: BaseException, folder: Path) -> str:
+    """Return what is behind an error in one line: torch wraps what the disk says, and may lose it."""
     failures = getattr(error, "failures", None)  # CheckpointException: rank to (exception, traceback)
     if failures:
         error = next(iter(failures.values()))[0]
-    while error.__cause__ is not None:
-        error = error.__cause__
+    with contextlib.suppress(OSError):
+        if not isinstance(error, OSError) and shutil.disk_usage(folder).free < FULL:
+            return f"no space is left on the disk of {folder}"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]

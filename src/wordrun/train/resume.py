@@ -63,6 +63,9 @@ def take_up(trainer: Trainer) -> None:
     if found is None:
         return
     run_dir, those = found
+    if not those:
+        trainer.start = Start(source=run_dir)  # the same place, from the beginning
+        return
     resumed = open_newest(those, world)
     check_same(cfg, unchanging(trainer), resumed)
     load(trainer, resumed)
@@ -114,7 +117,7 @@ def unchanging(trainer: Trainer) -> dict[str, Any]:
 
 
 def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None:
-    """Return the run to continue and its checkpoints that may be meant, the oldest first; None: a fresh start.
+    """Return the run to continue and its checkpoints that may be meant, the oldest first; None: there is no run yet.
 
     Args:
         cfg: the config.
@@ -128,8 +131,7 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None
         return None
     here = Path(cfg.run_dir).absolute()
     if wish == "auto":
-        found = folders.all_in(here)
-        return (here, found) if found else None
+        return (here, folders.all_in(here)) if (here / "run.json").exists() else None
     run_dir, found = folders.locate(Path(wish))
     newest = folders.all_in(run_dir)[-1:]
     if run_dir == here and newest and newest[0].step > found[-1].step:
