@@ -52,17 +52,24 @@ def their_model(nanogpt: Path, ours: Transformer) -> Any:
     return gpt.eval()
 
 
-def in_turns(ways: dict[str, Callable[[Tensor], Tensor]], prompt: Tensor) -> dict[str, float]:
-    """Return the tokens/s of each of ``ways``, which add TURN tokens to a text, until they have added NEW."""
-    seconds = dict.fromkeys(ways, 0.0)
+def in_turns(ways: dict[str, Callable[[Tensor], Tensor]], prompt: Tensor) -> dict[str, tuple[float, float]]:
+    """Let each of ``ways`` add TURN tokens to a text of its own until they have added NEW.
+
+    Returns:
+        Tokens per second of each, and tokens per second of processor time, in which waiting for other programs is not.
+    """
+    spent = dict.fromkeys(ways, (0.0, 0.0))
     texts = dict.fromkeys(ways, prompt)
-    for _ in range(NEW // TURN):
+    for turn in range(NEW // TURN):
         for name, way in ways.items():
-            start = time.perf_counter()
+            before = time.perf_counter(), time.process_time()
             texts[name] = way(texts[name])
-            seconds[name] += time.perf_counter() - start
+            wall, processor = spent[name]
+            spent[name] = wall + time.perf_counter() - before[0], processor + time.process_time() - before[1]
+        shown = ", ".join(f"{name} {wall:.1f} s" for name, (wall, _) in spent.items())
+        print(f"  {(turn + 1) * TURN} tokens: {shown}", flush=True)
     assert all(text.shape == (1, PROMPT + NEW) for text in texts.values())
-    return {name: NEW / s for name, s in seconds.items()}
+    return {name: (NEW / wall, NEW / processor) for name, (wall, processor) in spent.items()}
 
 
 def main() -> None:
@@ -79,21 +86,21 @@ def main() -> None:
 
     greedy = generate(Cached(ours), prompt, TURN, block_size=GPT2.block_size, top_k=1)
     assert greedy.equal(theirs.generate(prompt, TURN, top_k=1)), "the models differ"
-    results: dict[str, list[float]] = {"wordrun": [], "nanoGPT": []}
-    for number in range(args.rounds):
-        cached = Cached(ours)
+    rounds = []
+    for _ in range(args.rounds):
         ways: dict[str, Callable[[Tensor], Tensor]] = {
-            "wordrun": partial(generate, cached, length=TURN, block_size=GPT2.block_size, **SAMPLING),
+            "wordrun": partial(generate, Cached(ours), length=TURN, block_size=GPT2.block_size, **SAMPLING),
             "nanoGPT": partial(theirs.generate, max_new_tokens=TURN, **SAMPLING),
         }
-        for name, speed in in_turns(ways, prompt).items():
-            results[name].append(speed)
-        print(f"  round {number}: " + ", ".join(f"{name} {x[-1]:.2f}" for name, x in results.items()), flush=True)
-    print("\n| | tokens/s | beside nanoGPT |\n|---|---|---|")
-    for name, speeds in results.items():
-        ratios = [speed / theirs for speed, theirs in zip(speeds, results["nanoGPT"], strict=True)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"| {name} | {statistics.median(speeds):.2f} | {statistics.median(ratios):.2f} ({spread}) |")
+        rounds.append(in_turns(ways, prompt))
+    print(f"\n{args.threads} threads, {args.rounds} texts of {PROMPT} + {NEW} tokens")
+    print("| tokens per second | wordrun | nanoGPT | wordrun / nanoGPT, median (each) |\n|---|---|---|---|")
+    for place, kind in enumerate(("of time", "of processor time")):
+        speeds = {name: [speed[name][place] for speed in rounds] for name in ("wordrun", "nanoGPT")}
+        ratios = [a / b for a, b in zip(speeds["wordrun"], speeds["nanoGPT"], strict=True)]
+        medians = " | ".join(f"{statistics.median(values):.2f}" for values in speeds.values())
+        each = ", ".join(f"{ratio:.1f}" for ratio in ratios)
+        print(f"| {kind} | {medians} | {statistics.median(ratios):.1f} ({each}) |")
 
 
 if __name__ == "__main__":
