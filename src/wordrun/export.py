@@ -141,52 +141,20 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
 def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and the tokenizer's files."""
     from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.data.huggingface import tokenizer_json
     from wordrun.model import outline
     from wordrun.model.huggingface import huggingface_config
 
     cfg = saved.config.model
     facts = huggingface_config(cfg, outline(cfg, saved.vocab_size).vocab_size)
-    _write_json(
-        folder / "config.json",
-        {**facts, "use_cache": True, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")},
-    )
-    _write_json(folder / "tokenizer.json", tokenizer_json(json.loads(saved.tokenizer_json)))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": cfg.block_size,
-            "clean_up_tokenization_spaces": False,  # a blank before a comma is text, too
-        },
-    )
-
-
-def tokenizer_json(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer.json, in the form of the library ``tokenizers``, of one that wordrun saved.
-
-    Raises:
-        UserError: it has no such form.
-    """
-    if "tokenizer" in ours:  # it is of that library
-        return dict(ours["tokenizer"])
-    if ours["kind"] != "char":
-        raise UserError(f"a tokenizer of the kind {ours['kind']} cannot be exported yet")
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        # An unknown character is an error there, too: there is no token that it could become.
-        "model": {
-            "type": "WordLevel", "vocab": {c: token for token, c in enumerate(ours["characters"])}, "unk_token": "",
-        },
-    }  # fmt: skip
+    tokenizer, end = tokenizer_json(json.loads(saved.tokenizer_json))
+    facts |= {"bos_token_id": end, "eos_token_id": end}
+    _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})
+    _write_json(folder / "tokenizer.json", tokenizer)
+    _write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
+        "clean_up_tokenization_spaces": False,  # a blank before a comma is text, too
+    })  # fmt: skip
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors import safe_open
 
+from wordrun.data.huggingface import _letters, tokenizer_json
+from wordrun.data.sample import sample_text
 from wordrun.data.tokenizers import CharTokenizer
 from wordrun.errors import UserError
-from wordrun.export import main, tokenizer_json
+from wordrun.export import main
 from wordrun.model import Transformer
 from wordrun.model.pretrained import open_weights
 
@@ -108,9 +113,49 @@ def test_mistakes_are_named(
     assert sorted(Path().rglob("*")) == before
 
 
+@pytest.fixture(scope="module")
+def learned() -> Any:
+    """A tokenizer of the library, of bytes in pairs as GPT-2's."""
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE())
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    fast.train_from_iterator([sample_text()[:50_000], TEXT], trainer)
+    return fast
+
+
+def loaded(tokenizer: dict[str, Any]) -> Any:
+    return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+
+def test_gpt2s_tokenizer_becomes_one_of_the_library(learned: Any) -> None:
+    """Its vocabulary alone is saved, in the order of its merges, which can be found again."""
+    assert learned.get_vocab_size() == 600
+    names = sorted(learned.get_vocab(), key=learned.token_to_id)
+    table = tokenizers.decoders.ByteLevel()
+    letters = {letter: byte for byte, letter in enumerate(_letters())}
+    words = [bytes(letters[letter] for letter in name) for name in names]
+    assert [table.decode([name]) for name in names[250:]] == [word.decode(errors="replace") for word in words[250:]]
+    ranks = " ".join(base64.b64encode(word).decode() for word in words)
+    made, end = tokenizer_json({"kind": "gpt2", "ranks": ranks})
+    assert end == 600
+    text = sample_text()[50_000:60_000] + TEXT
+    assert loaded(made).encode(text).ids == learned.encode(text).ids
+    assert loaded(made).decode(learned.encode(text).ids) == text
+    assert made["model"]["merges"] == json.loads(learned.to_str())["model"]["merges"]
+
+
+def test_bytes_become_tokens_of_the_library() -> None:
+    made, end = tokenizer_json({"kind": "byte"})
+    assert end == 256
+    assert loaded(made).encode(TEXT).ids == list(TEXT.encode())
+    assert loaded(made).decode(list(TEXT.encode())) == TEXT
+
+
 def test_tokenizers_of_the_library_go_as_they_are() -> None:
-    assert tokenizer_json({"kind": "bpe", "eot": 0, "tokenizer": {"model": "m"}}) == {"model": "m"}
-    with pytest.raises(UserError, match="the kind words cannot be exported yet"):
+    assert tokenizer_json({"kind": "bpe", "eot": 0, "tokenizer": {"model": "m"}}) == ({"model": "m"}, 0)
+    with pytest.raises(UserError, match="the kind words has no form that transformers reads"):
         tokenizer_json({"kind": "words"})
 
 
