@@ -3,6 +3,8 @@
 Both hold the same random weights and draw of the 200 likeliest tokens. They take turns, some tokens each, so that what
 else the machine does slows both; a first check is that the likeliest tokens are the same. Prints a table.
 
+On a busy machine the processor time with --threads 1 is what can be compared: several threads wait for each other.
+
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/generate.py --nanogpt nanoGPT
 """
@@ -52,24 +54,36 @@ def their_model(nanogpt: Path, ours: Transformer) -> Any:
     return gpt.eval()
 
 
-def in_turns(ways: dict[str, Callable[[Tensor], Tensor]], prompt: Tensor) -> dict[str, tuple[float, float]]:
-    """Let each of ``ways`` add TURN tokens to a text of its own until they have added NEW.
+Spent = tuple[float, float]
+"""Seconds, and seconds of processor time, in which waiting for other programs is not."""
 
-    Returns:
-        Tokens per second of each, and tokens per second of processor time, in which waiting for other programs is not.
+
+def timed(way: Callable[[Tensor], Tensor], text: Tensor) -> tuple[Tensor, Spent]:
+    """Return what ``way`` makes of ``text``, and what that took."""
+    before = time.perf_counter(), time.process_time()
+    text = way(text)
+    return text, (time.perf_counter() - before[0], time.process_time() - before[1])
+
+
+def in_turns(ours: Callable[[Tensor], Tensor], theirs: Any, prompt: Tensor, share: int) -> tuple[Spent, Spent]:
+    """Return the tokens per second of both, for NEW tokens in turns; each of theirs goes on from our text.
+
+    Args:
+        ours: adds TURN tokens to a text.
+        theirs: nanoGPT's model.
+        prompt: (1, PROMPT).
+        share: theirs makes one in so many tokens, in the middle of each turn, and its time counts as often.
     """
-    spent = dict.fromkeys(ways, (0.0, 0.0))
-    texts = dict.fromkeys(ways, prompt)
-    for turn in range(NEW // TURN):
-        for name, way in ways.items():
-            before = time.perf_counter(), time.process_time()
-            texts[name] = way(texts[name])
-            wall, processor = spent[name]
-            spent[name] = wall + time.perf_counter() - before[0], processor + time.process_time() - before[1]
-        shown = ", ".join(f"{name} {wall:.1f} s" for name, (wall, _) in spent.items())
-        print(f"  {(turn + 1) * TURN} tokens: {shown}", flush=True)
-    assert all(text.shape == (1, PROMPT + NEW) for text in texts.values())
-    return {name: (NEW / wall, NEW / processor) for name, (wall, processor) in spent.items()}
+    spent = [0.0, 0.0, 0.0, 0.0]
+    text, count = prompt, TURN // share
+    for start in range(PROMPT, PROMPT + NEW, TURN):
+        text, mine = timed(ours, text)
+        begun = text[:, : start + (TURN - count) // 2]
+        _, other = timed(lambda begun: theirs.generate(begun, count, **SAMPLING), begun)
+        spent = [a + b for a, b in zip(spent, (*mine, share * other[0], share * other[1]), strict=True)]
+        print(f"  {start + TURN - PROMPT} tokens: wordrun {spent[0]:.1f} s, nanoGPT {spent[2]:.1f} s", flush=True)
+    assert text.shape == (1, PROMPT + NEW)
+    return (NEW / spent[0], NEW / spent[1]), (NEW / spent[2], NEW / spent[3])
 
 
 def main() -> None:
@@ -78,6 +92,9 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--rounds", type=int, default=3, help="texts by each (default 3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each")
+    parser.add_argument(
+        "--share", type=int, default=1, help="let nanoGPT make one in so many tokens, and multiply its time (default 1)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     ours = models.build(GPT2, VOCABULARY, seed=1).eval()
@@ -88,17 +105,13 @@ def main() -> None:
     assert greedy.equal(theirs.generate(prompt, TURN, top_k=1)), "the models differ"
     rounds = []
     for _ in range(args.rounds):
-        ways: dict[str, Callable[[Tensor], Tensor]] = {
-            "wordrun": partial(generate, Cached(ours), length=TURN, block_size=GPT2.block_size, **SAMPLING),
-            "nanoGPT": partial(theirs.generate, max_new_tokens=TURN, **SAMPLING),
-        }
-        rounds.append(in_turns(ways, prompt))
+        way = partial(generate, Cached(ours), length=TURN, block_size=GPT2.block_size, **SAMPLING)
+        rounds.append(in_turns(way, theirs, prompt, args.share))
     print(f"\n{args.threads} threads, {args.rounds} texts of {PROMPT} + {NEW} tokens")
     print("| tokens per second | wordrun | nanoGPT | wordrun / nanoGPT, median (each) |\n|---|---|---|---|")
     for place, kind in enumerate(("of time", "of processor time")):
-        speeds = {name: [speed[name][place] for speed in rounds] for name in ("wordrun", "nanoGPT")}
-        ratios = [a / b for a, b in zip(speeds["wordrun"], speeds["nanoGPT"], strict=True)]
-        medians = " | ".join(f"{statistics.median(values):.2f}" for values in speeds.values())
+        ratios = [mine[place] / other[place] for mine, other in rounds]
+        medians = " | ".join(f"{statistics.median(both[side][place] for both in rounds):.2f}" for side in (0, 1))
         each = ", ".join(f"{ratio:.1f}" for ratio in ratios)
         print(f"| {kind} | {medians} | {statistics.median(ratios):.1f} ({each}) |")
 

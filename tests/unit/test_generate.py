@@ -247,18 +247,25 @@ def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None
     assert max(map(len, said.splitlines())) <= 120
 
 
-def test_text_is_shown_while_it_is_written(run: Path) -> None:
+@pytest.mark.parametrize("by", ["ctrl-c", "head"])
+def test_text_is_shown_while_it_is_written_until_it_is_enough(run: Path, by: str) -> None:
     words = [f"run={run}", "prompt=fox", "length=1000000"]
     with subprocess.Popen(
         [sys.executable, "-m", "wordrun.generate", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         assert process.stdout.read(10).startswith(b"fox")
-        process.send_signal(signal.SIGINT)  # Ctrl-C: the text so far is enough
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert out.endswith(b"\n")
-    assert b"Traceback" not in err
+        if by == "head":
+            process.stdout.close()
+            assert b"Traceback" not in process.stderr.read()
+            assert process.wait(60) == 0
+        else:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 130
+            assert out.endswith(b"\n")
+            assert b"Traceback" not in err
 
 
 def test_a_character_is_shown_when_all_of_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
