@@ -251,7 +251,11 @@ def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None
 def test_text_is_shown_while_it_is_written_until_it_is_enough(run: Path, by: str) -> None:
     words = [f"run={run}", "prompt=fox", "length=1000000"]
     with subprocess.Popen(
-        [sys.executable, "-m", "wordrun.generate", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "wordrun.generate", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Of a suite that runs in the background the shell lets all commands ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
