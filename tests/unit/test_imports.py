@@ -44,7 +44,10 @@ MAY_USE: dict[str, set[str]] = {
     "train": PARALLEL | {"checkpoint", "backend"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
-    "plan": PARALLEL | {"backend", "launch"},
+    "words": {"errors", "config"},
+    "generate": PARALLEL | {"words", "checkpoint", "backend"},
+    "export": PARALLEL | {"words", "checkpoint", "backend"},
+    "plan": PARALLEL | {"words", "backend", "launch"},
     "cli": PARALLEL | {"backend", "train", "launch"},
     "__main__": {"cli"},
     "": {"composer", "train"},
@@ -94,6 +97,8 @@ LIGHT = {
     "wordrun.composer": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.generate": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.export": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 

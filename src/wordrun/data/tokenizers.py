@@ -59,3 +59,16 @@ class CharTokenizer:
     def from_json(cls, text: str) -> CharTokenizer:
         """Return the tokenizer that ``to_json`` wrote."""
         return cls(json.loads(text)["characters"])
+
+
+def from_json(text: str) -> CharTokenizer:
+    """Return the tokenizer that any ``to_json`` wrote.
+
+    Raises:
+        ConfigError: it is none of ours.
+    """
+    try:
+        assert json.loads(text)["kind"] == "char"
+        return CharTokenizer.from_json(text)
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise ConfigError(f"this is no tokenizer that wordrun saved: {text[:80]}") from None

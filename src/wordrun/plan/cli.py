@@ -6,15 +6,15 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
 
 from wordrun import log
 from wordrun.composer import compose
-from wordrun.config import Config, documentation
+from wordrun.config import Config
 from wordrun.errors import UserError
 from wordrun.plan import memory, show
-from wordrun.plan.options import DEVICES, PlanConfig, machine, parse
+from wordrun.plan.options import DEVICES, PlanConfig, machine
 from wordrun.plan.ways import Advice, Planner, advise
+from wordrun.words import describe, parse
 
 USAGE = """\
 Say what a model needs of each device under every backend, what fits, and which backend to choose.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(words: Sequence[str], *, as_json: bool) -> None:
-    options, overrides = parse(words)
+    options, overrides = parse(PlanConfig, words, prefix="plan.")
     devices = machine(options)
     cfg = compose(overrides)
     bf16 = DEVICES[devices.kind].bf16 if devices.kind in DEVICES else True
@@ -96,12 +96,7 @@ def command(overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
 
 
 def _help() -> str:
-    lines = [USAGE, "Options:"]
-    for option in fields(PlanConfig):
-        value = "null" if option.default is None else option.default
-        meaning = textwrap.wrap(documentation(PlanConfig)[option.name], 84)
-        setting = f"plan.{option.name}={value}"
-        lines += [f"  {left:<24}{right}" for left, right in zip([setting, *[""] * len(meaning)], meaning, strict=False)]
+    lines = [USAGE, "Options:", *describe(PlanConfig, prefix="plan.")]
     names = (f"{name} ({device.memory:g})" for name, device in DEVICES.items())
     lines += ["  --json                  the plan as JSON, sizes in bytes", "", "Devices, with GiB:"]
     lines += textwrap.wrap(", ".join(names), 110, initial_indent="  ", subsequent_indent="  ")
