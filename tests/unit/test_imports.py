@@ -44,6 +44,7 @@ MAY_USE: dict[str, set[str]] = {
     "test_dist": PARALLEL,
     "probe": PARALLEL,
     "plan": PARALLEL | {"backend", "launch"},
+    "prepare": PARALLEL,
     "cli": PARALLEL | {"backend", "train", "launch"},
     "__main__": {"cli"},
     "": {"composer", "train"},
@@ -93,6 +94,8 @@ LIGHT = {
     "wordrun.composer": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.prepare.cli": ("torch", "mpi4py", "wandb", "matplotlib"),
+    "wordrun.data.piecework": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
     "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 
