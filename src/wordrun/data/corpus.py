@@ -159,15 +159,10 @@ def once_per_file_system(
 
     while not is_done():
         if world.local_rank == 0:
-            try:
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                with lock.held(hold) as mine:
-                    if mine and not is_done():
-                        action()
-            except PermissionError as error:
-                raise preparing.cannot_write(folder, error) from None
-            except FileExistsError as error:
-                raise preparing.cannot_write(folder, error) from None
+            preparing.make(folder.parent)
+            with lock.held(hold) as mine:
+                if mine and not is_done():
+                    action()
         if not lock.wait(hold, is_done, tell):
             time.sleep(preparing.LOOK_S)
 

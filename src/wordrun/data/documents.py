@@ -166,7 +166,7 @@ def _of_text(piece: Piece) -> Iterator[Document]:
         text = decoded(file.read(stop - start), piece.path, start)
         if text.strip():
             yield Document(text, begins=start == 0)
-        elif start == 0:
+        elif stop - start == os.fstat(file.fileno()).st_size:
             raise ConfigError(f"data.path={piece.path} is empty: name a file with text, or use data=sample")
 
 
@@ -176,7 +176,7 @@ def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
         return 0
     file.seek(at - 1)
     seen = at - 1
-    while chunk := file.readline(2**16):
+    while chunk := file.readline(min(2**16, most or 2**16)):
         seen += len(chunk)
         if chunk.endswith(b"\n"):
             return seen

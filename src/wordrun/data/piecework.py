@@ -94,7 +94,7 @@ class _Split:
         path = self.folder / f"{self.name}_{self.piece.number:06d}_{len(self.entries):02d}.bin"
         # Written last, so that no shard is without its documents.
         shards.write_bytes(path.with_suffix(".docs"), np.array(self._starts, dtype="<u4").tobytes())
-        digest = shards.write(path, np.concatenate(self._parts, dtype=self.dtype), self.dtype)
+        digest = shards.write(path, np.concatenate(self._parts, dtype=self.dtype, casting="unsafe"), self.dtype)
         self.entries.append(Entry(path.name, self._count, len(self._starts), digest))
         self._parts, self._starts, self._count = [], [], 0
 
@@ -141,14 +141,14 @@ def _dealt(piece: Piece, data: DataConfig) -> Iterator[tuple[str, bool, bool]]:
     for number, document in enumerate(documents(piece, data)):
         if piece.kind in ("text", "sample"):
             cut = int(len(document.text) * (1 - share))
-            yield from ((text, begins, False) for text, begins in _chunks(document, 0, cut))
-            yield from ((text, False, True) for text, _ in _chunks(document, cut, len(document.text)))
+            yield from ((text, begins, False) for text, begins in chunks(document, 0, cut))
+            yield from ((text, False, True) for text, _ in chunks(document, cut, len(document.text)))
         else:
             is_val = int((number + 1) * share) > int(number * share)
-            yield from ((text, begins, is_val) for text, begins in _chunks(document, 0, len(document.text)))
+            yield from ((text, begins, is_val) for text, begins in chunks(document, 0, len(document.text)))
 
 
-def _chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:
     """Yield ``document.text[start:stop]`` in parts, cut at the ends of lines, and whether the document begins there."""
     begins = document.begins and start == 0
     while stop - start > CHUNK:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.sources import Source
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
+from wordrun.log import LOGGER
 
 LOOK_S = 0.2
 """Seconds between two looks at what others have done."""
@@ -81,7 +82,7 @@ def plan(data: DataConfig, tokenizer: TokenizerConfig, source: Source, folder: P
         from wordrun.data import hub
 
         revision = hub.revision(data)
-    work = make(folder)
+    work = make(folder / "work")
     for left in [*folder.glob(".*.bin.*"), *folder.glob(".*.docs.*"), *work.glob("rank-*"), *work.glob(".*")]:
         left.unlink(missing_ok=True)
     told = {"settings": identity.settings(data, tokenizer, source), "revision": revision}
@@ -98,23 +99,21 @@ def plan(data: DataConfig, tokenizer: TokenizerConfig, source: Source, folder: P
 
 
 def make(folder: Path) -> Path:
-    """Make ``folder`` and the folder for work within it, and return the latter."""
-    work = folder / "work"
+    """Make ``folder``, in which this process can write, and return it.
+
+    Raises:
+        UserError: it cannot be had.
+    """
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        (work / f".probe-{os.getpid()}").touch()
-        (work / f".probe-{os.getpid()}").unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise cannot_write(folder, error) from None
-    return work
-
-
-def cannot_write(folder: Path, error: OSError) -> UserError:
-    """Return what to say where the data cannot be put."""
-    return UserError(
-        f"cannot write the prepared data to {folder}: {error.strerror}. Choose another place by data.prepared=DIR, "
-        "or by $WORDRUN_DATA_HOME"
-    )
+        raise UserError(
+            f"cannot write prepared data to {folder}: {error.strerror}. Choose another place by data.prepared=DIR, or "
+            "by $WORDRUN_DATA_HOME"
+        ) from None
+    return folder
 
 
 def _start_anew_if_changed(folder: Path, work: Path, told: str) -> None:
@@ -153,6 +152,7 @@ def execute(plan: Plan, world: World, show: Show = lambda progress: None) -> Non
     if "characters" in plan.todo:
         _share("characters", plan, world, show)
     if world.rank == 0 and not ready.exists():
+        LOGGER.info("making tokenizer=%s from the text", plan.tokenizer.name)
         shards.write_bytes(ready, _tokenizer(plan).to_json().encode())
     _wait(ready.exists)
     _share("shards", plan, world, show)
@@ -215,8 +215,7 @@ def _sample(plan: Plan, size: int) -> Iterator[str]:
     for piece in chosen:
         left = size // len(chosen)
         for document in documents(piece, plan.data):
-            for start in range(0, min(left, len(document.text)), piecework.CHUNK):
-                yield document.text[start : min(left, start + piecework.CHUNK)]
+            yield from (text for text, _ in piecework.chunks(document, 0, min(left, len(document.text))))
             left -= len(document.text)
             if left <= 0:
                 break

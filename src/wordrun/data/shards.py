@@ -170,6 +170,21 @@ def _mapped(shard: Shard) -> tuple[NDArray[np.integer], mmap.mmap | None]:
     return np.frombuffer(pages, dtype=shard.dtype, count=shard.count, offset=shard.offset), pages
 
 
+class _File:
+    """A file that is open for reading until it is forgotten."""
+
+    def __init__(self, path: str) -> None:
+        self.number = -1
+        try:
+            self.number = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
 class Tokens:
     """The tokens of many shards, as if they were one array: ``len``, slices, and rows from many places at once.
 
@@ -187,7 +202,7 @@ class Tokens:
         # A map keeps its file open, too. Half of the limit is for everybody else.
         self._most = most_open or min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._maps: dict[int, tuple[NDArray[np.integer], mmap.mmap | None]] = {}
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, _File] = {}
         self._touched: set[int] = set()
         self._slices = 0
         self._lock = threading.Lock()
@@ -221,9 +236,9 @@ class Tokens:
                 if width > end - start:  # it goes on in the next shard
                     out[row] = self[start : start + width]
                     continue
-                file = self._files.get(path) or self._file(path)
+                file = self._files.get(path) or self._open(path)
                 at = offset + (start - end + self.shards[number].count) * dtype.itemsize
-                content = os.pread(file.fileno(), width * dtype.itemsize, at)
+                content = os.pread(file.number, width * dtype.itemsize, at)
                 if len(content) != width * dtype.itemsize:
                     raise _cut_short(path)
                 out[row] = np.frombuffer(content, dtype=dtype)
@@ -239,13 +254,10 @@ class Tokens:
             after.append(replace(shard, offset=rest, count=shard.count - kept))
         return Tokens(before), Tokens(after)
 
-    def _file(self, path: str) -> BinaryIO:
+    def _open(self, path: str) -> _File:
         while len(self._files) >= self._most:
-            self._files.pop(next(iter(self._files))).close()
-        try:
-            file = self._files[path] = open(path, "rb", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise _unreadable(path, error) from None
+            del self._files[next(iter(self._files))]
+        file = self._files[path] = _File(path)
         return file
 
     def _within(self, number: int, start: int, stop: int) -> NDArray[np.integer]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import os
@@ -24,6 +23,8 @@ GPT2_URLS = {
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe": "merges",
 }
 """Where tiktoken gets the vocabulary, by which it names the files of its cache; both hold the same."""
+MARKS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""What models call the end of a text."""
 # GPT-2 cuts a text into contractions, words, numbers and signs, each with the blank before it, before it merges.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -54,7 +55,7 @@ class GPT2Tokenizer:
             content = path.read_bytes()
             kind = next((kind for url, kind in GPT2_URLS.items() if path.name == _cached_name(url)), path.suffix)
             ranks = _ranks_of_tiktoken(content) if kind in ("tiktoken", ".tiktoken") else _ranks_of_merges(content)
-        except (OSError, ValueError, IndexError, binascii.Error) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"tokenizer.path={path} is no vocabulary of GPT-2 ({error}): {_recipe()}") from None
         return cls(ranks)
 
@@ -141,9 +142,10 @@ def _ranks_of_merges(content: bytes) -> dict[bytes, int]:
     for line in content.decode().split("\n"):
         if not line or line.startswith("#version"):
             continue
-        left, right = line.split(" ")
-        word = bytes(of_character[character] for character in left + right.rstrip("\r"))
-        ranks[word] = len(ranks)
+        left, right = (bytes(of_character[c] for c in part) for part in line.rstrip("\r").split(" "))
+        if left not in ranks or right not in ranks:
+            raise ValueError(f"the line {line!r} merges what no line before it made")
+        ranks[left + right] = len(ranks)
     if len(ranks) == 256:
         raise ValueError("it has no merges")
     return ranks
@@ -236,6 +238,9 @@ def _read(path: str) -> str:
     file = given / "tokenizer.json" if given.is_dir() else given
     try:
         content = file.read_text(encoding="utf-8")
+        saved = json.loads(content)
+        if "tokenizer" in saved:  # as wordrun leaves it beside shards
+            content = json.dumps(saved["tokenizer"])
         from tokenizers import Tokenizer
 
         Tokenizer.from_str(content)
@@ -252,11 +257,11 @@ def _read(path: str) -> str:
 
 def _mark(content: str) -> int | None:
     """Return the number of the token that parts documents, by the names that models give it."""
-    known = {token["content"]: token["id"] for token in json.loads(content).get("added_tokens", [])}
-    vocabulary = json.loads(content).get("model", {}).get("vocab", {})
-    for name in (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>"):
-        if name in known:
-            return int(known[name])
-        if isinstance(vocabulary, dict) and name in vocabulary:
-            return int(vocabulary[name])
+    whole = json.loads(content)
+    added = {token["content"]: token["id"] for token in whole.get("added_tokens", [])}
+    vocabulary = whole.get("model", {}).get("vocab", {})
+    for known in (added, vocabulary if isinstance(vocabulary, dict) else {}):
+        for name in MARKS:
+            if name in known:
+                return int(known[name])
     return None

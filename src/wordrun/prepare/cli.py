@@ -112,7 +112,7 @@ def _decide(
     folder = identity.folder_of(data, cfg.tokenizer, source)
     if opening.is_whole(folder):
         return cfg, folder, None
-    preparing.make(folder)
+    preparing.make(folder.parent)
     hold = folder.with_name(f".{folder.name}.lock")
     if not stack.enter_context(lock.held(hold)):
         raise UserError(
@@ -132,9 +132,12 @@ def _shown(world: dist.World, handle: log.LogHandle, name: str) -> Iterator[prep
     screen = handle.screen
     hidden = world.rank != 0 or not screen.is_terminal
     begin = said = time.monotonic()
+    last = ""
 
     def show(now: preparing.Progress) -> None:
-        nonlocal said
+        nonlocal begin, said, last
+        if now.task != last:
+            begin, last = time.monotonic(), now.task
         seconds = time.monotonic() - begin
         counts = (
             f"{now.done:,}/{now.pieces:,} pieces  {now.documents:,} documents  {now.tokens:,} tokens  "
