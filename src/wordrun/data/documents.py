@@ -164,7 +164,7 @@ def _of_text(piece: Piece) -> Iterator[Document]:
         start, stop = _line(file, piece.start, LOOK_FOR_LINE), _line(file, piece.stop, LOOK_FOR_LINE)
         file.seek(start)
         text = decoded(file.read(stop - start), piece.path, start)
-        if text.strip():
+        if text and not text.isspace():
             yield Document(text, begins=start == 0)
         elif stop - start == os.fstat(file.fileno()).st_size:
             raise ConfigError(f"data.path={piece.path} is empty: name a file with text, or use data=sample")

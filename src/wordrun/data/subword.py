@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,11 +163,8 @@ class _Fast:
         self._content = content
         self._fast = Tokenizer.from_str(content)
         self.eot = eot
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of distinct tokens, those between the numbers that are used included."""
-        return max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        # The numbers that no token has, between others, count.
+        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the token numbers of ``text``."""
@@ -175,7 +173,8 @@ class _Fast:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the token numbers of each text."""
         whole = self._fast.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in whole]
+        # An array from a list is made three times as fast by Python as by NumPy.
+        return [np.frombuffer(array("I", encoding.ids), dtype=np.uintc) for encoding in whole]
 
     def decode(self, tokens: Ids) -> str:
         """Return the text."""

@@ -22,6 +22,10 @@ END = "<|endoftext|>"
 """What GPT-2 calls the mark between documents, and we do, too. In a text it is no mark, but thirteen characters."""
 
 
+NONE = b"\xff"
+"""What a character outside of the vocabulary becomes in a table of bytes."""
+
+
 class Tokenizer(Protocol):
     """Text to numbers and back."""
 
@@ -62,6 +66,9 @@ class CharTokenizer:
         # Of each code point its token, and behind the last one, what is none.
         self._tokens = np.full(max(highest + 2, 129), self.vocab_size, dtype=np.min_scalar_type(self.vocab_size))
         self._tokens[self._codes] = np.arange(self.vocab_size)
+        # The same for ASCII as a table for Python's own translation, the fastest, if there is a byte left for none.
+        of_ascii = np.where(self._tokens[:128] == self.vocab_size, NONE[0], self._tokens[:128])
+        self._table = of_ascii.astype(np.uint8).tobytes().ljust(256, NONE) if self.vocab_size <= NONE[0] else b""
 
     @classmethod
     def of_text(cls, text: str) -> CharTokenizer:
@@ -86,9 +93,12 @@ class CharTokenizer:
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> Ids:
-        ascii_ = text.isascii()  # then a byte is a character
-        codes: Ids = np.frombuffer(text.encode("ascii" if ascii_ else "utf-32-le"), np.uint8 if ascii_ else np.uint32)
-        tokens = np.take(self._tokens, codes, mode="clip")
+        if self._table and text.isascii():
+            translated = text.encode("ascii").translate(self._table)
+            if NONE in translated:
+                self._refuse(text)
+            return np.frombuffer(translated, dtype=np.uint8)
+        tokens = np.take(self._tokens, np.frombuffer(text.encode("utf-32-le"), np.uint32), mode="clip")
         if len(tokens) and tokens.max() == self.vocab_size:
             self._refuse(text)
         return tokens
@@ -150,9 +160,13 @@ class ByteTokenizer:
 
 def distinct(text: str) -> str:
     """Return the characters that occur in ``text``, in the order of their code points."""
-    if text.isascii():
-        return np.bincount(np.frombuffer(text.encode(), np.uint8)).nonzero()[0].astype(np.uint8).tobytes().decode()
-    return "".join(sorted(set(text)))
+    if not text.isascii():
+        return "".join(sorted(set(text)))
+    rest, known = text.encode("ascii"), b""
+    while rest:  # what is known already is dropped by Python's own translation, ten times as fast as a set
+        known += bytes(set(rest[:4096]))
+        rest = rest.translate(None, known)
+    return bytes(sorted(known)).decode()
 
 
 def from_json(text: str) -> Tokenizer:
