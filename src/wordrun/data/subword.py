@@ -208,7 +208,7 @@ class BPETokenizer(_Fast):
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         fast.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=cfg.vocab_size, special_tokens=[END], show_progress=False,
+            vocab_size=cfg.vocab_size, special_tokens=[END], show_progress=False, min_frequency=2,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )  # fmt: skip
         fast.train_from_iterator(texts, trainer)
