@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from wordrun.config import DataConfig
 from wordrun.data import documents as docs
+from wordrun.data import hub
 from wordrun.data.documents import Piece, documents, files, pieces
 from wordrun.data.sources import locate
 from wordrun.errors import ConfigError, UserError
@@ -150,13 +152,20 @@ def test_a_local_hugging_face_data_set_is_read(form: str, tmp_path: Path, monkey
 
 
 def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    hub.reachable.cache_clear()
+    # At a port at which nobody listens, so that the test has no network wherever it runs.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    begin = time.monotonic()
     data = DataConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT")
     with pytest.raises(UserError) as caught:
         pieces(data, locate(data))
     wanted = ("data=fineweb", "HuggingFaceFW/fineweb", "login node", "wordrun.prepare data=fineweb", "hf download")
     assert [text for text in wanted if text not in str(caught.value)] == []
+    assert time.monotonic() - begin < 20  # the hub's client alone would try for half a minute
 
 
 # What is wrong

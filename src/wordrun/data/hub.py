@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, UserError
@@ -13,6 +16,8 @@ from wordrun.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from wordrun.data.documents import Piece
 
+PROBE_S = 5
+"""Seconds that the hub has for an answer."""
 ROWS = 50_000
 """Rows of a piece of a data set that is on this machine as a table."""
 
@@ -35,6 +40,11 @@ def open_dataset(data: DataConfig) -> Any:
         raise ConfigError(f"data={data.name} needs datasets: pip install 'wordrun[hf]'") from None
     datasets.disable_progress_bars()
     folder = _folder(data)
+    if folder is None and not reachable():
+        from huggingface_hub import constants
+
+        # What is in its cache can be had; for the rest its client would try five times, for half a minute.
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         if folder is not None and any(folder.glob("**/state.json")):
             table = datasets.load_from_disk(str(folder))
@@ -91,9 +101,24 @@ def texts(piece: Piece, data: DataConfig) -> Iterator[str]:
         raise ConfigError(f"data.dataset={data.dataset} cannot be read: {_line(error)}") from None
 
 
+@cache
+def reachable() -> bool:
+    """Say whether the hub answers; a proxy, which alone may know it, is trusted to."""
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    where = urlsplit(constants.ENDPOINT)
+    try:
+        with socket.create_connection((where.hostname, where.port or 443), timeout=PROBE_S):
+            return True
+    except OSError:
+        return False
+
+
 def revision(data: DataConfig) -> str | None:
     """Return the commit of a data set of the hub that data.revision names now; None: nobody can be asked."""
-    if _folder(data) is not None or os.environ.get("HF_HUB_OFFLINE"):
+    if _folder(data) is not None or not reachable():
         return data.revision
     try:
         from huggingface_hub import HfApi
