@@ -31,7 +31,8 @@ def command(folder: Path, text: Path, steps: int) -> list[str]:
     """Return the command that trains, or goes on."""
     return [
         str(Path(sys.executable).with_name("launch")), "-n", "2", "--env", "OMP_NUM_THREADS=1", sys.executable, "-m",
-        "wordrun", "data=text", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl", "train.resume=auto",
+        "wordrun", "data=text", "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
+        "train.resume=auto",
         f"train.max_iters={steps}", "train.log_interval=1", "train.eval_interval=0", "train.checkpoint_interval=5",
         "train.sample_tokens=0", "train.dtype=fp32", "train.device=cpu", "model.n_layer=2", "model.n_embd=64",
         "model.n_head=2", "model.block_size=32", "model.batch_size=4", "model.dropout=0.1",

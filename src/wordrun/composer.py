@@ -124,11 +124,20 @@ def register() -> None:
     store.store(name="schema", node=Config)
     for group, options in SCHEMAS.items():
         for option, node in options.items():
-            store.store(group=f"schema/{group}", name=option, node=node)
+            store.store(group=f"schema/{group}", name=option, node=_open(node))
     for backend in BACKENDS:
         content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
         for spelling in dict.fromkeys((backend, backend.lower())):
             store.store(group="train.backend", name=spelling, package="_global_", node=content)
+
+
+def _open(node: type[Any]) -> Any:
+    """Return the schema ``node``; its dictionaries, unlike the rest of the tree, take new keys."""
+    schema = OmegaConf.structured(node)
+    for key in schema:
+        if OmegaConf.is_dict(schema._get_node(key)):
+            OmegaConf.set_struct(schema._get_node(key), False)
+    return schema
 
 
 def run_id() -> str:

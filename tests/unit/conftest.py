@@ -43,7 +43,7 @@ def small(text_file: Path) -> Words:
     """Return the words of a command line that trains a very small model, with further words behind them."""
 
     def words(*more: str) -> list[str]:
-        return [*SMALL, "data=text", f"data.path={text_file}", "train.max_iters=4", *more]
+        return [*SMALL, "data=text", "tokenizer=char", f"data.path={text_file}", "train.max_iters=4", *more]
 
     return words
 

@@ -48,6 +48,7 @@ MAY_USE: dict[str, set[str]] = {
     "generate": PARALLEL | {"words", "checkpoint", "backend"},
     "export": PARALLEL | {"words", "checkpoint", "backend"},
     "plan": PARALLEL | {"words", "backend", "launch"},
+    "prepare": PARALLEL,
     "cli": PARALLEL | {"backend", "train", "launch"},
     "__main__": {"cli"},
     "": {"composer", "train"},
@@ -99,6 +100,8 @@ LIGHT = {
     "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.generate": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.export": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.prepare.cli": ("torch", "mpi4py", "wandb", "matplotlib"),
+    "wordrun.data.piecework": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
     "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 

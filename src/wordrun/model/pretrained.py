@@ -42,7 +42,7 @@ def fetch(source: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise UserError(
-            f"hf:{source} is no folder here, and to get it from Hugging Face's hub needs: pip install 'wordrun[hub]'"
+            f"hf:{source} is no folder here, and to get it from Hugging Face's hub needs: pip install 'wordrun[hf]'"
         ) from None
     try:
         for name in FORMATS:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from wordrun import log
 from wordrun.composer import compose
-from wordrun.config import Config
+from wordrun.config import BPETokenizerConfig, Config
 from wordrun.errors import UserError
 from wordrun.plan import memory, show
 from wordrun.plan.options import DEVICES, PlanConfig, machine
@@ -29,6 +29,8 @@ of its own. It neither loads data nor touches a device. docs/plan.md says what t
 """
 VOCABULARIES = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 has, too")}
 """Rows of the embedding of presets that do not state them, by how their names begin."""
+SIZES = {"gpt2": 50257, "byte": 257}
+"""Words of tokenizers that have always the same."""
 CHARACTERS = {"shakespeare": 65}
 """Distinct characters of data sets that are known."""
 
@@ -76,6 +78,10 @@ def vocabulary(cfg: Config) -> tuple[int, str]:
     for name, (size, whose) in VOCABULARIES.items():
         if cfg.model.name.startswith(name):
             return size, f"assumed: {whose}; model.vocab_size=N for another"
+    if cfg.tokenizer.name in SIZES:
+        return SIZES[cfg.tokenizer.name], f"tokenizer={cfg.tokenizer.name}"
+    if isinstance(cfg.tokenizer, BPETokenizerConfig):
+        return cfg.tokenizer.vocab_size, "tokenizer.vocab_size"
     if cfg.data.name in CHARACTERS:
         return CHARACTERS[cfg.data.name], f"the characters of data={cfg.data.name}"
     return 256, f"assumed: data={cfg.data.name} is not read; model.vocab_size=N for another"

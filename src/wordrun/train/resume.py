@@ -23,7 +23,7 @@ from wordrun.config import Config, to_plain
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.model import outline
+from wordrun.model import outline, pretrained
 from wordrun.train import streams
 from wordrun.train.run import Start
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 FREE = {
     "model": {"name", "batch_size"},
-    "data": {"path", "url", "offline"},
+    "data": {"path", "url", "offline", "prepared", "workers", "stage", "ahead"},
+    "tokenizer": {"path", "train_mb"},
     "optimizer": {"gas"},
     "train": {
         "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
@@ -219,19 +220,22 @@ def check_same(cfg: Config, facts: Mapping[str, Any], resumed: Resumed) -> None:
         )  # fmt: skip
 
 
-def first_weights(cfg: Config, vocab_size: int) -> Mapping[str, torch.Tensor] | None:
+def first_weights(cfg: Config, vocab_size: int, world: dist.World) -> Mapping[str, torch.Tensor] | None:
     """Return what train.init_from names: weights by name, each read when it is asked for; None: random ones.
 
     Raises:
         UserError: there are none.
         ConfigError: they are another model's.
     """
-    if cfg.train.init_from is None:
+    source = cfg.train.init_from
+    if source is None:
         return None
-    saved = find(Path(cfg.train.init_from))
-    weights = saved.weights()
-    ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
+    if source.startswith("hf:"):
+        folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
+        return pretrained.open_weights(folder, cfg.model, vocab_size)
+    saved = find(Path(source))
     theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
+    ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
     different = [
         f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
         for name in sorted(ours.keys() | theirs.keys())
@@ -239,10 +243,10 @@ def first_weights(cfg: Config, vocab_size: int) -> Mapping[str, torch.Tensor] | 
     ]
     if different:
         raise ConfigError(
-            "\n".join([f"train.init_from={cfg.train.init_from} holds another model than model={cfg.model.name}:",
+            "\n".join([f"train.init_from={source} holds another model than model={cfg.model.name}:",
                        *different[:8], *(["  ..."] if different[8:] else [])])
         )  # fmt: skip
-    return weights
+    return saved.weights()
 
 
 def _shown(shape: torch.Size | None) -> str:

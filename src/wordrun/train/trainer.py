@@ -22,8 +22,9 @@ from wordrun.backend.base import StepResult
 from wordrun.checks import accumulation, check
 from wordrun.config import Config
 from wordrun.data import corpus as corpora
-from wordrun.data.loader import Batch, FixedSet, Sequences
-from wordrun.data.sources import locate
+from wordrun.data import orders
+from wordrun.data.ahead import Loader
+from wordrun.data.loader import Batch, FixedSet
 from wordrun.dist.collectives import all_sum
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError
@@ -87,7 +88,7 @@ class Trainer:
         self.run: Run
         try:
             self._build()
-            closers.insert(0, self.backend.close)
+            closers[:0] = [self.loader.close, self.backend.close]
             resume.take_up(self)
         except BaseException:
             self.close()
@@ -100,8 +101,7 @@ class Trainer:
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
         layout = check(cfg, world.size, world.local_size)
-        source = dist.share(locate(cfg.data) if world.rank == 0 else None, world)
-        self.corpus = corpora.load(cfg.data, source)
+        self.corpus = corpora.obtain(cfg, world)
         vocab_size = self.corpus.tokenizer.vocab_size
         if cfg.model.vocab_size is not None and cfg.model.vocab_size < vocab_size:
             raise ConfigError(
@@ -119,11 +119,14 @@ class Trainer:
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
         make_optimizer = partial(optim.adamw, cfg.optimizer)
-        weights = resume.first_weights(cfg, vocab_size)
+        weights = resume.first_weights(cfg, vocab_size, world)
         self.backend = backends.build(backends.Job(cfg, world, layout, vocab_size, make_optimizer, weights))
         self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
         self.gas = accumulation(cfg, layout.dp)
-        self.sequences = Sequences(self.corpus.train, cfg.model.block_size, cfg.train.seed)
+        self.sequences = orders.of_run(cfg, self.corpus)
+        self.loader = Loader(
+            self.sequences, cfg.model.batch_size, self.gas, self.dp_rank, layout.dp, self.backend.device, cfg.data.ahead
+        )
         wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
         self.validation = FixedSet(
             self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, self.dp_rank, layout.dp
@@ -163,7 +166,7 @@ class Trainer:
             return self.summary()
         with self._session() as hooks, streams.swapped(self.streams):
             while self.step < cfg.train.max_iters and not self.stop.agreed(self.step):
-                self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters)
+                self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters, self.layout.dp)
                 self.result = self._train_step()
                 self.position += self.sequences_per_step
                 if not finite.counts(self):
@@ -205,14 +208,9 @@ class Trainer:
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's sequences, a batch for each micro-step.
 
-        The step takes the next ``sequences_per_step`` sequences of the run. Which rank and which micro-step
-        gets which of them does not change what the step learns.
+        They are a function of the number of the step alone, which is therefore all that resuming needs.
         """
-        size, rank, ranks = self.cfg.model.batch_size, self.dp_rank, self.layout.dp
-        return [
-            self.sequences.batch(self.position + (micro * ranks + rank) * size, size).to(self.backend.device)
-            for micro in range(self.gas)
-        ]
+        return self.loader.step(self.position // self.sequences_per_step)
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
