@@ -11,20 +11,24 @@ from wordrun.config import (
     BACKENDS,
     DTYPES,
     INTERLEAVED,
+    MIX_PERIOD,
     SCHEDULES,
     ZERO_BUBBLE,
     BackendConfig,
+    BPETokenizerConfig,
     Config,
     DataConfig,
     DDPConfig,
     DeepSpeedConfig,
     FSDPConfig,
     GPTConfig,
+    HFTokenizerConfig,
     LlamaConfig,
     ModelConfig,
     OptimizerConfig,
     PPConfig,
     PyinstrumentConfig,
+    TokenizerConfig,
     WandbConfig,
 )
 from wordrun.dist.mesh import AXES, Layout, resolve
@@ -39,7 +43,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None: not known yet, and what depends on it is not checked.
         per_node: ranks on each node, if not all are on one.
     """
-    problems = [*_check_model(cfg.model), *_check_data(cfg.data), *_check_optimizer(cfg.optimizer)]
+    problems = [*_check_model(cfg.model), *_check_tokenizer(cfg.tokenizer), *_check_data(cfg.data)]
+    problems += _check_optimizer(cfg.optimizer)
     problems += [*_check_train(cfg), *_check_rest(cfg)]
     if ranks is None:
         if problems:
@@ -145,14 +150,51 @@ def _check_llama(model: LlamaConfig) -> list[str]:
 
 
 def _check_data(data: DataConfig) -> list[str]:
-    problems = _one_of("data.kind", data.kind, ["file", "download", "sample"])
+    problems = _one_of("data.kind", data.kind, ["file", "download", "sample", "hf", "shards", "mix"])
     problems += _one_of("data.offline", data.offline, ["error", "sample"])
     if data.kind in ("file", "download") and not data.path:
         problems.append(f"data={data.name} needs data.path=FILE, a text file")
+    if data.kind == "shards" and not data.path:
+        problems.append(f"data={data.name} needs data.path=FOLDER, a folder of .bin or .npy files")
     if data.kind == "download" and not (data.url and data.sha256):
         problems.append("data.kind=download needs data.url and data.sha256")
+    if data.kind == "hf" and not data.dataset:
+        problems.append(f"data={data.name} needs data.dataset=NAME of a Hugging Face data set, or a FOLDER")
     if not 0 < data.val_fraction < 1:
         problems.append(f"data.val_fraction={data.val_fraction} should be between 0 and 1")
+    problems += _positive("data", data, "shard_mb", "workers") + _not_negative("data", data, "ahead")
+    return problems + _check_mix(data)
+
+
+def _check_mix(data: DataConfig) -> list[str]:
+    if data.kind != "mix":
+        return [f"data.mix is for data=mix, not for data={data.name}: leave one of the two out"] if data.mix else []
+    if not data.mix:
+        return ["data=mix needs data.mix, the weight of each data set, such as 'data.mix={fineweb: 3, yelp: 1}'"]
+    problems = [
+        f"data.mix.{name}={weight:g} should be a number above 0"
+        for name, weight in data.mix.items()
+        if not 0 < weight < math.inf
+    ]
+    least = sum(data.mix.values()) / MIX_PERIOD
+    return problems or [
+        f"data.mix.{name}={weight:g} is less than 1 in {MIX_PERIOD} of all: leave it out, or raise it to {least:g}"
+        for name, weight in data.mix.items()
+        if weight < least
+    ]
+
+
+def _check_tokenizer(tokenizer: TokenizerConfig) -> list[str]:
+    problems = _one_of("tokenizer.name", tokenizer.name, ["char", "byte", "gpt2", "bpe", "hf"])
+    if isinstance(tokenizer, BPETokenizerConfig):
+        problems += _positive("tokenizer", tokenizer, "train_mb")
+        if tokenizer.vocab_size < 257:
+            problems.append(
+                f"tokenizer.vocab_size={tokenizer.vocab_size} should be at least 257: the bytes, and the mark between "
+                "documents"
+            )
+    if isinstance(tokenizer, HFTokenizerConfig) and not tokenizer.path:
+        problems.append("tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json")
     return problems
 
 
@@ -165,9 +207,28 @@ def _check_optimizer(optimizer: OptimizerConfig) -> list[str]:
         problems.append(
             f"optimizer.min_lr={optimizer.min_lr} is above optimizer.learning_rate={optimizer.learning_rate}"
         )
+    problems += _one_of("optimizer.scale_lr", optimizer.scale_lr, ["none", "sqrt", "linear"])
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             problems.append(f"optimizer.{name}={getattr(optimizer, name)} should be at least 0 and less than 1")
+    return problems
+
+
+def _check_saves(cfg: Config) -> list[str]:
+    train = cfg.train
+    problems = _not_negative("train", train, "checkpoint_interval") + _positive("train", train, "keep_checkpoints")
+    problems += _one_of("train.on_save_error", train.on_save_error, ["continue", "stop"])
+    problems += _one_of("train.on_nonfinite", train.on_nonfinite, ["stop", "skip", "rollback"])
+    if train.on_nonfinite == "skip" and cfg.backend.name == "deepspeed":
+        problems.append(
+            "train.on_nonfinite=skip: DeepSpeed's engine takes every step by itself; use train.on_nonfinite=rollback"
+        )
+    if train.on_nonfinite == "rollback" and not train.checkpoint_interval:
+        problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
+    if train.init_from and train.resume not in (None, "auto"):
+        problems.append(
+            f"train.resume={train.resume} continues a run, and train.init_from={train.init_from} begins one: choose one"
+        )
     return problems
 
 
@@ -180,6 +241,7 @@ def _check_train(cfg: Config) -> list[str]:
             problems.append(f"train.{name}={getattr(train, name)} should be at most {most}")
     if train.dtype not in DTYPES:
         problems += _one_of("train.dtype", train.dtype, list(DTYPES))
+    problems += _check_saves(cfg)
     checkpointing = train.activation_checkpointing
     if not (checkpointing.isdecimal() and int(checkpointing)):
         problems += _one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose as hydra_compose
@@ -20,7 +21,7 @@ from yaml import YAMLError
 
 from wordrun.checks import check
 from wordrun.config import BACKENDS, DTYPES, SCHEMAS, Config
-from wordrun.errors import ConfigError, nearest
+from wordrun.errors import ConfigError, UserError, nearest
 
 # What Hydra and OmegaConf raise for a wrong override.
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
@@ -65,7 +66,22 @@ def compose(
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
         raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, ranks, per_node))) from None
-    return to_config(composed, ranks=ranks, per_node=per_node)
+    # A continued run stays where it is, unless it is sent elsewhere.
+    moves = any(_name(override) == "hydra.run.dir" for override in overrides)
+    return to_config(composed, run_dir=None if moves else _run_to_continue(composed), ranks=ranks, per_node=per_node)
+
+
+def _run_to_continue(composed: DictConfig) -> str | None:
+    """Return the directory of the run that train.resume names by a path."""
+    from wordrun.checkpoint.folder import locate
+
+    wish = composed.train.resume
+    if wish in (None, "auto"):
+        return None
+    try:
+        return str(locate(Path(wish))[0])
+    except UserError as error:
+        raise ConfigError(f"train.resume={wish}: {error}") from None
 
 
 def to_config(
@@ -108,11 +124,20 @@ def register() -> None:
     store.store(name="schema", node=Config)
     for group, options in SCHEMAS.items():
         for option, node in options.items():
-            store.store(group=f"schema/{group}", name=option, node=node)
+            store.store(group=f"schema/{group}", name=option, node=_open(node))
     for backend in BACKENDS:
         content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
         for spelling in dict.fromkeys((backend, backend.lower())):
             store.store(group="train.backend", name=spelling, package="_global_", node=content)
+
+
+def _open(node: type[Any]) -> Any:
+    """Return the schema ``node``; its dictionaries, unlike the rest of the tree, take new keys."""
+    schema = OmegaConf.structured(node)
+    for key in schema:
+        if OmegaConf.is_dict(schema._get_node(key)):
+            OmegaConf.set_struct(schema._get_node(key), False)
+    return schema
 
 
 def run_id() -> str:

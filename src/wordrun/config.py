@@ -77,22 +77,93 @@ class LlamaConfig(ModelConfig):
 
 @dataclass
 class DataConfig:
-    """Where the text comes from."""
+    """Where the text comes from, and how it is cut into sequences."""
 
     name: str = "shakespeare"
     """Name of the data set; part of the run directory."""
     kind: str = "file"
-    """file (path), download (path, else url) or sample (embedded, made by a seeded generator)."""
+    """file (path), download (path, else url), sample (embedded, made by a seeded generator), hf (dataset) or shards
+    (path: a folder of tokens that somebody has prepared)."""
     path: str | None = None
-    """The text file, in UTF-8."""
+    """A text file in UTF-8, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; of shards their folder."""
     url: str | None = None
     """Where to download the file from if it is not at path."""
     sha256: str | None = None
     """Expected hash of the file; another content is refused."""
     offline: str = "error"
     """What to do when the download fails: error, or sample to train on the embedded text with a banner."""
+    text_key: str = "text"
+    """The field (.jsonl) or column (.parquet, hf) that holds the text."""
+    dataset: str | None = None
+    """A Hugging Face data set: its name, or a local folder."""
+    subset: str | None = None
+    """Configuration of the Hugging Face data set, such as sample-10BT."""
+    split: str = "train"
+    """Split of the Hugging Face data set that is prepared; the validation text is taken from it, too."""
+    revision: str | None = None
+    """Revision of the Hugging Face data set: a tag, branch or commit; null: the newest."""
     val_fraction: float = 0.1
-    """Share of the text, from its end, that is kept for validation."""
+    """Share that is kept for validation: of a text its end, of many documents every (1 / share)-th."""
+    prepared: str | None = None
+    """Folder of the prepared shards; null: a folder of its own under $WORDRUN_DATA_HOME/prepared."""
+    shard_mb: int = 64
+    """Text that makes one shard, in MB; the pieces that are prepared in parallel."""
+    workers: int | None = None
+    """Processes per rank that prepare; null: as many as there are cores for each rank."""
+    stage: str | None = None
+    """Copy the shards to this folder, on each node's own disk or in its memory, before training."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Several data sets by weight, as in {fineweb: 3, yelp: 1}; a key is a name of data=NAME, or a folder of shards."""
+    align: bool = False
+    """Begin each sequence where a document begins, if one does in its stretch of the tokens."""
+    ahead: int = 2
+    """Steps whose batches a thread builds while the current one computes."""
+
+
+MIX_PERIOD = 4096
+"""Sequences after which the shares of a mix are exactly those of data.mix, rounded to one."""
+
+
+@dataclass
+class TokenizerConfig:
+    """How text becomes numbers: char (one for each distinct character) or byte (256, and one between documents)."""
+
+    name: str = "char"
+    """char, byte, gpt2, bpe or hf."""
+
+
+@dataclass
+class GPT2TokenizerConfig(TokenizerConfig):
+    """GPT-2's byte pair encoding of 50,257 tokens, by tiktoken."""
+
+    name: str = "gpt2"
+    """char, byte, gpt2, bpe or hf."""
+    path: str | None = None
+    """Its vocabulary: a .tiktoken file, vocab.bpe or merges.txt, or a folder with one; null: tiktoken's cache."""
+
+
+@dataclass
+class BPETokenizerConfig(TokenizerConfig):
+    """Byte pair encoding, learned from the text itself: any language, any size, no network."""
+
+    name: str = "bpe"
+    """char, byte, gpt2, bpe or hf."""
+    vocab_size: int = 4096
+    """Tokens that are learned, at most: 256 bytes, the mark between documents, and merges."""
+    train_mb: int = 64
+    """Text that they are learned from, in MB, at most, taken evenly from the pieces of the source."""
+    path: str | None = None
+    """A tokenizer.json that has been learned already, instead."""
+
+
+@dataclass
+class HFTokenizerConfig(TokenizerConfig):
+    """The tokenizer of a Hugging Face model."""
+
+    name: str = "hf"
+    """char, byte, gpt2, bpe or hf."""
+    path: str | None = None
+    """Its folder, with tokenizer.json."""
 
 
 @dataclass
@@ -246,6 +317,8 @@ class OptimizerConfig:
     """Step at which min_lr is reached; null: train.max_iters."""
     min_lr: float | None = None
     """Lowest learning rate; null: a tenth of learning_rate."""
+    scale_lr: str = "none"
+    """Multiply learning_rate by the number of data-parallel ranks (linear), its square root (sqrt), or not (none)."""
     gas: int | None = None
     """Gradient accumulation steps: micro-steps per optimizer step; null: 1, or as train.global_batch_size needs."""
 
@@ -360,6 +433,7 @@ class Config:
     """Everything that a run depends on."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -390,6 +464,12 @@ def documentation(cls: type[Any]) -> dict[str, str]:
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {
     "model": {"gpt": GPTConfig, "llama": LlamaConfig},
+    "tokenizer": {
+        "char": TokenizerConfig,
+        "gpt2": GPT2TokenizerConfig,
+        "bpe": BPETokenizerConfig,
+        "hf": HFTokenizerConfig,
+    },
     "data": {"text": DataConfig},
     "backend": {name.lower(): node for name, node in BACKENDS.items()},
     "optimizer": {"adamw": OptimizerConfig},

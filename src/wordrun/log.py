@@ -19,6 +19,8 @@ from rich.logging import RichHandler
 LOGGER = logging.getLogger("wordrun")
 WARNINGS = logging.getLogger("py.warnings")  # Python's own, torch's among them
 FOR_FILES = {"for_files": True}
+# A warning that all ranks have alike, and that one of them may say for all.
+FIRST_RANK = {"first_rank": True}
 EARLY_RECORDS = 1000
 
 
@@ -33,7 +35,7 @@ class RankFilter(logging.Filter):
         """Say whether to show ``record``."""
         if self.rank == 0:
             return True
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING or hasattr(record, "first_rank"):
             return False
         if not getattr(record, "has_rank", False):  # two handlers see the same record
             record.msg = f"[rank {self.rank}] {record.msg}"

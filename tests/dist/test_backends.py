@@ -17,7 +17,8 @@ pytestmark = pytest.mark.timeout(420)
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 # A gentle learning rate: where a step overshoots, rounding errors of 1e-7 grow to 1e-2.
 SMALL = [
-    "data=text", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=20",
+    "data=text", "tokenizer=char", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
+    "train.max_iters=20",
     "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=2", "train.sample_tokens=3",
     "train.sample_prompt=The", "train.global_batch_size=8", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",
     "optimizer.grad_clip=0.9", "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TEXT = 100 * "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 SMALL = [
-    "data=text", "data.path=text.txt", "train.sample_prompt=The", "tracker=jsonl", "train.dtype=fp32",
+    "data=text", "tokenizer=char", "data.path=text.txt", "train.sample_prompt=The", "tracker=jsonl", "train.dtype=fp32",
     "train.device=cpu", "train.global_batch_size=8", "train.max_iters=20",
     "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3",
     "train.sample_interval=0", "train.sample_tokens=4", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",

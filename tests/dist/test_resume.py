@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 STEPS = 12
 SMALL = [
-    "data=text", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
+    "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
     f"train.max_iters={STEPS}", f"optimizer.lr_decay_iters={STEPS}", "train.log_interval=1", "train.eval_interval=4",
     "train.eval_iters=2", "train.sample_tokens=0", "train.global_batch_size=8", "optimizer.warmup_iters=2",
     "optimizer.learning_rate=2e-3", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "train.save_best=false", "model.n_layer=4",

@@ -71,3 +71,14 @@ def test_times_are_the_devices(tmp_path: Path) -> None:
         assert 0 < m["dtf"] < m["dt"]
         assert 0 < m["dtb"] < m["dt"]
         assert m["mfu"] is None or 0 < m["mfu"] < 100
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_run_goes_on_as_if_it_had_not_stopped(dtype: str, tmp_path: Path) -> None:
+    """Dropout's streams are the device's; in fp16 the scale of the loss goes on, too."""
+    words = (f"train.dtype={dtype}", "model.dropout=0.1", "train.checkpoint_interval=10", "train.keep_checkpoints=9")
+    whole, _ = train(tmp_path / "whole", *words)
+    checkpoint = tmp_path / "whole/checkpoints/step-00000010"
+    on, record = train(tmp_path / "on", *words, f"train.resume={checkpoint}")
+    assert record["resumed_from"]["step"] == 10
+    assert [m["loss"] for m in on] == pytest.approx([m["loss"] for m in whole], rel=1e-5 if dtype == "fp32" else 1e-3)

@@ -67,7 +67,11 @@ README_LINES = [
 ]
 
 
-SHORT = [line for line in README_LINES if re.search(r"smoke|test_dist|--help|--dry-run|--doctor|wordrun\.plan", line)]
+SHORT = [
+    line
+    for line in README_LINES
+    if re.search(r"smoke|test_dist|--help|--dry-run|--doctor|wordrun\.plan|wordrun\.prepare", line)
+]
 
 
 @pytest.mark.parametrize("line", SHORT)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from wordrun.model import Transformer
 
 SMALL = (
     "tracker=jsonl", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=8", "model.batch_size=4",
@@ -38,6 +43,49 @@ def small(text_file: Path) -> Words:
     """Return the words of a command line that trains a very small model, with further words behind them."""
 
     def words(*more: str) -> list[str]:
-        return [*SMALL, "data=text", f"data.path={text_file}", "train.max_iters=4", *more]
+        return [*SMALL, "data=text", "tokenizer=char", f"data.path={text_file}", "train.max_iters=4", *more]
 
     return words
+
+
+SaveRun = Callable[..., "Transformer"]
+
+
+@pytest.fixture(scope="session")
+def save_run() -> SaveRun:
+    """Write a checkpoint of a model that ``words`` describe into a run directory, and return the model.
+
+    Its weights are far from their first values: it is sure of what follows.
+    """
+    import os
+
+    import torch
+
+    import wordrun
+    from wordrun import model as models
+    from wordrun.checkpoint import folder as folders
+    from wordrun.checkpoint import pieces
+    from wordrun.config import to_plain
+    from wordrun.data.tokenizers import CharTokenizer
+
+    def save(run: Path, *words: str, step: int = 100, text: str = TEXT) -> Transformer:
+        tokenizer = CharTokenizer.of_text(text)
+        cfg = wordrun.compose([*SMALL, *words])
+        model = models.build(cfg.model, tokenizer.vocab_size, seed=step).eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(8) if p.dim() > 1 else p.add_(torch.linspace(-0.3, 0.3, len(p)))
+        draft = folders.Draft(run, step)
+        draft.begin()
+        own = [pieces.piece_of(f"model.{name}", p) for name, p in model.named_parameters()]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            pieces.write(draft.path, own, None)
+        folders.write_text(draft.path / folders.TOKENIZER, tokenizer.to_json())
+        draft.publish({
+            "files": folders.describe(draft.path, os.listdir(draft.path)), "config": to_plain(cfg),
+            "vocab_size": tokenizer.vocab_size, "backend": {"kind": "pieces"},
+        })  # fmt: skip
+        return model
+
+    return save

@@ -23,10 +23,12 @@ from wordrun.composer import Tree, as_yaml, compose
 from wordrun.config import (
     SCHEMAS,
     SECTIONS,
+    BPETokenizerConfig,
     Config,
     DataConfig,
     DDPConfig,
     GPTConfig,
+    HFTokenizerConfig,
     LlamaConfig,
     ModelConfig,
     TPConfig,
@@ -69,6 +71,17 @@ def complaints(action: Callable[[], object]) -> list[str]:
 
 # The schema and the files
 
+TOKENIZER_OF_DATA = "override /tokenizer@_global_.tokenizer"
+"""How a data set's file chooses its tokenizer."""
+NEEDED = {
+    ("data", "text"): ["data.path=a.txt"],
+    ("data", "shards"): ["data.path=a"],
+    ("data", "hf"): ["data.dataset=a"],
+    ("data", "mix"): ["data.mix={fineweb: 3, a: 1}"],
+    ("tokenizer", "hf"): ["tokenizer.path=a"],
+}
+"""What a file cannot be chosen without."""
+
 
 @pytest.mark.parametrize("node", DATACLASSES, ids=lambda node: node.__name__)
 def test_every_option_says_what_it_means(node: type[Any]) -> None:
@@ -85,7 +98,8 @@ def test_every_file_composes_and_converts(round_: int) -> None:
     chosen = {group: names[round_ % len(names)] for group, names in FILES.items()}
     backend, experiment = chosen.pop("backend"), chosen.pop("experiment")
     assert isinstance(compose([f"experiment={experiment}"]), Config)  # its shapes need not suit every model
-    cfg = compose([f"train.backend={backend}", *(f"{g}={name}" for g, name in chosen.items()), "data.path=a.txt"])
+    needed = [word for choice in chosen.items() for word in NEEDED.get(choice, [])]
+    cfg = compose([f"train.backend={backend}", *(f"{g}={name}" for g, name in chosen.items()), *needed])
     assert isinstance(cfg, Config)
     assert cfg.backend.name.lower() == cfg.train.backend.lower() == backend
     assert cfg.tracker.name == chosen["tracker"]
@@ -101,7 +115,8 @@ def test_a_preset_is_known_by_the_name_of_its_file(name: str) -> None:
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group in SCHEMAS for name in FILES[group]])
 def test_files_hold_only_differences(group: str, name: str) -> None:
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-    (base,) = content.pop("defaults")
+    base, *others = content.pop("defaults")
+    assert [key for other in others for key in other if (group, key) != ("data", TOKENIZER_OF_DATA)] == []
     schema = re.fullmatch(rf"/schema/{group}/(\w+)@_here_", base)
     assert schema, base
     defaults = asdict(SCHEMAS[group][schema[1]]())
@@ -363,6 +378,19 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"data__kind": "download", "data__path": "a.txt"}, ["data.url", "data.sha256"]),
     ({"data__offline": "smaple"}, ["data.offline=smaple", "did you mean 'sample'?"]),
     ({"data__val_fraction": 1.0}, ["data.val_fraction=1.0", "between 0 and 1"]),
+    ({"data__kind": "hf"}, ["data=sample", "data.dataset=NAME"]),
+    ({"data__kind": "shards"}, ["data=sample", "data.path=FOLDER"]),
+    ({"data__kind": "mix"}, ["data=mix", "data.mix={fineweb: 3"]),
+    ({"data__mix": {"a": 1.0}}, ["data.mix", "data=mix", "data=sample"]),
+    ({"data": DataConfig("mix", "mix", mix={"a": 1.0, "b": 0.0})}, ["data.mix.b=0", "above 0"]),
+    ({"data": DataConfig("mix", "mix", mix={"a": 1.0, "b": 1e-5})}, ["data.mix.b=1e-05", "raise it to 0.000244"]),
+    ({"data__shard_mb": 0}, ["data.shard_mb=0", "at least 1"]),
+    ({"data__workers": 0}, ["data.workers=0", "at least 1"]),
+    ({"data__ahead": -1}, ["data.ahead=-1", "negative"]),
+    ({"tokenizer__name": "cahr"}, ["tokenizer.name=cahr", "did you mean 'char'?"]),
+    ({"tokenizer": BPETokenizerConfig(vocab_size=100)}, ["tokenizer.vocab_size=100", "at least 257"]),
+    ({"tokenizer": HFTokenizerConfig()}, ["tokenizer=hf", "tokenizer.path=FOLDER"]),
+    ({"optimizer__scale_lr": "liner"}, ["optimizer.scale_lr=liner", "did you mean 'linear'?"]),
     ({"optimizer__gas": 0}, ["optimizer.gas=0", "at least 1"]),
     ({"optimizer__learning_rate": 0.0}, ["optimizer.learning_rate=0.0", "above 0"]),
     ({"optimizer__learning_rate": math.nan}, ["optimizer.learning_rate=nan"]),

@@ -78,7 +78,7 @@ def two_steps(figures: Meter) -> dict[str, float]:
         time.sleep(0.02)
         figures.clock.lap("backward")
         figures.count_step()
-    return figures.line(7, RESULT, 0.001)
+    return figures.line(7, 7 * 24, RESULT, 0.001)
 
 
 @pytest.mark.usefixtures("alone")
@@ -123,7 +123,7 @@ def test_a_line_starts_a_new_mean() -> None:
     for label in ("forward", "backward"):
         figures.clock.lap(label)
     figures.count_step()
-    assert figures.line(8, RESULT, 0.001)["dt"] < 0.01
+    assert figures.line(8, 8 * 24, RESULT, 0.001)["dt"] < 0.01
 
 
 def test_time_before_the_start_is_not_counted() -> None:

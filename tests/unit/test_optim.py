@@ -40,6 +40,17 @@ def test_the_end_is_the_runs_unless_it_is_set() -> None:
     assert learning_rate(later, 300, 300) == pytest.approx(0.55 * cfg.learning_rate)
 
 
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("sqrt", 4), ("linear", 16)])
+def test_the_rate_grows_with_the_data_parallel_ranks(rule: str, factor: int) -> None:
+    cfg = OptimizerConfig(learning_rate=1e-3, warmup_iters=100, scale_lr=rule)
+    for step in (0, 60, 100, 1050, 2000):
+        alone = learning_rate(cfg, step, 2000)
+        assert learning_rate(cfg, step, 2000, dp=16) == pytest.approx(factor * alone)
+        assert learning_rate(cfg, step, 2000, dp=1) == alone
+    floor = OptimizerConfig(learning_rate=1e-3, warmup_iters=0, min_lr=1e-4, scale_lr=rule)
+    assert learning_rate(floor, 2000, 2000, dp=16) == pytest.approx(1e-4)  # what is set stays
+
+
 def test_decay_can_be_turned_off() -> None:
     cfg = OptimizerConfig(decay_lr=False, warmup_iters=10)
     assert [learning_rate(cfg, step, 50) for step in (10, 30, 90)] == [cfg.learning_rate] * 3

@@ -21,8 +21,9 @@ from wordrun.launch import site as sites
 from wordrun.plan import memory
 from wordrun.plan.cli import main, vocabulary
 from wordrun.plan.memory import Memory, Weights, in_flight
-from wordrun.plan.options import DEVICES, PlanConfig, machine, parse
+from wordrun.plan.options import DEVICES, PlanConfig, machine
 from wordrun.plan.ways import Advice, Estimate, Planner, advise
+from wordrun.words import parse
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -178,7 +179,7 @@ def estimates(*words: str) -> dict[str, Estimate]:
 
 
 def planned(*words: str) -> tuple[Planner, list[Any]]:
-    options, overrides = parse(words)
+    options, overrides = parse(PlanConfig, words, prefix="plan.")
     cfg, devices = compose(overrides), machine(options)
     planner = Planner(cfg, memory.read(cfg.model, vocabulary(cfg)[0], devices.on_cpu), devices)
     return planner, planner.rows()

@@ -85,9 +85,12 @@ def test_the_loss_falls_far_below_the_entropy_of_characters(learned: tuple[Path,
 
 def test_the_run_directory_has_these_files(learned: tuple[Path, Summary, Config]) -> None:
     folder = learned[0]
-    assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
+    files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert {name for name in files if not name.startswith("checkpoints/")} == {
         "config.yaml", "run.json", "metrics.jsonl", "log.txt", "samples.txt", "plots/loss.png", "plots/throughput.png",
+        ".lock",
     }  # fmt: skip
+    assert "checkpoints/step-00000250/manifest.json" in files
 
 
 def test_metrics_have_the_names_and_steps_of_the_design(learned: tuple[Path, Summary, Config]) -> None:
@@ -431,10 +434,10 @@ def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path) -> None:
         out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
     told = record(folder)
-    assert told["exit_reason"] == "stopped by SIGINT"
+    assert told["exit_reason"] == "stopped by SIGINT, saved"
     lines = read(folder)
     assert told["steps"] == lines[-1]["step"] >= 3
-    assert f"stopped by SIGINT after {told['steps']} steps" in out
+    assert f"stopped by SIGINT, saved (after {told['steps']} steps)" in out
     assert (folder / "plots" / "loss.png").exists()
 
 
@@ -447,6 +450,6 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_a_loss_that_is_not_a_number_is_still_json(small: Words, tmp_path: Path) -> None:
     words = small("optimizer.learning_rate=1e30", "optimizer.warmup_iters=0", "optimizer.grad_clip=0")
-    lines = run([*words, "train.sample_tokens=0", "train.log_interval=1"], tmp_path / "run")[1]
+    lines = run([*words, "train.sample_tokens=0", "train.max_iters=1"], tmp_path / "run")[1]
     assert lines[-1]["val_loss"] is None
     json.loads((tmp_path / "run" / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))

@@ -6,6 +6,7 @@ wandb reads its files in Go by now, its former Python reader is gone, and ``scan
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import struct
 import time
@@ -199,3 +200,30 @@ def test_a_run_without_wandb_has_nothing_of_it(small: Words, tmp_path: Path) -> 
     with wordrun.Trainer(wordrun.compose(small(f"hydra.run.dir={tmp_path}/run"))) as trainer:
         trainer.train()
     assert not (tmp_path / "run" / "wandb").exists()
+
+
+def test_a_continued_run_is_the_same_run_without_repeated_steps(
+    offline: Path, records: list[Any], small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(offline, folder, symlinks=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n')  # logged after the last checkpoint, before the run was killed
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    words = small("tracker=wandb", "tracker.project=shakes", "train.log_interval=1", "train.resume=auto")
+    words.remove("tracker=jsonl")
+    with wordrun.Trainer(wordrun.compose([*words, "train.max_iters=7", f"hydra.run.dir={folder}"])) as trainer:
+        trainer.train()
+    before = {path.name for path in offline.glob("wandb/offline-run-*")}
+    (new,) = [path for path in folder.glob("wandb/offline-run-*") if path.name not in before]
+    (file,) = new.glob("run-*.wandb")
+    later = [wandb_internal_pb2.Record.FromString(data) for data in scan(file.read_bytes())]
+    ids = [
+        next(each.run.run_id for each in part if each.WhichOneof("record_type") == "run") for part in (records, later)
+    ]
+    assert ids[0] == ids[1]
+    told = [each.history for each in later if each.WhichOneof("record_type") == "history"]
+    steps = {json.loads(i.value_json) for h in told for i in h.item if (i.key or ".".join(i.nested_key)) == "_step"}
+    assert steps == {6, 7}
+    assert [line["step"] for line in read(folder) if "loss" in line] == [1, 2, 4, 5, 6, 7]

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wordrun.data.shards import Tokens
 from wordrun.errors import ConfigError
 
 ROUNDS = 6  # 4 make a Feistel network of random functions a pseudo-random permutation (Luby and Rackoff 1988)
 BLOCK = 4096  # places of the shuffle that are computed at once; NumPy is slow on a handful of numbers
 Indices = NDArray[np.uint64]
+Array = NDArray[np.integer] | Tokens
 
 
 class Permutation:
@@ -64,18 +67,49 @@ class Batch:
     tokens: Tensor
     targets: Tensor
 
+    @classmethod
+    def empty(cls, size: int, block_size: int, *, pinned: bool = False) -> Batch:
+        """Return a batch of ``size`` sequences that is still to be filled."""
+        return cls(*(torch.empty(size, block_size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)))
+
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; from pinned memory the copy does not hold up the host."""
         if device.type == "cpu":
             return self
-        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in (self.tokens, self.targets)))
+        pinned = (t if t.is_pinned() else t.pin_memory() for t in (self.tokens, self.targets))
+        return Batch(*(t.to(device, non_blocking=True) for t in pinned))
+
+
+class Order(Protocol):
+    """The training sequences of a run, by their index."""
+
+    block_size: int
+    per_epoch: int
+    """Sequences of an epoch; of a mix, of its longest part."""
+
+    def fill(self, first: int, batch: Batch) -> None:
+        """Put the sequences from index ``first`` of the run on into ``batch``."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Return the ``count`` sequences from index ``first`` of the run on; epochs follow each other without a gap."""
+
+    def epoch_of(self, index: int) -> float:
+        """Return how many epochs lie before sequence ``index``."""
 
 
 class Sequences:
-    """The training sequences of one corpus, by their index in the run."""
+    """The training sequences of one corpus, by their index in the run.
 
-    def __init__(self, tokens: NDArray[np.integer], block_size: int, seed: int) -> None:
-        self.tokens, self.block_size, self.seed = tokens, block_size, seed
+    Args:
+        tokens: of the corpus.
+        block_size: T, the length of a sequence.
+        seed: of the order.
+        align: the token that stands before each document. A sequence then begins with the first one among its own
+            tokens, if there is one, and goes on into those of the next.
+    """
+
+    def __init__(self, tokens: Array, block_size: int, seed: int, align: int | None = None) -> None:
+        self.tokens, self.block_size, self.seed, self.align = tokens, block_size, seed, align
         # One less than fits, so that an epoch may begin at any offset below block_size.
         self.per_epoch = (len(tokens) - block_size) // block_size
         self._block: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, 0), np.empty(0, np.int64))
@@ -87,14 +121,23 @@ class Sequences:
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the ``count`` sequences from index ``first`` of the run on; epochs follow each other without a gap."""
-        return cut(self.tokens, self.starts(first, count), self.block_size)
+        batch = Batch.empty(count, self.block_size)
+        self.fill(first, batch)
+        return batch
+
+    def fill(self, first: int, batch: Batch) -> None:
+        """Put the sequences from index ``first`` of the run on into ``batch``."""
+        starts = self.starts(first, len(batch.tokens))
+        if self.align is not None:
+            starts = self._aligned(starts, self.align)
+        fill(batch, self.tokens, starts)
 
     def epoch_of(self, index: int) -> float:
         """Return how many epochs lie before sequence ``index``."""
         return index / self.per_epoch
 
     def starts(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return where in the tokens the sequences that ``batch`` would cut begin."""
+        """Return where in the tokens the sequences that ``batch`` would cut begin, before they are aligned."""
         return np.concatenate([self._starts(e, at, n) for e, at, n in self._spans(first, count)])
 
     def _spans(self, first: int, count: int) -> list[tuple[int, int, int]]:
@@ -108,20 +151,41 @@ class Sequences:
 
     def _starts(self, epoch: int, at: int, count: int) -> NDArray[np.int64]:
         block = at // BLOCK * BLOCK
-        if self._block[0] != (epoch, block):
+        of, starts = self._block  # at once: another thread may be at work, too
+        if of != (epoch, block):
             key = f"{self.seed}/{epoch}"
             offset = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % self.block_size
             places = np.arange(block, min(block + BLOCK, self.per_epoch))
-            order = Permutation(self.per_epoch, key)(places)
-            self._block = ((epoch, block), offset + self.block_size * order)
-        return self._block[1][at - block : at - block + count]
+            starts = offset + self.block_size * Permutation(self.per_epoch, key)(places)
+            self._block = ((epoch, block), starts)
+        return starts[at - block : at - block + count]
+
+    def _aligned(self, starts: NDArray[np.int64], mark: int) -> NDArray[np.int64]:
+        """Return ``starts``, each moved to the first ``mark`` of its sequence."""
+        moves = (rows(self.tokens, starts, self.block_size) == mark).argmax(axis=1)  # 0 where there is none
+        moved: NDArray[np.int64] = starts + moves
+        return np.minimum(moved, len(self.tokens) - self.block_size - 1)
 
 
-def cut(tokens: NDArray[np.integer], starts: NDArray[np.int64], block_size: int) -> Batch:
+def rows(tokens: Array, starts: NDArray[np.int64], width: int) -> NDArray[np.integer]:
+    """Return the ``width`` tokens from each of ``starts`` on, (len(starts), width)."""
+    if isinstance(tokens, Tokens):
+        return tokens.rows(starts, width)
+    return np.stack([tokens[s : s + width] for s in starts.tolist()])
+
+
+def fill(batch: Batch, tokens: Array, starts: NDArray[np.int64]) -> None:
+    """Put the sequences that begin at ``starts``, and what follows each of their tokens, into ``batch``."""
+    both = rows(tokens, starts, batch.tokens.shape[1] + 1)
+    np.copyto(batch.tokens.numpy(), both[:, :-1], casting="unsafe")
+    np.copyto(batch.targets.numpy(), both[:, 1:], casting="unsafe")
+
+
+def cut(tokens: Array, starts: NDArray[np.int64], block_size: int) -> Batch:
     """Return the sequences of ``block_size`` tokens that begin at ``starts``, with what follows each token."""
-    windows = np.stack([tokens[s : s + block_size + 1] for s in starts.tolist()]).astype(np.int64)
-    both = torch.from_numpy(windows)
-    return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+    batch = Batch.empty(len(starts), block_size)
+    fill(batch, tokens, starts)
+    return batch
 
 
 class FixedSet:
@@ -132,7 +196,7 @@ class FixedSet:
     """
 
     def __init__(
-        self, tokens: NDArray[np.integer], block_size: int, batch_size: int, count: int | None,
+        self, tokens: Array, block_size: int, batch_size: int, count: int | None,
         rank: int = 0, size: int = 1,
     ) -> None:  # fmt: skip
         whole = (len(tokens) - 1) // block_size

@@ -34,11 +34,14 @@ def locate(data: DataConfig) -> Source:
     Raises:
         UserError: it can be had neither from its path nor from its address.
     """
+    if data.kind == "hf":
+        parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
+        return Source(None, "Hugging Face data set " + ", ".join(part for part in parts if part))
     if data.kind == "sample":
         return Source(None, "embedded sample, made by a seeded generator")
     assert data.path is not None  # config.check
     path = Path(os.path.expanduser(data.path)).absolute()
-    if data.kind == "file":
+    if data.kind in ("file", "shards"):
         return Source(str(path), str(path))
     if path.exists():
         _check_hash(path, data)

@@ -221,7 +221,7 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     import torch.distributed
     from torch.distributed import distributed_c10d as c10d
 
-    chosen = _choose_device(device, world)
+    chosen = choose_device(device, world)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
     world = replace(world, device=str(chosen))
@@ -255,7 +255,16 @@ def _leave() -> None:
     _joined.world, _joined.store, _joined.users = None, None, 0
 
 
-def _choose_device(kind: str, world: World) -> torch.device:
+def choose_device(kind: str, world: World) -> torch.device:
+    """Return the device of ``world``'s process.
+
+    Args:
+        kind: ``auto`` (the accelerator if there is one, else the CPU), ``cpu``, ``cuda`` or ``xpu``.
+        world: who shares this node's devices.
+
+    Raises:
+        WorldError: torch finds no such device.
+    """
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

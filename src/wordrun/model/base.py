@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+from wordrun.model.cache import Past
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class Block(nn.Module):
         self.norm_2 = norm_2
         self.mlp = mlp
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after this block; x and result (B, T, C)."""
-        x = x + self.attention(self.norm_1(x))
+    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
+        """Return the residual stream after this block; x and result (B, T, C), ``past`` what came before."""
+        x = x + self.attention(self.norm_1(x), past=past)
         return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
 
 
@@ -154,8 +156,8 @@ class Transformer(nn.Module):
             "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return where the residual stream begins, (B, T, C)."""
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Return where the residual stream begins, (B, T, C); ``start`` is the position of the first token."""
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
     def tie(self) -> None:
@@ -163,30 +165,33 @@ class Transformer(nn.Module):
         if self.tied and self.is_first and self.is_last:
             self.head.weight = self.tokens.weight
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, at: int | None = None, pasts: Sequence[Past] | None = None
+    ) -> Tensor:
         """Return what the next part needs; of the last part the losses, or the logits.
 
         Args:
             x: (B, T) token numbers, T at most block_size; for a later part, what the one before returns.
             targets: (B, T) the tokens that should follow.
             at: the token whose logits alone are wanted.
+            pasts: what came before ``x``, for each block of this part; ``x`` is added to it.
 
         Returns:
             (B, T, C); of the last part with targets (B,), the mean over each sequence's tokens in nats, else (B, T, V),
             or (B, V) of token ``at``.
         """
-        x = self.features(x)
+        x = self.features(x, pasts)
         if not self.is_last:
             return x
         logits = self.head(x if at is None else x[:, at])
         return logits if targets is None else losses_of_sequences(logits, targets)
 
-    def features(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor, pasts: Sequence[Past] | None = None) -> Tensor:
         """Return the residual stream (B, T, C) at the end of this part; normalised at the end of the last."""
         if self.is_first:
-            x = self.embed(x)
-        for block in self.blocks.values():
-            x = block(x)
+            x = self.embed(x, pasts[0].length if pasts else 0)
+        for block, past in zip(self.blocks.values(), pasts or repeat(None), strict=False):
+            x = block(x, past=past)
         return self.norm(x) if self.is_last else x
 
     def num_parameters(self) -> int:

@@ -50,8 +50,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
 
     Args:
         q: queries, (B, N, T, H).
-        k: keys, (B, M, T, H): M divides N, and N / M heads of queries that follow each other share a head of keys.
-        v: values, (B, M, T, H).
+        k: keys, (B, M, S, H): M divides N, and N / M heads of queries that follow each other share a head of keys. The
+            queries are the last T of S tokens; T = S with dropout.
+        v: values, (B, M, S, H).
         p: dropout probability of the attention weights.
     """
     by_hand = p > 0 and q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -60,7 +61,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     if not by_hand:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)
+        T, S = q.shape[2], k.shape[2]
+        # The last token sees all there are; a run of several at the end needs a mask of its own.
+        seen = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=p, is_causal=T == S, enable_gqa=grouped)
     # torch's fused kernel for CPUs has no dropout, and what torch does in its place draws from Bernoulli.
     B, N, T, H = q.shape
     hidden = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
 from wordrun.model.base import Block, Kept, Transformer
+from wordrun.model.cache import Past
 from wordrun.model.dropout import Dropout, causal_attention
 
 
@@ -28,11 +29,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
         """Return what each token gathers from itself and the tokens before it; x and result (B, T, C)."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
         q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (B, N, T, H)
+        if past is not None:
+            k, v = past.add(k, v)
         y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
@@ -72,9 +75,9 @@ class GPT(Transformer):
         """Return a norm."""
         return nn.LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Return token plus position, (B, T, C)."""
-        positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        positions = self.positions(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:

@@ -5,9 +5,10 @@ LlamaForCausalLM. It needs tensors alone, not that library.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
@@ -46,6 +47,16 @@ LLAMA_NAMES = {
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files hold beside the weights."""
 
+NO_MARKS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+"""transformers would else take tokens of its own to end a text."""
+STRETCH = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": TRAINED_LENGTH,
+}
+"""What Llama 3.1 and later say of their rotary embedding besides the factor."""
+
 
 def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' model with the weights ``state`` of ours, or of a part of it.
@@ -67,32 +78,69 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
     Raises:
         ConfigError: names every weight that only one of the two has, and those of other shapes.
     """
-    theirs = {name: tensor for name, tensor in state.items() if not NO_WEIGHTS.fullmatch(name)}
-    if isinstance(cfg, GPTConfig):  # the published files leave the first word out
-        theirs = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): x for name, x in theirs.items()}
-        if not cfg.bias:
-            theirs = {name: x for name, x in theirs.items() if not name.endswith(".bias") or x.any()}
-    embedding = theirs.get(_their_name("tokens.weight", cfg))
-    model = outline(cfg, 1 if embedding is None else embedding.shape[0])
-    if model.tied and embedding is not None:  # files of tied models may lack the copy
-        theirs.setdefault("lm_head.weight", embedding)
-    wanted = {_their_name(name, cfg): (name, ours.shape) for name, ours in model.state_dict().items()}
-    problems = [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - theirs.keys()]
-    problems += [f"the checkpoint has {name}, but model={cfg.name} does not" for name in theirs.keys() - wanted.keys()]
-    if embedding is not None and model.tied and not embedding.equal(theirs["lm_head.weight"]):
-        problems.append(f"lm_head.weight is not the embedding in the checkpoint, but it is in model={cfg.name}")
-    result = {}
-    for their_name in wanted.keys() & theirs.keys():
-        name, shape = wanted[their_name]
-        result[name] = _to_ours(name, theirs[their_name], cfg)
-        if result[name].shape != shape:
-            shapes = f"{tuple(result[name].shape)} in the checkpoint, but {tuple(shape)}"
-            problems.append(f"{their_name} is our {name}, {shapes} in model={cfg.name}")
+    names, problems = match(state, {name: tensor.shape for name, tensor in state.items()}, cfg)
     if problems:
-        raise ConfigError(
-            "\n".join([*sorted(problems), "choose the model, and its options, that the checkpoint holds"])
-        )
-    return result
+        raise ConfigError("\n".join([*problems, "choose the model, and its options, that the checkpoint holds"]))
+    return dict(Converted(state, names, cfg))
+
+
+class Converted(Mapping[str, Tensor]):
+    """transformers' weights under our names and in our layout, each made when it is asked for."""
+
+    def __init__(self, theirs: Mapping[str, Tensor], names: Mapping[str, str], cfg: ModelConfig) -> None:
+        self._theirs, self._names, self._cfg = theirs, names, cfg
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one weight, of the type that it has there."""
+        tensor = _to_ours(name, self._theirs[self._names[name]], self._cfg)
+        return tensor[: self._cfg.block_size] if name == "positions.weight" else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def match(
+    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], cfg: ModelConfig
+) -> tuple[dict[str, str], list[str]]:
+    """Find each weight of the model that ``cfg`` describes among transformers'.
+
+    Args:
+        theirs: weights, few and small ones of which are looked at.
+        shapes: of all of them. There may be more positions than ``cfg.block_size``: the first are taken.
+        cfg: shapes; without ``vocab_size`` the embedding has as many rows as theirs.
+
+    Returns:
+        Our names to those in ``theirs``, and what is wrong, a line for each weight.
+    """
+    found = {name: name for name in shapes if not NO_WEIGHTS.fullmatch(name)}
+    if isinstance(cfg, GPTConfig):  # the published files leave the first word out
+        found = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): name for name in found}
+        if not cfg.bias:
+            found = {key: name for key, name in found.items() if not name.endswith(".bias") or theirs[name].any()}
+    embedding = found.get(_their_name("tokens.weight", cfg))
+    model = outline(cfg, 1 if embedding is None else shapes[embedding][0])
+    problems = []
+    if model.tied and embedding is not None:  # files of tied models may lack the copy
+        copy = found.setdefault("lm_head.weight", embedding)
+        if copy != embedding and not theirs[copy].equal(theirs[embedding]):
+            problems.append(f"lm_head.weight is not the embedding in the checkpoint, but it is in model={cfg.name}")
+    wanted = {_their_name(name, cfg): (name, ours) for name, ours in model.state_dict().items()}
+    problems += [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - found.keys()]
+    problems += [f"the checkpoint has {name}, but model={cfg.name} does not" for name in found.keys() - wanted.keys()]
+    names = {}
+    for their_name, (name, ours) in wanted.items():
+        if their_name not in found:
+            continue
+        names[name] = found[their_name]
+        there, here = tuple(shapes[found[their_name]]), tuple(_to_theirs(name, ours, cfg).shape)
+        enough = name == "positions.weight" and there[0] > here[0] and there[1:] == here[1:]
+        if there != here and not enough:
+            shown = f"{there} in the checkpoint, but {here} in model={cfg.name}"
+            problems.append(f"{their_name} is our {name}, {shown}")
+    return names, sorted(problems)
 
 
 def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
@@ -115,15 +163,9 @@ def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "resid_pdrop": cfg.dropout,
             "embd_pdrop": cfg.dropout,
             "attn_pdrop": cfg.dropout,
+            **NO_MARKS,
         }
     assert isinstance(cfg, LlamaConfig)
-    stretched = {
-        "rope_type": "llama3",
-        "factor": cfg.rope_factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": TRAINED_LENGTH,
-    }
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -135,10 +177,11 @@ def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "num_key_value_heads": cfg.n_kv_head or cfg.n_head,
         "intermediate_size": cfg.n_hidden,
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": stretched if cfg.rope_factor != 1 else None,
+        "rope_scaling": {**STRETCH, "factor": cfg.rope_factor} if cfg.rope_factor != 1 else None,
         "rms_norm_eps": cfg.norm_eps,
         "attention_dropout": cfg.dropout,
         "tie_word_embeddings": cfg.tie,
+        **NO_MARKS,
     }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
 from wordrun.model.base import Block, Kept, Transformer
+from wordrun.model.cache import Past
 from wordrun.model.dropout import Dropout, causal_attention
 
 TRAINED_LENGTH = 8192
@@ -74,23 +75,27 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
         """Return what each token gathers from itself and the tokens before it; x and result (B, T, C)."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
-        table = self.table(q)
-        q, k = rotate(q, *table), rotate(k, *table)
-        y = causal_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.dropout if self.training else 0.0
-        )
+        table = self.table(q, past.length if past else 0)
+        q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
+        if past is not None:
+            k, v = past.add(k, v)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
-    def table(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotary table for ``q`` (B, T, heads, H), which all blocks share."""
+    def table(self, q: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the rotary table for ``q`` (B, T, heads, H) from position ``start``, which all blocks share."""
         # torch.compile fuses the computation into what follows; a subclass, such as a fake tensor, may not be kept.
         kept = type(q) is Tensor and not torch.compiler.is_compiling()
         make = _kept_table if kept else rotary_table
-        return make(q.shape[1], self.head_size, self.rope_theta, self.rope_factor, q.device)
+        end = start + q.shape[1]
+        # With a past one table serves for many tokens to come.
+        T = 2 ** math.ceil(math.log2(end)) if start else end
+        cos, sin = make(T, self.head_size, self.rope_theta, self.rope_factor, q.device)
+        return cos[start:end], sin[start:end]
 
 
 class MLP(nn.Module):
@@ -134,7 +139,7 @@ class Llama(Transformer):
         """Return a norm."""
         return nn.RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Return the embedding of each token, (B, T, C)."""
         return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
 

@@ -6,15 +6,15 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
 
 from wordrun import log
 from wordrun.composer import compose
-from wordrun.config import Config, documentation
+from wordrun.config import BPETokenizerConfig, Config
 from wordrun.errors import UserError
 from wordrun.plan import memory, show
-from wordrun.plan.options import DEVICES, PlanConfig, machine, parse
+from wordrun.plan.options import DEVICES, PlanConfig, machine
 from wordrun.plan.ways import Advice, Planner, advise
+from wordrun.words import describe, parse
 
 USAGE = """\
 Say what a model needs of each device under every backend, what fits, and which backend to choose.
@@ -29,6 +29,8 @@ of its own. It neither loads data nor touches a device. docs/plan.md says what t
 """
 VOCABULARIES = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 has, too")}
 """Rows of the embedding of presets that do not state them, by how their names begin."""
+SIZES = {"gpt2": 50257, "byte": 257}
+"""Words of tokenizers that have always the same."""
 CHARACTERS = {"shakespeare": 65}
 """Distinct characters of data sets that are known."""
 
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(words: Sequence[str], *, as_json: bool) -> None:
-    options, overrides = parse(words)
+    options, overrides = parse(PlanConfig, words, prefix="plan.")
     devices = machine(options)
     cfg = compose(overrides)
     bf16 = DEVICES[devices.kind].bf16 if devices.kind in DEVICES else True
@@ -76,6 +78,10 @@ def vocabulary(cfg: Config) -> tuple[int, str]:
     for name, (size, whose) in VOCABULARIES.items():
         if cfg.model.name.startswith(name):
             return size, f"assumed: {whose}; model.vocab_size=N for another"
+    if cfg.tokenizer.name in SIZES:
+        return SIZES[cfg.tokenizer.name], f"tokenizer={cfg.tokenizer.name}"
+    if isinstance(cfg.tokenizer, BPETokenizerConfig):
+        return cfg.tokenizer.vocab_size, "tokenizer.vocab_size"
     if cfg.data.name in CHARACTERS:
         return CHARACTERS[cfg.data.name], f"the characters of data={cfg.data.name}"
     return 256, f"assumed: data={cfg.data.name} is not read; model.vocab_size=N for another"
@@ -96,12 +102,7 @@ def command(overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
 
 
 def _help() -> str:
-    lines = [USAGE, "Options:"]
-    for option in fields(PlanConfig):
-        value = "null" if option.default is None else option.default
-        meaning = textwrap.wrap(documentation(PlanConfig)[option.name], 84)
-        setting = f"plan.{option.name}={value}"
-        lines += [f"  {left:<24}{right}" for left, right in zip([setting, *[""] * len(meaning)], meaning, strict=False)]
+    lines = [USAGE, "Options:", *describe(PlanConfig, prefix="plan.")]
     names = (f"{name} ({device.memory:g})" for name, device in DEVICES.items())
     lines += ["  --json                  the plan as JSON, sizes in bytes", "", "Devices, with GiB:"]
     lines += textwrap.wrap(", ".join(names), 110, initial_indent="  ", subsequent_indent="  ")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from wordrun.errors import ConfigError, nearest
 from wordrun.launch import site as sites
@@ -97,36 +96,6 @@ class Machine:
     def on_cpu(self) -> bool:
         """Whether the devices are processors."""
         return self.kind == "cpu"
-
-
-def parse(words: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Return the plan's own options among ``words``, and the other words.
-
-    Raises:
-        ConfigError: names every unknown option and every impossible value.
-    """
-    types = {f.name: str(f.type).partition(" ")[0] for f in fields(PlanConfig)}
-    options, others, problems = PlanConfig(), [], []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not key.startswith("plan."):
-            others.append(word)
-            continue
-        name = key.removeprefix("plan.")
-        if name not in types:
-            problems.append(f"unknown option '{key}'{nearest(name, types, prefix='plan.')}")
-        elif not (equals and value):
-            problems.append(f"{word} has no value: write {key}=VALUE")
-        elif value == "null":
-            setattr(options, name, None if name != "reserve" else options.reserve)
-        else:
-            try:
-                setattr(options, name, {"int": int, "float": float, "str": str}[types[name]](value))
-            except ValueError:
-                problems.append(f"{word} should be {'a whole number' if types[name] == 'int' else 'a number'}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return options, others
 
 
 def machine(options: PlanConfig) -> Machine:

@@ -48,7 +48,7 @@ class Log(Hook):
         step, train = trainer.step, trainer.cfg.train
         if not (due(step, train.log_interval) or step in (1, train.max_iters)):
             return
-        metrics = trainer.meter.line(step, trainer.result, trainer.lr)
+        metrics = trainer.meter.line(step, trainer.position, trainer.result, trainer.lr)
         trainer.metrics |= metrics
         trainer.stop.pace(metrics["dt"])
         trainer.run.log(metrics)

@@ -90,16 +90,19 @@ class Meter:
         """Count one step into the next line."""
         self._steps += 1
 
-    def tokens(self, step: int) -> int:
-        """Return the tokens seen in ``step`` steps by all ranks."""
-        return step * self.sequences_per_step * self.block_size
-
     def seconds(self) -> float:
         """Return the wall seconds since the start."""
         return time.monotonic() - self._begin
 
-    def line(self, step: int, result: StepResult, lr: float) -> dict[str, Any]:
-        """Return the metrics of ``step`` and of the time since the last line; every rank must call this."""
+    def line(self, step: int, sequences: int, result: StepResult, lr: float) -> dict[str, Any]:
+        """Return the metrics of ``step`` and of the time since the last line; every rank must call this.
+
+        Args:
+            step: optimizer steps done.
+            sequences: that all ranks have seen since the start.
+            result: of the step.
+            lr: its learning rate.
+        """
         seconds = self.clock.read()
         steps, self._steps = max(1, self._steps), 0
         passes = [seconds.get(name, math.nan) / steps for name in ("forward", "backward")]
@@ -115,7 +118,7 @@ class Meter:
             "step": step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
             "dt": dt, "dtf": dtf, "dtb": dtb, "sps": sps, "sps_per_gpu": sps / self.ranks,
             "tps": sps * self.block_size, "tps_per_gpu": sps * self.block_size / self.ranks, "mfu": mfu,
-            "tokens": self.tokens(step), "time": self.seconds(),
+            "tokens": sequences * self.block_size, "time": self.seconds(),
         }  # fmt: skip
 
 

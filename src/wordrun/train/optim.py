@@ -21,9 +21,13 @@ def adamw(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> tor
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
 
 
-def learning_rate(cfg: OptimizerConfig, step: int, max_iters: int) -> float:
-    """Return the learning rate of ``step``, which counts from 0: linear warm-up, then half a cosine down to min_lr."""
-    peak = cfg.learning_rate
+def learning_rate(cfg: OptimizerConfig, step: int, max_iters: int, dp: int = 1) -> float:
+    """Return the learning rate of ``step``, which counts from 0: linear warm-up, then half a cosine down to min_lr.
+
+    ``dp`` is the number of data-parallel ranks, with which optimizer.scale_lr lets the highest rate grow: linearly
+    (Goyal et al. 2017), or by the square root (Krizhevsky 2014), which suits Adam's normalised steps.
+    """
+    peak = cfg.learning_rate * {"none": 1, "sqrt": math.sqrt(dp), "linear": dp}[cfg.scale_lr]
     lowest = peak / 10 if cfg.min_lr is None else cfg.min_lr
     end = cfg.lr_decay_iters or max_iters
     if step < cfg.warmup_iters:

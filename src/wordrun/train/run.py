@@ -122,13 +122,15 @@ class Run:
         """Write how the run ended, close the trackers, draw the plots; return the plots' files."""
         if not self.record:
             return []
-        self.record |= {**summary, "exit_reason": exit_reason, "end": _now()}
-        self._write_record()
-        for tracker in self.trackers:
-            tracker.finish(summary, exit_status=0 if exit_reason == "finished" else 1)
-        if self._lock is not None:
-            self._lock.close()
-        return draw(self.path, f"{self.path.parent.name}  {self.path.name}") if self.trackers else []
+        try:
+            self.record |= {**summary, "exit_reason": exit_reason, "end": _now()}
+            self._write_record()
+            for tracker in self.trackers:
+                tracker.finish(summary, exit_status=0 if exit_reason == "finished" else 1)
+            return draw(self.path, f"{self.path.parent.name}  {self.path.name}") if self.trackers else []
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     def _write_record(self) -> None:
         new = self.path / "run.json.new"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,29 +19,25 @@ import torch
 from wordrun import backend as backends
 from wordrun import dist, log
 from wordrun.backend.base import StepResult
-from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint.saved import find
 from wordrun.checks import accumulation, check
-from wordrun.config import Config, to_plain
+from wordrun.config import Config
 from wordrun.data import corpus as corpora
-from wordrun.data.loader import Batch, FixedSet, Sequences
-from wordrun.data.sources import locate
+from wordrun.data import orders
+from wordrun.data.ahead import Loader
+from wordrun.data.loader import Batch, FixedSet
 from wordrun.dist.collectives import all_sum
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
 from wordrun.model import outline
 from wordrun.model.generate import generate
-from wordrun.train import checkpoint, optim, streams
-from wordrun.train.checkpoint import Checkpoints, Resumed
-from wordrun.train.hooks import Bar, Checkpoint, Evaluate, Hook, Log, Sample, due
+from wordrun.train import finite, optim, resume, streams
+from wordrun.train.checkpoint import Checkpoints
+from wordrun.train.hooks import Bar, Checkpoint, Evaluate, Hook, Log, Sample
 from wordrun.train.metrics import Meter, device_name
 from wordrun.train.profile import profiled
 from wordrun.train.run import Run, Start
 from wordrun.train.stop import Interrupted, StopSignal
-
-# Of one checkpoint: if other data do not help either, nothing will.
-MOST_ROLLBACKS = 3
 
 
 @dataclass(frozen=True)
@@ -87,15 +81,15 @@ class Trainer:
         self.improved_at = -1
         """The step of the best evaluation."""
         self.start = Start()
-        self._seconds = 0.0
+        self.seconds_before = 0.0
         self.metrics: dict[str, Any] = {}
         self.lr = 0.0
         self.result: StepResult
         self.run: Run
         try:
             self._build()
-            closers.insert(0, self.backend.close)
-            self._resume()
+            closers[:0] = [self.loader.close, self.backend.close]
+            resume.take_up(self)
         except BaseException:
             self.close()
             raise
@@ -107,8 +101,7 @@ class Trainer:
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
         layout = check(cfg, world.size, world.local_size)
-        source = dist.share(locate(cfg.data) if world.rank == 0 else None, world)
-        self.corpus = corpora.load(cfg.data, source)
+        self.corpus = corpora.obtain(cfg, world)
         vocab_size = self.corpus.tokenizer.vocab_size
         if cfg.model.vocab_size is not None and cfg.model.vocab_size < vocab_size:
             raise ConfigError(
@@ -126,11 +119,14 @@ class Trainer:
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
         make_optimizer = partial(optim.adamw, cfg.optimizer)
-        weights = first_weights(cfg, vocab_size)
+        weights = resume.first_weights(cfg, vocab_size, world)
         self.backend = backends.build(backends.Job(cfg, world, layout, vocab_size, make_optimizer, weights))
         self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
         self.gas = accumulation(cfg, layout.dp)
-        self.sequences = Sequences(self.corpus.train, cfg.model.block_size, cfg.train.seed)
+        self.sequences = orders.of_run(cfg, self.corpus)
+        self.loader = Loader(
+            self.sequences, cfg.model.batch_size, self.gas, self.dp_rank, layout.dp, self.backend.device, cfg.data.ahead
+        )
         wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
         self.validation = FixedSet(
             self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, self.dp_rank, layout.dp
@@ -140,62 +136,15 @@ class Trainer:
         seed_everything(self.rank_seed)
         self.stop = StopSignal(self.backend.device)
 
-    def _resume(self) -> None:
-        """Go on from a checkpoint, where train.resume or the scheduler asks for that and there is one."""
-        requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        found = dist.share(checkpoint.candidates(self.cfg, requested) if self.world.rank == 0 else None, self.world)
-        if found is None:
-            return
-        run_dir, candidates = found
-        resumed = checkpoint.open_newest(candidates, self.world)
-        checkpoint.check_same(self.cfg, self._unchanging(), resumed)
-        self._load(resumed)
-        self.start = Start(self.step, run_dir, resumed.manifest["trackers"])
-        LOGGER.info("going on after %d steps, from %s", self.step, _relative(resumed.folder.path))
-
-    def _load(self, resumed: Resumed) -> None:
-        """Take the state of training from a checkpoint; the random streams of this process, too."""
-        manifest = resumed.manifest
-        # Streams belong to ranks: with others there is nothing to continue, and they begin anew from the step.
-        same = manifest["backend_name"] == self.cfg.train.backend and manifest["layout"] == list(self.layout.shape)
-        mine = f"streams.{self.world.rank}"
-        own = self.backend.load(resumed.folder.path, manifest["backend"], [mine] if same else [])
-        if same:
-            streams.restore(streams.from_tensor(own[mine]))
-        else:
-            seed_everything(self.rank_seed + manifest["step"] * self.world.size)
-        self.step, self.position = manifest["step"], manifest["position"]
-        self.metrics, self._seconds = dict(manifest["metrics"]), manifest["seconds"]
-
     def save(self, *, best: bool = False) -> None:
         """Make a checkpoint of the run as it is now; every rank must call this, inside of ``train``."""
         streams_now = streams.to_tensor(streams.capture())
         self.checkpoints.save(
             self.step,
-            lambda: self.backend.begin_save({f"streams.{self.world.rank}": streams_now}),
-            self._manifest,
+            lambda: self.backend.begin_save({resume.own_streams(self): streams_now}),
+            partial(resume.manifest, self),
             best=best,
         )
-
-    def _unchanging(self) -> dict[str, Any]:
-        """Return what the order and the meaning of the data depend on, besides the options."""
-        return {
-            "the global batch (train.global_batch_size), in sequences,": self.sequences_per_step,
-            "the vocabulary": self.corpus.tokenizer.vocab_size,
-            "the number of training tokens": len(self.corpus.train),
-        }
-
-    def _manifest(self) -> dict[str, Any]:
-        keep = ("loss", "val_loss", "best_val_loss")
-        return {
-            "position": self.position, "tokens": self.position * self.cfg.model.block_size,
-            "seconds": self.meter.seconds(), "time": time.time(),
-            "metrics": {name: self.metrics[name] for name in keep if name in self.metrics},
-            "backend_name": self.cfg.train.backend, "layout": list(self.layout.shape), "ranks": self.world.size,
-            "vocab_size": self.corpus.tokenizer.vocab_size, "config": to_plain(self.cfg),
-            "fixed": checkpoint.fixed(self.cfg), "facts": self._unchanging(),
-            "config_hash": checkpoint.config_hash(self.cfg), "trackers": self.run.tracker_states(),
-        }  # fmt: skip
 
     @property
     def sequences_per_step(self) -> int:
@@ -206,7 +155,8 @@ class Trainer:
         """Train to the end and return how it went; every rank must call this.
 
         Raises:
-            Interrupted: SIGINT or SIGTERM came; the run directory is complete up to the last whole step.
+            Interrupted: SIGINT, SIGTERM or SIGUSR1 came; the run directory is complete up to the last whole step, and
+                has a checkpoint of it.
         """
         cfg = self.cfg
         if self.step >= cfg.train.max_iters:
@@ -216,10 +166,10 @@ class Trainer:
             return self.summary()
         with self._session() as hooks, streams.swapped(self.streams):
             while self.step < cfg.train.max_iters and not self.stop.agreed(self.step):
-                self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters)
+                self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters, self.layout.dp)
                 self.result = self._train_step()
                 self.position += self.sequences_per_step
-                if self._went_wrong():
+                if not finite.counts(self):
                     continue
                 self.step += 1
                 for hook in hooks:
@@ -234,59 +184,11 @@ class Trainer:
         """Make a checkpoint of the last whole step, if the run makes any, and end the run."""
         saves = self.cfg.train.checkpoint_interval > 0
         if saves:
-            if self.world.rank == 0:
+            if self.checkpoints.newest != self.step:
                 LOGGER.info("stopping after %d steps; writing a checkpoint", self.step)
-            self.save()
+                self.save()
             self.checkpoints.wait()
         raise Interrupted(self.stop.signal, saved=saves)
-
-    def _went_wrong(self) -> bool:
-        """Say whether this step has no finite gradients and does not count; or raise.
-
-        An accelerator is asked at logged steps and before a checkpoint alone: it would have to be waited for.
-        """
-        train = self.cfg.train
-        if self.backend.dtype == torch.float16:  # the scaler looks for the largest scale that is still finite
-            return False
-        step = self.step + 1
-        asked = self.backend.device.type == "cpu" or train.on_nonfinite == "skip" or (
-            due(step, train.log_interval) or due(step, train.checkpoint_interval) or step == train.max_iters
-            or due(step, train.eval_interval)
-        )  # fmt: skip
-        if not asked or bool(torch.isfinite(self.result.grad_norm)):
-            return False
-        what = f"the gradients are not finite any more at step {step} (sequences {self.position} to come)"
-        if train.on_nonfinite == "skip":
-            if self.world.rank == 0:
-                LOGGER.warning("%s: the step is left out (train.on_nonfinite=skip)", what)
-            return True
-        if train.on_nonfinite == "rollback" and train.checkpoint_interval:
-            return self._roll_back(what)
-        raise UserError(
-            f"{what}: the last checkpoint is whole. Lower optimizer.learning_rate, or use "
-            "train.on_nonfinite=skip or rollback"
-        )
-
-    def _roll_back(self, what: str) -> bool:
-        """Return to the newest checkpoint, and go on with the data that come next now."""
-        self.checkpoints.wait()
-        found = dist.share(folders.all_in(self.run.path) if self.world.rank == 0 else None, self.world)
-        if not found:
-            raise UserError(f"{what}, and there is no checkpoint yet to return to: lower optimizer.learning_rate")
-        position = self.position
-        resumed = checkpoint.open_newest(found, self.world)
-        self.rollbacks[resumed.folder.step] += 1
-        if self.rollbacks[resumed.folder.step] > MOST_ROLLBACKS:
-            raise UserError(
-                f"{what}, for the {MOST_ROLLBACKS + 1}th time after the checkpoint of step {resumed.folder.step}: "
-                "lower optimizer.learning_rate"
-            )
-        self._load(resumed)
-        self.position = position
-        self.run.rewind(self.step)
-        if self.world.rank == 0:
-            LOGGER.warning("%s: back to step %d, and on with other data", what, self.step)
-        return True
 
     def _train_step(self) -> StepResult:
         self.meter.clock.start()
@@ -306,14 +208,9 @@ class Trainer:
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's sequences, a batch for each micro-step.
 
-        The step takes the next ``sequences_per_step`` sequences of the run. Which rank and which micro-step
-        gets which of them does not change what the step learns.
+        They are a function of the number of the step alone, which is therefore all that resuming needs.
         """
-        size, rank, ranks = self.cfg.model.batch_size, self.dp_rank, self.layout.dp
-        return [
-            self.sequences.batch(self.position + (micro * ranks + rank) * size, size).to(self.backend.device)
-            for micro in range(self.gas)
-        ]
+        return self.loader.step(self.position // self.sequences_per_step)
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
@@ -369,7 +266,7 @@ class Trainer:
         get = self.metrics.get
         return Summary(
             steps=self.step, tokens=self.position * self.cfg.model.block_size,
-            seconds=self.meter.seconds() if hasattr(self, "meter") else self._seconds,
+            seconds=self.meter.seconds() if hasattr(self, "meter") else self.seconds_before,
             loss=get("loss"), val_loss=get("val_loss"), best_val_loss=get("best_val_loss"),
         )  # fmt: skip
 
@@ -381,10 +278,13 @@ class Trainer:
         file = None
         self.meter = Meter(
             self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
-            self.outline.flops_per_token(), self.world.size, self._seconds,
+            self.outline.flops_per_token(), self.world.size, self.seconds_before,
         )  # fmt: skip
         self.checkpoints = Checkpoints(self.cfg, self.world, self.corpus.tokenizer.to_json())
+        if self.start.source == self.run.path:
+            self.checkpoints.newest = self.step
         self.rollbacks: Counter[int] = Counter()
+        self.left_out = 0
         hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample(), Checkpoint(), *self.extra_hooks]
         reason = "finished"
         for part in self.backend.parts:
@@ -419,7 +319,7 @@ class Trainer:
             return
         loss = self.metrics.get("val_loss")
         if reason != "finished":
-            LOGGER.info("%s after %d steps", reason, self.step)
+            LOGGER.info("%s (after %d steps)", reason, self.step)
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
         for plot in plots:
@@ -471,36 +371,6 @@ class Trainer:
         # After an error in a parallel run, leaving the group could wait for ranks that no longer answer.
         if error is None or self.world.size == 1:
             self.close()
-
-
-def first_weights(cfg: Config, vocab_size: int) -> Mapping[str, torch.Tensor] | None:
-    """Return what train.init_from names: weights by name, each read when it is asked for; None: random ones.
-
-    Raises:
-        UserError: there are none.
-        ConfigError: they are another model's.
-    """
-    if cfg.train.init_from is None:
-        return None
-    saved = find(Path(cfg.train.init_from))
-    weights = saved.weights()
-    ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
-    theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
-    different = [
-        f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
-    if different:
-        raise ConfigError(
-            "\n".join([f"train.init_from={cfg.train.init_from} holds another model than model={cfg.model.name}:",
-                       *different[:8], *(["  ..."] if different[8:] else [])])
-        )  # fmt: skip
-    return weights
-
-
-def _shown(shape: torch.Size | None) -> str:
-    return "x".join(map(str, shape)) if shape is not None else "none"
 
 
 def _relative(path: Path) -> Path:

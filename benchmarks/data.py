@@ -1,0 +1,300 @@
+"""The data's figures: characters beside nanoGPT, byte pairs beside their library, ranks, loading, start-up.
+
+    python benchmarks/data.py --nanogpt CLONE --text FILE [chars bpe ranks load step start]
+
+What is compared runs in turns in the same call, and the figure is the median of the rounds. "Per core" is measured in
+processor time, which other programs on the machine disturb less than the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from wordrun.config import BPETokenizerConfig, DataConfig, TokenizerConfig
+from wordrun.data import manifest as manifests
+from wordrun.data import opening, piecework, preparing, shards, tokenizers
+from wordrun.data.ahead import Loader
+from wordrun.data.documents import pieces
+from wordrun.data.loader import Sequences
+from wordrun.data.manifest import Entry, Manifest
+from wordrun.data.shards import Tokens, examine
+from wordrun.data.sources import locate
+from wordrun.dist import World
+
+COPIES = 16
+"""Times that the text is repeated for the characters: a second of work for nanoGPT."""
+BLOCK, BATCH = 1024, 16
+
+
+def cpu_seconds(action: Callable[[], object]) -> float:
+    """Return the processor time that ``action`` takes in this process."""
+    begin = time.process_time()
+    action()
+    return time.process_time() - begin
+
+
+def in_turns(rounds: int, *actions: Callable[[], float]) -> list[list[float]]:
+    """Return the results of each action, taken in turns after a first round that does not count."""
+    results: list[list[float]] = [[] for _ in actions]
+    for number in range(rounds + 1):
+        for result, action in zip(results, actions, strict=True):
+            value = action()
+            if number:
+                result.append(value)
+    return results
+
+
+def row(name: str, value: str, wanted: str = "") -> None:
+    """Print a row of the table."""
+    print(f"| {name} | {value} | {wanted} |", flush=True)
+
+
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, folder: Path) -> None:
+    """Prepare ``data`` in ``folder`` from nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    preparing.execute(preparing.plan(data, tokenizer, locate(data), folder), World())
+
+
+def characters(scratch: Path, nanogpt: Path, text: str, rounds: int) -> None:
+    """nanoGPT's prepare.py as it is, in this process, and ours, on the same file."""
+    whole = text * COPIES
+    (scratch / "input.txt").write_text(whole)
+    script = (nanogpt / "data" / "shakespeare_char" / "prepare.py").read_text()
+    (scratch / "prepare.py").write_text(script)
+    # It downloads only where the file is missing; requests is imported in any case.
+    code = compile(script, str(scratch / "prepare.py"), "exec")
+    told = {"__file__": str(scratch / "prepare.py"), "__name__": "__main__"}
+
+    def theirs() -> float:
+        with open(os.devnull, "w") as quiet:
+            sys.stdout, before = quiet, sys.stdout
+            try:
+                return cpu_seconds(lambda: exec(code, dict(told)))
+            finally:
+                sys.stdout = before
+
+    data = DataConfig("chars", path=str(scratch / "input.txt"))
+    ours_s, theirs_s = in_turns(
+        rounds, lambda: cpu_seconds(lambda: prepare(data, TokenizerConfig("char"), scratch / "chars")), theirs
+    )
+    same = np.fromfile(scratch / "train.bin", dtype=np.uint16)
+    _, train, _ = opening.open_prepared(scratch / "chars", data, TokenizerConfig("char"))
+    assert np.array_equal(train[:], same)  # the same tokens
+    ratio = statistics.median(b / a for a, b in zip(ours_s, theirs_s, strict=True))
+    row("characters, tokens/s per core", f"{len(whole) / statistics.median(ours_s):,.0f}")
+    row("nanoGPT's prepare.py, tokens/s per core", f"{len(whole) / statistics.median(theirs_s):,.0f}")
+    row(f"ratio, median of {rounds} rounds", f"{ratio:.1f}", "at least 30")
+
+
+def corpus(folder: Path, text: str, megabytes: int, files: int) -> None:
+    """Write documents of some paragraphs each as .jsonl files."""
+    paragraphs = text.split("\n\n")
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(1)
+    for number in range(files):
+        with open(folder / f"{number}.jsonl", "w") as file:
+            while file.tell() < megabytes * 1e6 / files:
+                start = int(rng.integers(len(paragraphs) - 20))
+                document = "\n\n".join(paragraphs[start : start + int(rng.integers(2, 20))])
+                file.write(json.dumps({"text": document}) + "\n")
+
+
+def byte_pairs(scratch: Path, text: str, rounds: int) -> None:
+    """From a .jsonl file to shards, all of it, beside the library's own call on the texts alone; one thread each."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    corpus(scratch / "one", text, 4, 1)
+    out = scratch / "bpe"
+    out.mkdir(exist_ok=True)
+    (out / "work").mkdir(exist_ok=True)
+    words = tokenizers.build(BPETokenizerConfig(), [text])
+    (out / "tokenizer.json").write_text(words.to_json())
+    data = DataConfig("bpe", path=str(scratch / "one"))
+    (piece,) = pieces(data, locate(data))
+    texts = [json.loads(line)["text"] for line in (scratch / "one" / "0.jsonl").read_text().splitlines()]
+    library = words._fast  # type: ignore[attr-defined]
+    ours_s, theirs_s = in_turns(
+        rounds,
+        lambda: cpu_seconds(lambda: piecework.run("shards", piece, data, out, lambda *counts: None)),
+        lambda: cpu_seconds(lambda: library.encode_batch(texts, add_special_tokens=False)),
+    )
+    tokens = sum(entry["tokens"] for entry in json.loads((out / "work" / "000000.shards.json").read_text())["train"])
+    ratio = statistics.median(a / b for a, b in zip(ours_s, theirs_s, strict=True))
+    row("byte pairs, tokens/s per core, .jsonl to shards", f"{tokens / 0.9 / statistics.median(ours_s):,.0f}")
+    row(f"time over that of tokenizers' encode_batch, median of {rounds} rounds", f"{ratio:.3f}", "at most 1.05")
+    del os.environ["TOKENIZERS_PARALLELISM"]
+
+
+def ranks(scratch: Path, text: str, rounds: int) -> None:
+    """The command on one rank and on two, a process each, without the start of the ranks; by the clock."""
+    corpus(scratch / "many", text, 12, 12)
+    words = tokenizers.build(BPETokenizerConfig(), [text])
+    (scratch / "tokenizer.json").write_text(words.to_json())
+
+    def seconds(size: int) -> float:
+        out = scratch / f"ranks{size}"
+        shutil.rmtree(out, ignore_errors=True)
+        done = subprocess.run(
+            ["launch", "-n", str(size), sys.executable, "-m", "wordrun.prepare", "data=text", "data.workers=1",
+             f"data.path={scratch / 'many'}", f"tokenizer.path={scratch / 'tokenizer.json'}", f"data.prepared={out}"],
+            capture_output=True, text=True, check=False, cwd=scratch,
+        )  # fmt: skip
+        match = re.search(r"prepared data=text in ([\d.]+) s", done.stdout)
+        if match is None:
+            raise SystemExit(done.stdout + done.stderr)
+        return float(match[1])
+
+    one, two = in_turns(rounds, lambda: seconds(1), lambda: seconds(2))
+    ratio = statistics.median(a / b for a, b in zip(one, two, strict=True))
+    spread = ", ".join(f"{a / b:.2f}" for a, b in zip(one, two, strict=True))
+    row("byte pairs, 1 rank / 2 ranks [s]", f"{statistics.median(one):.1f} / {statistics.median(two):.1f}")
+    row(f"ratio, median of {rounds} rounds ({spread})", f"{ratio:.2f}", "at least 1.8")
+
+
+def simulated(scratch: Path) -> Iterator[tuple[int, Tokens]]:
+    """Yield 10^6 to 10^12 tokens: links to one file, so that all of it is in the cache, but every name is opened."""
+    per = shards.SHARD_TOKENS
+    rng = np.random.default_rng(1)
+    for exponent in (6, 8, 10, 12):
+        folder = scratch / f"1e{exponent}"
+        folder.mkdir()
+        count, size = max(1, round(10**exponent / per)), min(per, 10**exponent)
+        shards.write(folder / "0.bin", rng.integers(0, 50257, size, dtype=np.uint16), "<u2")
+        for number in range(1, count):
+            os.link(folder / "0.bin", folder / f"{number}.bin")
+        np.fromfile(folder / "0.bin", dtype=np.uint8)
+        yield exponent, Tokens([examine(folder / f"{number}.bin") for number in range(count)])
+        shutil.rmtree(folder)
+
+
+def resident() -> float:
+    """Return the resident memory of this process in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def load(scratch: Path, rounds: int) -> None:
+    """Batches of 16 x 1,024 tokens in random order, built in one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    before = resident()
+    for exponent, tokens in simulated(scratch):
+        loader = Loader(Sequences(tokens, BLOCK, seed=1), BATCH, ahead=0)
+        step, steps, speeds = 0, 200, []
+        for _ in range(rounds + 1):
+            begin, wall = time.process_time(), time.perf_counter()
+            for _ in range(steps):
+                loader.step(step)
+                step += 1
+            speeds.append(steps * BATCH * BLOCK / np.array([time.process_time() - begin, time.perf_counter() - wall]))
+        core, clock = np.median(speeds[1:], axis=0)
+        row(f"loading from 10^{exponent} tokens, tokens/s per core (by the clock)", f"{core:,.0f} ({clock:,.0f})",
+            "at least 4,000,000")  # fmt: skip
+        row(f"memory that loading from 10^{exponent} tokens adds [MB]", f"{resident() - before:.0f}", "less than 50")
+
+
+def step(scratch: Path, text: str) -> None:
+    """What a step of the small model waits for its batches, and what building them would cost in line."""
+    import wordrun
+    from wordrun.train.trainer import Trainer
+
+    (scratch / "step.txt").write_text(text)
+    for ahead in (2, 0):
+        waited = [0.0]
+        cfg = wordrun.compose([
+            "data=text", f"data.path={scratch / 'step.txt'}", "tokenizer.vocab_size=512", "tracker=jsonl",
+            "train.max_iters=150", f"data.ahead={ahead}", "train.eval_interval=0", "train.sample_tokens=0",
+            f"hydra.run.dir={scratch / f'step{ahead}'}",
+        ])  # fmt: skip
+        with Trainer(cfg) as trainer:
+            build = trainer._micro_batches
+
+            def timed(build: Callable[[], object] = build, waited: list[float] = waited) -> object:
+                begin = time.perf_counter()
+                batches = build()
+                waited[0] += time.perf_counter() - begin
+                return batches
+
+            trainer._micro_batches = timed  # type: ignore[method-assign,assignment]
+            summary = trainer.train()
+        how = "built ahead" if ahead else "built in line"
+        row(f"share of a step that waits for batches, {how}", f"{waited[0] / summary.seconds:.3%}", "less than 1 %")
+
+
+def start(scratch: Path, rounds: int) -> None:
+    """Open a prepared data set of 10,000 shards: as the first rank of a node, which looks at each, and as another."""
+    folder = scratch / "start"
+    folder.mkdir()
+    words = tokenizers.ByteTokenizer().to_json().encode()
+    (folder / "tokenizer.json").write_bytes(words)
+    shards.write(folder / "train_000000_00.bin", np.arange(100), "<u2")
+    entries = [Entry(f"train_{n:06d}_00.bin", 100, 0, "0" * 64) for n in range(10_000)]
+    for entry in entries[1:]:
+        os.link(folder / entries[0].file, folder / entry.file)
+    settings = {
+        "kind": "file",
+        "text_key": "text",
+        "split": "train",
+        "val_fraction": 0.1,
+        "tokenizer": {"name": "byte"},
+    }
+    digest = hashlib.sha256(words).hexdigest()
+    manifests.save(folder, Manifest("many", "here", None, settings, 257, 256, digest, entries, entries[:1]))
+
+    def seconds(look: bool) -> float:
+        begin = time.perf_counter()
+        _, train, _ = opening.open_prepared(folder, DataConfig(), TokenizerConfig("byte"), look=look)
+        Sequences(train, 64, seed=1).batch(0, 8)
+        return time.perf_counter() - begin
+
+    first, others = in_turns(rounds, lambda: seconds(True), lambda: seconds(False))
+    row(
+        "first batch from 10,000 shards, the first rank of a node [s]", f"{statistics.median(first):.2f}", "less than 1"
+    )
+    row("first batch of 10,000 shards, the other ranks [s]", f"{statistics.median(others):.2f}", "less than 1")
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = ["chars", "bpe", "ranks", "load", "step", "start"]
+    parser.add_argument("parts", nargs="*", default=known, help=" ".join(known))
+    parser.add_argument("--nanogpt", type=Path, help="a clone of nanoGPT, for chars")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="tiny Shakespeare, or another text of about a megabyte"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    text = args.text.read_text(encoding="utf-8")
+    print("| figure | measured | wanted |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        if "chars" in args.parts and args.nanogpt:
+            characters(scratch, args.nanogpt.resolve(), text, args.rounds)
+        if "bpe" in args.parts:
+            byte_pairs(scratch, text, args.rounds)
+        if "start" in args.parts:
+            start(scratch, args.rounds)
+        if "load" in args.parts:
+            load(scratch, args.rounds)
+        if "step" in args.parts:
+            step(scratch, text)
+        if "ranks" in args.parts:
+            ranks(scratch, text, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The batches of the next steps, built by a thread while the current step computes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from wordrun.data.loader import Batch, Order
+from wordrun.errors import ConfigError
+
+CLOSE_S = 1.0
+"""Seconds that closing waits for the thread, which may hang in a file system; it does not keep the process."""
+
+
+@dataclass
+class _Slot:
+    """The batches of one step."""
+
+    batches: list[Batch]
+    copied: torch.Event | None = None
+    """When they are on the device, after which they may be overwritten."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Which sequences of a step are this rank's."""
+
+    order: Order
+    size: int
+    gas: int
+    rank: int
+    ranks: int
+    pinned: bool
+
+    def build(self, step: int, slot: _Slot | None = None) -> _Slot:
+        """Return the batches of ``step``, in the buffers of ``slot`` if there is one."""
+        if slot is None:
+            new = [Batch.empty(self.size, self.order.block_size, pinned=self.pinned) for _ in range(self.gas)]
+            slot = _Slot(new)
+        elif slot.copied is not None:
+            slot.copied.synchronize()
+        for micro, batch in enumerate(slot.batches):
+            self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
+        return slot
+
+
+@dataclass
+class _Shared:
+    """What the loader and its thread share. The thread does not know the loader, so that it can be forgotten."""
+
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    wanted: int = -1
+    """The next step; -1: none has been asked for."""
+    ready: dict[int, _Slot] = field(default_factory=dict)
+    free: list[_Slot] = field(default_factory=list)
+    failure: BaseException | None = None
+    closed: bool = False
+    thread: threading.Thread | None = None
+
+
+class Loader:
+    """One rank's batches of any step, on the device.
+
+    The batches of a step are a function of its number. The thread goes on from the step that was asked for last: a jump
+    to any other one works, and waits for that one to be built.
+
+    Args:
+        order: the sequences of the run.
+        batch_size: sequences per rank and micro-step.
+        gas: micro-steps.
+        rank: this rank's place among those that share out the data.
+        ranks: their number.
+        device: where the batches are wanted; None: the CPU.
+        ahead: steps that are built in advance; 0: none, and no thread.
+    """
+
+    def __init__(
+        self, order: Order, batch_size: int, gas: int = 1, rank: int = 0, ranks: int = 1,
+        device: torch.device | None = None, ahead: int = 2,
+    ) -> None:  # fmt: skip
+        if order.per_epoch < ranks:
+            raise ConfigError(
+                f"the training text has {order.per_epoch:,} sequences of model.block_size={order.block_size}, fewer "
+                f"than the {ranks} data-parallel ranks: use fewer ranks, a smaller model.block_size, or more text"
+            )
+        self.device = device or torch.device("cpu")
+        self._share = _Share(order, batch_size, gas, rank, ranks, self.device.type != "cpu")
+        self._ahead = ahead
+        self._shared = _Shared()
+        self.close = weakref.finalize(self, _close, self._shared)
+        """Ends the thread; so does forgetting the loader. A closed loader builds what it is asked for itself."""
+
+    def step(self, step: int) -> list[Batch]:
+        """Return this rank's share of the sequences of ``step``, a batch for each micro-step.
+
+        The step takes the next batch_size x ranks x gas sequences of the run. Which rank and which micro-step gets
+        which of them does not change what the step learns.
+        """
+        slot = self._built(step) if self._ahead and self.close.alive else self._share.build(step)
+        if self.device.type == "cpu":
+            return slot.batches
+        batches = [batch.to(self.device) for batch in slot.batches]
+        slot.copied = torch.Event(self.device)
+        slot.copied.record()
+        with self._shared.condition:
+            self._shared.free.append(slot)
+        return batches
+
+    def _built(self, step: int) -> _Slot:
+        shared = self._shared
+        with shared.condition:
+            if shared.thread is None:
+                # A daemon: the process may end at any time without waiting for it.
+                work = (shared, self._share, self._ahead)
+                shared.thread = threading.Thread(target=_work, args=work, name="wordrun-loader", daemon=True)
+                shared.thread.start()
+            shared.wanted = step
+            shared.condition.notify_all()
+            while step not in shared.ready:
+                if shared.failure is not None:
+                    raise shared.failure
+                shared.condition.wait()
+            slot = shared.ready.pop(step)
+            shared.wanted = step + 1
+            shared.condition.notify_all()
+        return slot
+
+
+def _work(shared: _Shared, share: _Share, ahead: int) -> None:
+    """Build what will be needed next, until the loader is closed."""
+    try:
+        while (job := _next(shared, ahead)) is not None:
+            step, slot = job
+            slot = share.build(step, slot)
+            with shared.condition:
+                shared.ready[step] = slot
+                shared.condition.notify_all()
+    except BaseException as error:  # whatever it is, the one who waits for the batch has to know
+        with shared.condition:
+            shared.failure = error
+            shared.condition.notify_all()
+
+
+def _next(shared: _Shared, ahead: int) -> tuple[int, _Slot | None] | None:
+    """Return the step to be built next and the buffers for it; None: no more."""
+    with shared.condition:
+        while not shared.closed:
+            near = range(shared.wanted, shared.wanted + ahead) if shared.wanted >= 0 else range(0)
+            for step in [step for step in shared.ready if step not in near]:  # left behind by a jump
+                shared.free.append(shared.ready.pop(step))
+            missing = [step for step in near if step not in shared.ready]
+            if missing:
+                return missing[0], shared.free.pop() if shared.free else None
+            shared.condition.wait()
+    return None
+
+
+def _close(shared: _Shared) -> None:
+    with shared.condition:
+        shared.closed = True
+        shared.condition.notify_all()
+    if shared.thread is not None and shared.thread is not threading.current_thread():
+        shared.thread.join(CLOSE_S)

@@ -1,0 +1,78 @@
+"""Tokenizers in the form of Hugging Face's library ``tokenizers``. It needs neither that library nor ours."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from wordrun.errors import UserError
+
+END = "<|endoftext|>"
+
+
+def tokenizer_json(ours: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """Return the tokenizer.json of a tokenizer, and its token between documents.
+
+    Args:
+        ours: the JSON that wordrun saved.
+
+    Raises:
+        UserError: it has no such form.
+    """
+    kind = ours["kind"]
+    if "tokenizer" in ours:  # it is of that library
+        return dict(ours["tokenizer"]), ours.get("eot")
+    if kind == "char":
+        vocabulary = {character: token for token, character in enumerate(ours["characters"])}
+        # An unknown character is an error there, too: there is no token that it could become.
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}
+        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        return _tokenizer(model, split, {"type": "Fuse"}), None
+    if kind == "byte":
+        words = [bytes([byte]) for byte in range(256)]
+    elif kind == "gpt2":
+        words = [base64.b64decode(word) for word in ours["ranks"].split()]
+    else:
+        raise UserError(f"a tokenizer of the kind {kind} has no form that transformers reads")
+    return _of_bytes(words), len(words)
+
+
+def _tokenizer(
+    model: Mapping[str, Any], pre_tokenizer: Mapping[str, Any], decoder: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": dict(pre_tokenizer), "post_processor": None, "decoder": dict(decoder), "model": dict(model),
+    }  # fmt: skip
+
+
+def _of_bytes(words: Sequence[bytes]) -> dict[str, Any]:
+    """Return byte pair encoding with a vocabulary in the order in which GPT-2 merges it, and END behind it."""
+    letters = _letters()
+    shown = ["".join(letters[byte] for byte in word) for word in words]
+    ranks = {word: rank for rank, word in enumerate(words)}
+    merges = [
+        ["".join(letters[byte] for byte in part) for part in _parts(word, ranks)] for word in words if len(word) > 1
+    ]
+    model = {"type": "BPE", "vocab": {word: rank for rank, word in enumerate([*shown, END])}, "merges": merges}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return _tokenizer(model, level, level)
+
+
+def _letters() -> list[str]:
+    """Return the visible character that stands for each byte: itself in Latin-1, or one from U+0100 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
+
+
+def _parts(word: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """Return the two words that make ``word`` when they are merged: what all merges before it leave."""
+    parts = [bytes([byte]) for byte in word]
+    while len(parts) > 2:
+        pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
+        best = min(range(len(pairs)), key=pairs.__getitem__)
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts

@@ -1,0 +1,107 @@
+"""Shards on each node's own disk: copied once per node, checked, and resumed where a copy was broken off."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from wordrun.data import manifest as manifests
+from wordrun.data import shards
+from wordrun.data.manifest import Entry
+from wordrun.data.preparing import Progress
+from wordrun.errors import UserError
+
+BLOCK = 2**22
+"""Bytes that are copied at once."""
+
+
+def target(folder: Path, stage: str) -> Path:
+    """Return where the copy of ``folder`` belongs below the folder data.stage."""
+    told = hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
+    return Path(os.path.expanduser(stage)).absolute() / f"{folder.name}-{told}"
+
+
+def is_whole(folder: Path, to: Path) -> bool:
+    """Say whether all of ``folder`` has been copied to ``to``."""
+    try:
+        return (to / manifests.NAME).read_bytes() == (folder / manifests.NAME).read_bytes()
+    except OSError:
+        return False
+
+
+def copy(folder: Path, to: Path, show: Callable[[Progress], None] = lambda progress: None) -> None:
+    """Copy the prepared data set in ``folder`` to the folder ``to``; one process per node calls this.
+
+    Every shard is compared with its checksum in the manifest on the way. What has been copied already stays, and the
+    manifest comes last: without it the copy is not whole.
+
+    Args:
+        folder: of the shards, with a manifest.
+        to: on the node's own disk, or in its memory.
+        show: called with how far it is.
+
+    Raises:
+        UserError: there is too little room, the folder cannot be written to, or a shard is damaged.
+    """
+    manifest = manifests.load(folder)
+    entries = _missing(manifest, to)
+    size = {entry.file: _size(manifest, entry) for entry in [*manifest.train, *manifest.val]}
+    whole, left = sum(size.values()), sum(size[entry.file] for entry in entries)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        (to / manifests.NAME).unlink(missing_ok=True)
+        for old in to.glob(".*"):
+            old.unlink()
+        room = shutil.disk_usage(to).free
+        if room < left:
+            raise UserError(
+                f"data.stage={to.parent} has {room / 2**30:.1f} GiB of room, but the shards of {folder} take "
+                f"{left / 2**30:.1f} more: name a larger disk, or leave data.stage out"
+            )
+        progress = Progress("bytes", len(size), len(size) - len(entries), whole, whole - left)
+        for entry in entries:
+            docs = Path(entry.file).with_suffix(".docs").name
+            _copy(folder / docs, to / docs, None)
+            _copy(folder / entry.file, to / entry.file, entry.sha256)
+            progress.read += size[entry.file]
+            progress.done += 1
+            show(progress)
+        for name in (manifests.TOKENIZER, manifests.NAME):
+            _copy(folder / name, to / name, None)
+    except OSError as error:
+        raise UserError(
+            f"cannot copy {folder} to data.stage={to.parent}: {error.strerror} ({error.filename}). Name a folder that "
+            "can be written to, or leave data.stage out"
+        ) from None
+
+
+def _size(manifest: manifests.Manifest, entry: Entry) -> int:
+    return 4 * shards.HEADER + entry.tokens * int(shards.dtype_for(manifest.vocab_size)[-1])
+
+
+def _missing(manifest: manifests.Manifest, to: Path) -> list[Entry]:
+    """Return the shards that are not yet in ``to``: a file gets its name only when it has been checked."""
+    there = {}
+    with contextlib.suppress(OSError):
+        there = {file.name: file.stat().st_size for file in os.scandir(to)}
+    return [e for e in [*manifest.train, *manifest.val] if there.get(e.file) != _size(manifest, e)]
+
+
+def _copy(source: Path, to: Path, sha256: str | None) -> None:
+    """Copy a file, all of it or nothing."""
+    digest = hashlib.sha256()
+    new = to.with_name(f".{to.name}")
+    with open(source, "rb") as read, open(new, "wb") as write:
+        while block := read.read(BLOCK):
+            digest.update(block)
+            write.write(block)
+    if sha256 is not None and digest.hexdigest() != sha256:
+        raise UserError(
+            f"the shard {source} is damaged: its sha256 is {digest.hexdigest()[:12]}, the manifest says {sha256[:12]}; "
+            "prepare the data again"
+        )
+    new.replace(to)

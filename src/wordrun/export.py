@@ -1,0 +1,165 @@
+"""``python -m wordrun.export run=DIR``: a checkpoint as a folder that Hugging Face's transformers loads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wordrun.config import DTYPES
+from wordrun.errors import ConfigError, UserError
+from wordrun.words import describe, parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wordrun.checkpoint.saved import Saved
+
+USAGE = """\
+Write a checkpoint as a folder of Hugging Face's form: model.safetensors, config.json and the tokenizer.
+
+  python -m wordrun.export run=outputs/latest
+  python -m wordrun.export run=outputs/latest checkpoint=best out=my-model dtype=bf16
+
+transformers loads it by AutoModelForCausalLM.from_pretrained(DIR) and AutoTokenizer.from_pretrained(DIR), and another
+run begins with its weights by train.init_from=hf:DIR. docs/generate.md says more.
+"""
+
+
+@dataclass
+class ExportConfig:
+    """Which checkpoint, and where to."""
+
+    run: str = "outputs/latest"
+    """The run directory, or one checkpoint in it."""
+    out: str | None = None
+    """The folder to write, which must not be there; null: huggingface/step-NUMBER in the run directory."""
+    checkpoint: str = "latest"
+    """latest, best, or the number of steps after which it was made."""
+    dtype: str = "fp32"
+    """Type of the weights in the file: fp32, bf16 or fp16."""
+    shard_gb: float = 4.0
+    """Largest file of weights in GB (10^9 bytes), as long as no single weight is larger; so much memory is needed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(words):
+        print("\n".join([USAGE, "Options:", *describe(ExportConfig)]))
+        return 0
+    try:
+        options, _ = parse(ExportConfig, words)
+        print(export(options))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def export(options: ExportConfig) -> Path:
+    """Write the folder that ``options`` ask for, and return it.
+
+    Raises:
+        ConfigError: names every impossible value.
+        UserError: there is no such checkpoint, or the folder cannot be written.
+    """
+    problems = []
+    if options.dtype == "auto" or options.dtype not in DTYPES:
+        problems.append(f"dtype={options.dtype} should be fp32, bf16 or fp16")
+    if not options.shard_gb > 0:
+        problems.append(f"shard_gb={options.shard_gb:g} should be above 0")
+    if options.out is not None and Path(options.out).exists():
+        problems.append(f"out={options.out} is there already: remove it, or choose another folder")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    # Not at the top: --help and mistakes should not wait for torch.
+    from wordrun.checkpoint.saved import find
+
+    saved = find(Path(options.run), options.checkpoint)
+    out = Path(options.out or saved.folder.parent.parent / "huggingface" / saved.folder.name)
+    if out.exists():
+        raise ConfigError(f"{out} is there already: remove it, or choose another folder by out=DIR")
+    draft = out.with_name(f".{out.name}.new")  # an interrupted export is never taken for a whole one
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it reads its own
+            write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
+        write_texts(draft, saved, DTYPES[options.dtype])
+        for file in draft.glob("*.safetensors"):  # which only the owner may read as it comes from the library
+            file.chmod((draft / "config.json").stat().st_mode)
+        draft.rename(out)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or draft}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return out
+
+
+def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
+    """Write the weights of ``saved`` as safetensors files, of at most ``limit`` bytes unless one weight is larger."""
+    from safetensors.torch import save_file
+
+    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.model import outline
+    from wordrun.model.huggingface import to_huggingface
+
+    cfg, weights, kind = saved.config.model, saved.weights(), TORCH_DTYPES[dtype]
+    model = outline(cfg, saved.vocab_size)
+    shards: list[list[str]] = [[]]
+    room = limit
+    # Without memory first: the name of a file says how many there are.
+    for name, shape in model.state_dict().items():
+        if model.tied and name == "head.weight":
+            continue
+        size = sum(tensor.numel() * kind.itemsize for tensor in to_huggingface({name: shape}, cfg).values())
+        if shards[-1] and size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    where: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors |= to_huggingface({name: weights[name].to(kind)}, cfg)
+        save_file(tensors, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
+    """Write config.json and the tokenizer's files."""
+    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.data.huggingface import tokenizer_json
+    from wordrun.model import outline
+    from wordrun.model.huggingface import huggingface_config
+
+    cfg = saved.config.model
+    facts = huggingface_config(cfg, outline(cfg, saved.vocab_size).vocab_size)
+    tokenizer, end = tokenizer_json(json.loads(saved.tokenizer_json))
+    facts |= {"bos_token_id": end, "eos_token_id": end}
+    _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})
+    _write_json(folder / "tokenizer.json", tokenizer)
+    _write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
+        "clean_up_tokenization_spaces": False,  # a blank before a comma is text, too
+    })  # fmt: skip
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Weights in folders of Hugging Face's form, read one at a time: nobody has to hold a whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.errors import ConfigError, UserError
+from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, Converted, match
+
+KINDS = {"gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug")}
+"""transformers' name of a model to its config here, its name for people, and a preset."""
+INDEX = ".index.json"
+FORMATS = ("model.safetensors", "pytorch_model.bin")
+"""Names of the weights' file, or of its index where there are several; the first is taken if both are there."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def fetch(source: str) -> Path:
+    """Return the folder that ``source`` is, or that a model of this name on Hugging Face's hub is copied to.
+
+    On many ranks one calls this and shares the result.
+
+    Raises:
+        UserError: it is neither a folder nor to be had.
+    """
+    path = Path(os.path.expanduser(source))
+    if path.exists():
+        return path.parent if path.is_file() else path
+    if not HUB_NAME.fullmatch(source):
+        raise UserError(f"hf:{source} is no folder: name one with config.json and {FORMATS[0]}, or a model of the hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(
+            f"hf:{source} is no folder here, and to get it from Hugging Face's hub needs: pip install 'wordrun[hf]'"
+        ) from None
+    try:
+        for name in FORMATS:
+            stem, suffix = os.path.splitext(name)
+            folder = Path(
+                snapshot_download(source, allow_patterns=["config.json", f"{stem}*{suffix}", f"{name}{INDEX}"])
+            )
+            if any(folder.glob(f"{stem}*{suffix}")):
+                break
+    except Exception as error:  # whatever the network, the hub or its cache came up with
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"hf:{source} is neither a folder here nor to be had from Hugging Face's hub ({reason}). On a machine "
+            f"with a network (a login node): hf download {source} --local-dir DIR; then use hf:DIR"
+        ) from None
+    return folder
+
+
+def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) -> Mapping[str, Tensor]:
+    """Return the weights in ``folder`` by the names of ``Transformer.state_dict``, each read when it is asked for.
+
+    They have the type that they have in the file. A GPT may have fewer positions than the folder: the first are taken.
+
+    Args:
+        folder: with config.json and weights of a GPT2LMHeadModel or a LlamaForCausalLM.
+        cfg: the model that is to get them.
+        vocab_size: rows of its embedding where ``cfg`` does not say; None: as many as there are.
+
+    Raises:
+        ConfigError: they are another model's; names every option, and every weight, that is not as it should be.
+        UserError: there are no weights, or a file is damaged.
+    """
+    files = Files(folder)
+    described = replace(cfg, vocab_size=cfg.vocab_size or vocab_size)
+    problems: list[str] = []
+    words: list[str] = []
+    if (folder / "config.json").exists():
+        described = model_config(folder, read_config(folder))
+        if isinstance(described, GPTConfig) and not getattr(cfg, "bias", True):
+            # transformers' GPT-2 always has biases; those of a model without are 0.
+            biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
+            described.bias = any(bool(files[name].any()) for name in biases)
+        problems, words = differences(folder, described, cfg, vocab_size)
+    names, mismatches = match(files, files.shapes, described)
+    if words:
+        problems.append(f"use the options of these weights: {' '.join(words)}")
+    problems += [f"{folder}: {problem}" for problem in mismatches]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Converted(files, names, cfg)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        facts: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    return facts
+
+
+def model_config(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:
+    """Return the model that a config.json describes, as options of ours.
+
+    Args:
+        folder: where it is, for messages.
+        facts: its content.
+
+    Raises:
+        ConfigError: names all that a model of ours cannot be.
+    """
+    kind = facts.get("model_type")
+    if kind not in KINDS:
+        known = " and ".join(f"{key} ({name})" for key, (_, name, _) in KINDS.items())
+        raise ConfigError(f"{folder} holds weights of a model of type {kind}; wordrun has {known}")
+    try:
+        cfg, only = _gpt2(facts) if kind == "gpt2" else _llama(facts)
+    except KeyError as error:
+        raise ConfigError(f"{folder / 'config.json'} does not say {error}, which its model cannot do without") from None
+    problems = [
+        f"{folder} has {key}={facts[key]}, and model={KINDS[kind][2]} can only be {key}={value}"
+        for key, value in only.items()
+        if facts.get(key, value) != value
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    cfg.name = KINDS[kind][2]
+    return cfg
+
+
+def _gpt2(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return our options for a GPT-2's config.json, and what else it has to say if it says it."""
+    cfg = GPTConfig(
+        n_layer=facts["n_layer"], n_head=facts["n_head"], n_embd=facts["n_embd"], block_size=facts["n_positions"],
+        vocab_size=facts["vocab_size"], bias=True,
+        gelu="none" if facts.get("activation_function") == "gelu" else "tanh",
+    )  # fmt: skip
+    tanh = facts.get("activation_function") in ("gelu_new", "gelu_pytorch_tanh")
+    return cfg, {
+        "activation_function": facts["activation_function"] if tanh or cfg.gelu == "none" else "gelu_new",
+        "n_inner": facts.get("n_inner") and 4 * cfg.n_embd,
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    }
+
+
+def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return our options for a LLaMA's config.json, and what else it has to say if it says it."""
+    # transformers 5 has all of the rotation in one entry, older ones the base beside the rest.
+    rope = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", facts.get("rope_theta", 10000.0))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    factor = rope.pop("factor", 1.0) if kind != "default" else 1.0
+    n_head = facts["num_attention_heads"]
+    shared = facts.get("num_key_value_heads") or n_head
+    cfg = LlamaConfig(
+        n_layer=facts["num_hidden_layers"], n_head=n_head, n_kv_head=None if shared == n_head else shared,
+        n_embd=facts["hidden_size"], n_hidden=facts["intermediate_size"], vocab_size=facts["vocab_size"],
+        block_size=facts.get("max_position_embeddings", 2048), rope_theta=float(theta), rope_factor=float(factor),
+        norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
+    )  # fmt: skip
+    only: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    only["head_dim"] = facts.get("head_dim") and cfg.n_embd // n_head
+    stretched = {key: value for key, value in STRETCH.items() if key != "rope_type"}
+    if kind not in ("default", STRETCH["rope_type"]) or (kind != "default" and rope != stretched):
+        name = "rope_parameters" if "rope_parameters" in facts else "rope_scaling"
+        only[name] = {**STRETCH, "factor": "..."}
+    return cfg, only
+
+
+def differences(
+    folder: Path, described: ModelConfig, cfg: ModelConfig, vocab_size: int | None
+) -> tuple[list[str], list[str]]:
+    """Return how ``cfg`` differs from the model that a folder describes, a line each, and the words that mend it."""
+    kind = next(key for key, (cls, _, _) in KINDS.items() if cls is type(described))
+    _, name, preset = KINDS[kind]
+    options = {field.name: getattr(described, field.name) for field in fields(described)}
+    for free in ("name", "batch_size", "dropout"):
+        del options[free]
+    if type(described) is not type(cfg):
+        words = [f"model={preset}", *(f"model.{key}={_shown(value)}" for key, value in options.items())]
+        return [f"{folder} holds a {name}, which model={cfg.name} is not"], words
+    mine = {key: getattr(cfg, key) for key in options}
+    mine["vocab_size"] = cfg.vocab_size or vocab_size or described.vocab_size
+    if mine.get("n_kv_head") == cfg.n_head:
+        mine["n_kv_head"] = None
+    if isinstance(cfg, LlamaConfig) or cfg.block_size <= described.block_size:
+        del mine["block_size"]  # a LLaMA has no weights for it, and of a GPT's there are enough
+    different = {key: options[key] for key, value in mine.items() if value != options[key]}
+    problems = [
+        f"{folder} has model.{key}={_shown(value)}, and model={cfg.name} has {_shown(mine[key])}"
+        for key, value in different.items()
+    ]
+    return problems, [f"model.{key}={_shown(value)}" for key, value in different.items()]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Files(Mapping[str, Tensor]):
+    """The weights in a folder by their names there, each read through a memory map when it is asked for.
+
+    Raises:
+        UserError: there are none, or a file is damaged or missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._where: dict[str, Mapping[str, Tensor]] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        for path in self._paths():
+            file, shapes = _open(path)
+            self.shapes |= shapes
+            self._where |= dict.fromkeys(shapes, file)
+
+    def _paths(self) -> list[Path]:
+        for name in FORMATS:
+            if (self.folder / name).exists():
+                return [self.folder / name]
+            index = self.folder / f"{name}{INDEX}"
+            if index.exists():
+                try:
+                    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise UserError(f"{index} is no index of weights: {error}") from None
+                missing = [name for name in names if not (self.folder / name).exists()]
+                if missing:
+                    raise UserError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} names")
+                return [self.folder / name for name in names]
+        raise UserError(f"{self.folder} has no weights: neither {' nor '.join(FORMATS)}, nor an index of several")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one weight."""
+        return self._where[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+class _Safetensors(Mapping[str, Tensor]):
+    """The weights in a safetensors file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
+
+
+def _open(path: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
+    """Return the weights in one file, none of which has been read, and their shapes."""
+    try:
+        if path.suffix == ".bin":
+            state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return state, {name: tensor.shape for name, tensor in state.items()}
+        from safetensors import safe_open
+
+        file: Any = safe_open(path, framework="pt")
+        weights = _Safetensors(file)
+        return weights, {name: torch.Size(file.get_slice(name).get_shape()) for name in weights}
+    except Exception as error:  # safetensors, pickle and zip have errors of their own
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None

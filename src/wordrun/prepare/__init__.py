@@ -1,0 +1,1 @@
+"""``python -m wordrun.prepare``: a data set to shards, in parallel, and a look at what came out."""

@@ -1,0 +1,253 @@
+"""A run goes on from a checkpoint, its own or another's, or takes its first weights from one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from wordrun import dist
+from wordrun.checkpoint import folder as folders
+from wordrun.checkpoint.folder import DamagedError, Folder
+from wordrun.checkpoint.saved import find
+from wordrun.config import Config, to_plain
+from wordrun.dist.setup import seed_everything
+from wordrun.errors import ConfigError
+from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.model import outline, pretrained
+from wordrun.train import streams
+from wordrun.train.run import Start
+
+if TYPE_CHECKING:
+    from wordrun.train.trainer import Trainer
+
+FREE = {
+    "model": {"name", "batch_size"},
+    "data": {"path", "url", "offline", "prepared", "workers", "stage", "ahead"},
+    "tokenizer": {"path", "train_mb"},
+    "optimizer": {"gas"},
+    "train": {
+        "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
+        "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "activation_checkpointing", "device",
+        "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save", "on_save_error",
+        "on_nonfinite", "resume", "init_from",
+    },
+    "backend": None, "tracker": None, "profiler": None,
+}  # fmt: skip
+"""Options that may change when a run is continued (None: all of a section): steps, intervals, layout, outputs."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint from which a run goes on."""
+
+    folder: Folder
+    manifest: dict[str, Any]
+    run_dir: Path
+    """Of the run that wrote it."""
+
+
+def take_up(trainer: Trainer) -> None:
+    """Let a new trainer go on from a checkpoint, where train.resume or the scheduler asks for that and there is one."""
+    cfg, world = trainer.cfg, trainer.world
+    requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    found = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
+    if found is None:
+        return
+    run_dir, those = found
+    if not those:
+        trainer.start = Start(source=run_dir)  # the same place, from the beginning
+        return
+    resumed = open_newest(those, world)
+    check_same(cfg, unchanging(trainer), resumed)
+    load(trainer, resumed)
+    trainer.start = Start(trainer.step, run_dir, resumed.manifest["trackers"])
+    LOGGER.info("going on after %d steps, from %s", trainer.step, resumed.folder.path)
+
+
+def load(trainer: Trainer, resumed: Resumed) -> None:
+    """Take the state of training from a checkpoint; the random streams of this process, too."""
+    manifest = resumed.manifest
+    # Streams belong to ranks: with others there is nothing to continue, and they begin anew from the step.
+    backend_name, layout = trainer.cfg.train.backend, list(trainer.layout.shape)
+    same = manifest["backend_name"] == backend_name and manifest["layout"] == layout
+    mine = own_streams(trainer)
+    own = trainer.backend.load(resumed.folder.path, manifest["backend"], [mine] if same else [])
+    if same:
+        streams.restore(streams.from_tensor(own[mine]))
+    else:
+        seed_everything(trainer.rank_seed + manifest["step"] * trainer.world.size)
+    trainer.step, trainer.position = manifest["step"], manifest["position"]
+    trainer.metrics, trainer.seconds_before = dict(manifest["metrics"]), manifest["seconds"]
+
+
+def own_streams(trainer: Trainer) -> str:
+    """Return the name of this rank's random streams in a checkpoint."""
+    return f"streams.{trainer.world.rank}"
+
+
+def manifest(trainer: Trainer) -> dict[str, Any]:
+    """Return what a checkpoint says of the run, besides its files."""
+    cfg, keep = trainer.cfg, ("loss", "val_loss", "best_val_loss")
+    return {
+        "position": trainer.position, "tokens": trainer.position * cfg.model.block_size,
+        "seconds": trainer.meter.seconds(), "time": time.time(),
+        "metrics": {name: trainer.metrics[name] for name in keep if name in trainer.metrics},
+        "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
+        "vocab_size": trainer.corpus.tokenizer.vocab_size, "config": to_plain(cfg), "config_hash": config_hash(cfg),
+        "fixed": fixed(cfg), "facts": unchanging(trainer), "trackers": trainer.run.tracker_states(),
+    }  # fmt: skip
+
+
+def unchanging(trainer: Trainer) -> dict[str, Any]:
+    """Return what the order and the meaning of the data depend on, besides the options."""
+    return {
+        "the global batch (train.global_batch_size), in sequences,": trainer.sequences_per_step,
+        "the vocabulary": trainer.corpus.tokenizer.vocab_size,
+        "the number of training tokens": len(trainer.corpus.train),
+    }
+
+
+def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None:
+    """Return the run to continue and its checkpoints that may be meant, the oldest first; None: there is no run yet.
+
+    Args:
+        cfg: the config.
+        requested: whether a scheduler or ``launch`` has begun this run anew, which makes train.resume=auto the default.
+
+    Raises:
+        UserError: train.resume names no checkpoint, or one that is not the newest of the run that it would continue.
+    """
+    wish = cfg.train.resume or ("auto" if requested else None)
+    if wish is None:
+        return None
+    here = Path(cfg.run_dir).absolute()
+    if wish == "auto":
+        return (here, folders.all_in(here)) if (here / "run.json").exists() else None
+    run_dir, found = folders.locate(Path(wish))
+    newest = folders.all_in(run_dir)[-1:]
+    if run_dir == here and newest and newest[0].step > found[-1].step:
+        raise ConfigError(
+            f"train.resume={wish} is after {found[-1].step} steps, but the run has come to {newest[0].step}: add "
+            f"hydra.run.dir=DIR to branch off there, or remove the later checkpoints"
+        )
+    return run_dir, found
+
+
+def open_newest(found: list[Folder], world: dist.World) -> Resumed:
+    """Return the newest of the checkpoints ``found`` that is whole; all ranks check the files together.
+
+    Raises:
+        DamagedError: none is.
+    """
+    problem = ""
+    for folder in reversed(found):
+        manifest: dict[str, Any] = {}
+        with _caught() as caught:
+            manifest = folder.check_sizes()
+        problems = [str(caught[0])] if caught else [""]
+        if not caught:
+            names = sorted(manifest["files"])[world.rank :: world.size]
+            problems = [folder.check_content(names, manifest)]
+        gathered: list[Any] = [None] * world.size
+        torch.distributed.all_gather_object(gathered, problems[0])
+        problem = next((each for each in gathered if each), "")
+        if not problem:
+            return Resumed(folder, manifest, folder.path.parent.parent)
+        if folder is not found[0]:
+            LOGGER.warning("%s; taking the one before it", problem, extra=FIRST_RANK)
+    raise DamagedError(f"{problem}: no checkpoint of this run is whole; start anew in another hydra.run.dir=DIR")
+
+
+@contextlib.contextmanager
+def _caught() -> Iterator[list[DamagedError]]:
+    caught: list[DamagedError] = []
+    try:
+        yield caught
+    except DamagedError as error:
+        caught.append(error)
+
+
+def fixed(cfg: Config) -> dict[str, Any]:
+    """Return the options that a continued run must share with its checkpoint, by their names."""
+    return {
+        f"{section}.{name}": value
+        for section, values in to_plain(cfg).items()
+        if FREE.get(section, set()) is not None
+        for name, value in values.items()
+        if name not in (FREE.get(section) or set())
+    }
+
+
+def config_hash(cfg: Config) -> str:
+    """Return a hash of the options that a continued run must share."""
+    return hashlib.sha256(json.dumps(fixed(cfg), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_same(cfg: Config, facts: Mapping[str, Any], resumed: Resumed) -> None:
+    """Refuse to continue a run with options that contradict its checkpoint.
+
+    Args:
+        cfg: the options.
+        facts: what else has to be the same, by the names that people know it by.
+        resumed: the checkpoint.
+
+    Raises:
+        ConfigError: names each option with both values.
+    """
+    theirs = {**resumed.manifest["fixed"], **resumed.manifest["facts"]}
+    # An option that has come since then has its default in both.
+    different = [
+        f"  {name} is {theirs[name]} in the checkpoint and {value} here"
+        for name, value in {**fixed(cfg), **facts}.items()
+        if name in theirs and theirs[name] != value
+    ]
+    if different:
+        raise ConfigError(
+            "\n".join([
+                f"the options contradict the checkpoint {resumed.folder.path}:", *different,
+                f"use the checkpoint's, or its weights alone: train.init_from={resumed.folder.path}",
+            ])
+        )  # fmt: skip
+
+
+def first_weights(cfg: Config, vocab_size: int, world: dist.World) -> Mapping[str, torch.Tensor] | None:
+    """Return what train.init_from names: weights by name, each read when it is asked for; None: random ones.
+
+    Raises:
+        UserError: there are none.
+        ConfigError: they are another model's.
+    """
+    source = cfg.train.init_from
+    if source is None:
+        return None
+    if source.startswith("hf:"):
+        folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
+        return pretrained.open_weights(folder, cfg.model, vocab_size)
+    saved = find(Path(source))
+    theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
+    ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
+    different = [
+        f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    if different:
+        raise ConfigError(
+            "\n".join([f"train.init_from={source} holds another model than model={cfg.model.name}:",
+                       *different[:8], *(["  ..."] if different[8:] else [])])
+        )  # fmt: skip
+    return saved.weights()
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "x".join(map(str, shape)) if shape is not None else "none"

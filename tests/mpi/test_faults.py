@@ -1,0 +1,17 @@
+"""SIGKILL to ranks and to launch at random moments: the run goes on as if nothing had happened. More: tests/soak.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import soak
+
+
+@pytest.mark.timeout(300)
+def test_five_kills_leave_no_trace(tmp_path: Path) -> None:
+    told = soak.soak(tmp_path, runs=5, seed=5, steps=60)
+    assert len(told) == 5

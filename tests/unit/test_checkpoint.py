@@ -1,0 +1,417 @@
+"""Checkpoints of one process: what is on the disk, what is not taken for one, and how a run goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wordrun
+from wordrun import cli
+from wordrun.checkpoint import folder as folders
+from wordrun.checkpoint import pieces
+from wordrun.checkpoint.saved import find
+from wordrun.config import from_plain, to_plain
+from wordrun.errors import ConfigError, UserError
+from wordrun.track.jsonl import read
+from wordrun.train import streams
+from wordrun.train.stop import Interrupted
+from wordrun.train.trainer import Trainer
+
+Words = Callable[..., list[str]]
+SAVING = (
+    "train.max_iters=12", "train.log_interval=1", "train.eval_interval=4", "train.checkpoint_interval=3",
+    "train.save_best=false", "train.keep_checkpoints=9", "train.sample_tokens=0", "model.dropout=0.2",
+    "optimizer.warmup_iters=2",
+)  # fmt: skip
+
+
+class Act:
+    """A hook that does something after a step."""
+
+    def __init__(self, step: int, action: Callable[[Trainer], Any]) -> None:
+        self.step, self.action = step, action
+
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            self.action(trainer)
+
+    def at_start(self, trainer: Trainer) -> None: ...
+    def at_end(self, trainer: Trainer) -> None: ...
+    def close(self) -> None: ...
+
+
+def train(words: list[str], folder: Path, *hooks: Any) -> Trainer:
+    with Trainer(wordrun.compose([*words, f"hydra.run.dir={folder}"]), hooks=hooks) as trainer:
+        trainer.train()
+    return trainer
+
+
+def figures(folder: Path) -> list[tuple[Any, ...]]:
+    """Return everything in metrics.jsonl that does not depend on the clock."""
+    keys = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens")
+    return [tuple(line.get(key) for key in keys) for line in read(folder)]
+
+
+def record(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return content
+
+
+def steps(folder: Path) -> list[int]:
+    return [each.step for each in folders.all_in(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(small: Words, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody has stopped."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(small(*SAVING), folder)
+    return folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A copy of that run that a test may spoil."""
+    shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+# What is on the disk
+
+
+def test_a_manifest_says_what_is_there(whole: Path) -> None:
+    assert steps(whole) == [3, 6, 9, 12]
+    assert (whole / "checkpoints/latest").resolve().name == "step-00000012"
+    folder = folders.all_in(whole)[-1]
+    manifest = folder.check_sizes()
+    assert folder.check_content(manifest["files"], manifest) == ""
+    on_disk = {str(p.relative_to(folder.path)) for p in folder.path.rglob("*") if p.is_file()}
+    assert set(manifest["files"]) == on_disk - {"manifest.json"}
+    assert (manifest["step"], manifest["position"], manifest["tokens"]) == (12, 48, 48 * 8)
+    assert manifest["layout"] == [1, 1, 1, 1]
+
+
+def test_a_config_comes_back_typed(small: Words) -> None:
+    for more in ([], ["model=llama_debug", "train.backend=3D", "tracker=wandb"]):
+        cfg = wordrun.compose(small(*more))
+        assert from_plain(json.loads(json.dumps(to_plain(cfg)))) == type(cfg)(**{**vars(cfg), "run_dir": ""})
+    plain = to_plain(cfg)
+    plain["train"]["of_the_future"] = 1
+    with pytest.raises(UserError, match=r"train\.of_the_future, which this version of wordrun does not know"):
+        from_plain(plain)
+
+
+def test_weights_are_found_by_one_process(whole: Path, small: Words, tmp_path: Path) -> None:
+    saved = find(whole)
+    weights = saved.read_weights()
+    assert saved.step == 12
+    assert json.loads(saved.tokenizer_json)["kind"] == "char"
+    with Trainer(wordrun.compose(small(*SAVING, f"train.resume={whole}"))) as trainer:
+        ours = dict(trainer.backend.parts[0].named_parameters())
+        assert weights.keys() == ours.keys()
+        assert all(torch.equal(weights[name], ours[name]) for name in ours)
+        assert trainer.step == 12
+    assert find(whole, "6").step == 6
+    assert find(whole / "checkpoints/latest").step == 12
+    with pytest.raises(UserError, match="has no checkpoint 7: there are latest and those after 3, 6, 9, 12 steps"):
+        find(whole, "7")
+    with pytest.raises(UserError, match="is no folder"):
+        find(tmp_path / "nothing")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        find(tmp_path)
+
+
+def test_the_last_and_the_best_are_kept(small: Words, tmp_path: Path) -> None:
+    words = small(*SAVING, "train.keep_checkpoints=1", "train.save_best=true", "train.eval_interval=5")
+    train(words, tmp_path / "run", Act(5, lambda trainer: trainer.metrics.update(best_val_loss=0.0)))
+    assert steps(tmp_path / "run") == [5, 12]
+    assert (tmp_path / "run/checkpoints/best").resolve().name == "step-00000005"
+    assert find(tmp_path / "run", "best").step == 5
+    assert not list((tmp_path / "run/checkpoints").glob(".step*"))
+
+
+def test_without_an_interval_there_are_none(small: Words, tmp_path: Path) -> None:
+    train(small("train.checkpoint_interval=0"), tmp_path / "run")
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_random_streams_survive_as_bytes() -> None:
+    before = streams.capture()
+    data = streams.to_tensor(before)
+    drawn = [np.random.rand(), torch.rand(()).item()]
+    streams.restore(streams.from_tensor(data))
+    assert [np.random.rand(), torch.rand(()).item()] == drawn
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 5), (3, 7), (8, 7)])
+def test_every_piece_has_one_writer(ranks: int, rows: int) -> None:
+    from wordrun.dist.mesh import Layout
+
+    tensors = {str(i): torch.empty(rows * (i + 1), 2) for i in range(10)}
+    written = [[p.name for p in pieces.mine_to_write(tensors, Layout(replicate=ranks), r)] for r in range(ranks)]
+    assert sorted(name for names in written for name in names) == sorted(tensors)
+    loads = [sum(tensors[name].numel() for name in names) for names in written]
+    assert max(loads) - min(loads) <= max(t.numel() for t in tensors.values())
+
+
+# Going on
+
+
+def test_a_run_that_goes_on_equals_one_that_never_stopped(whole: Path, small: Words, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(small(*SAVING, "train.max_iters=8", "optimizer.lr_decay_iters=12"), folder)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "los')  # as a run leaves it that was killed
+    with pytest.raises(ConfigError, match=r"optimizer\.lr_decay_iters is 12 in the checkpoint and None here"):
+        train(small(*SAVING, "train.resume=auto"), folder)
+    trainer = train(small(*SAVING, "train.resume=auto", "optimizer.lr_decay_iters=12"), folder)
+    found = figures(folder)
+    # The evaluation after the last step of the shorter run is the only difference.
+    assert [line for line in found if line[0] != 8 or line[1] is not None][:8] == figures(whole)[:8]
+    assert found[-2:] == figures(whole)[-2:]
+    assert trainer.summary().tokens == 12 * 4 * 8
+    assert [part["exit_reason"] for part in record(folder)["earlier"]] == ["finished"]
+    assert record(folder)["resumed_from"] == {"run": str(folder), "step": 8}
+    assert "going on after 8 steps" in (folder / "log.txt").read_text()
+    times = [line["time"] for line in read(folder) if "time" in line]
+    assert times == sorted(times)
+
+
+def test_a_branch_has_the_history_of_its_origin(whole: Path, small: Words, tmp_path: Path) -> None:
+    words = small(*SAVING, f"train.resume={whole}/checkpoints/step-00000006")
+    with pytest.raises(ConfigError, match=r"is after 6 steps, but the run has come to 12: add hydra\.run\.dir=DIR"):
+        Trainer(wordrun.compose(words))
+    train(words, tmp_path / "branch")
+    assert figures(tmp_path / "branch") == figures(whole)
+    assert steps(whole) == [3, 6, 9, 12]
+
+
+def test_a_finished_run_has_nothing_to_do(whole: Path, small: Words, capfd: pytest.CaptureFixture[str]) -> None:
+    before = (whole / "run.json").read_bytes()
+    assert cli.main(small(*SAVING, "train.resume=auto", f"hydra.run.dir={whole}")) == 0
+    assert "this run has done its 12 steps" in capfd.readouterr().out
+    assert (whole / "run.json").read_bytes() == before
+
+
+def test_auto_is_the_default_after_a_requeue(
+    whole: Path, small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"holds a run already: continue it by train\.resume=auto"):
+        train(small(*SAVING), whole)
+    for name, value in (("SLURM_RESTART_COUNT", "1"), ("WORDRUN_RESUME", "auto")):
+        monkeypatch.setenv(name, value)
+        shutil.rmtree(folder, ignore_errors=True)
+        train(small(*SAVING, "train.max_iters=4", "optimizer.lr_decay_iters=12"), folder)  # nothing there yet
+        assert train(small(*SAVING, "optimizer.lr_decay_iters=12"), folder).start.step == 4
+        monkeypatch.delenv(name)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(small: Words, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(small("train.checkpoint_interval=0"), folder)
+    train(small("train.resume=auto", "train.log_interval=1"), folder)
+    assert [line["step"] for line in read(folder) if "loss" in line] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.n_layer=2", "model.n_layer is 1 in the checkpoint and 2 here"),
+        ("model.batch_size=8", r"the global batch \(train.global_batch_size\), in sequences, is 4 in the checkpoint"),
+        ("optimizer.beta2=0.95", r"optimizer.beta2 is 0.99 in the checkpoint and 0.95 here"),
+    ],
+)
+def test_what_contradicts_the_checkpoint_is_refused(whole: Path, small: Words, word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){said}.*train\.init_from={whole}"):
+        Trainer(wordrun.compose(small(*SAVING, f"train.resume={whole}", word)))
+
+
+def test_a_path_that_holds_nothing_is_named(whole: Path, small: Words, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.resume=.*gone: .* is no folder"):
+        wordrun.compose(small(f"train.resume={tmp_path}/gone"))
+    with pytest.raises(ConfigError, match="choose one"):
+        wordrun.compose(small(f"train.init_from={whole}", f"train.resume={whole}"))
+
+
+def test_first_weights_from_another_run(whole: Path, small: Words, tmp_path: Path) -> None:
+    words = small(f"train.init_from={whole}", "train.max_iters=1", "optimizer.learning_rate=0.5")
+    trainer = train([*words, "train.log_interval=1"], tmp_path / "run")
+    assert trainer.start.step == 0
+    assert read(tmp_path / "run")[0]["loss"] < read(whole)[0]["loss"] - 0.01
+    with pytest.raises(ConfigError, match=r"(?s)holds another model than model=nano:\n  blocks\.1\.attention"):
+        Trainer(wordrun.compose([*words, "model.n_layer=2"]))
+
+
+# Damage
+
+
+def spoil(how: str, file: Path) -> None:
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
+def test_a_damaged_checkpoint_is_passed_over(
+    copy: Path, small: Words, how: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if (how, name) == ("changed", "manifest.json"):
+        (copy / "checkpoints/step-00000012" / name).write_text("{}")
+    else:
+        spoil(how, copy / "checkpoints/step-00000012" / name)
+    with Trainer(wordrun.compose(small(*SAVING, f"train.resume={copy}"))) as trainer:
+        logging.getLogger("wordrun").addHandler(caplog.handler)
+        assert trainer.step == 9
+    assert find(copy).step == 9
+    assert re.search(rf"step-00000012 is damaged: {re.escape(name)}.*; taking the one before it", caplog.text)
+
+
+def test_where_none_is_whole_it_says_so(copy: Path, small: Words) -> None:
+    for folder in folders.all_in(copy):
+        (folder.path / ".metadata").unlink()
+    with pytest.raises(UserError, match="no checkpoint of this run is whole"):
+        Trainer(wordrun.compose(small(*SAVING, f"train.resume={copy}")))
+
+
+def test_what_an_interrupted_save_leaves_is_no_checkpoint(copy: Path, small: Words) -> None:
+    newest = copy / "checkpoints/step-00000012"
+    newest.rename(newest.with_name(".step-00000012.new"))
+    trainer = train(small(*SAVING, "train.resume=auto"), copy)
+    assert trainer.start.step == 9
+    assert steps(copy) == [3, 6, 9, 12]
+    assert not list((copy / "checkpoints").glob(".step*"))
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a run directory whose checkpoints have room for one and a half."""
+    place = tmp_path / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a small disk")
+    yield place.parent
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+# torch's writer complains once more when it is thrown away.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("mode", ["true", "false"], ids=["background", "foreground"])
+def test_a_full_disk_leaves_the_checkpoint_before(
+    full_disk: Path, small: Words, mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = small(*SAVING, "model.n_embd=32", f"train.async_save={mode}", "train.resume=auto")
+    assert cli.main([*words, f"hydra.run.dir={full_disk}"]) == 0
+    said = capfd.readouterr().out
+    assert "the checkpoint after 6 steps could not be written (rank 0: no space is left on the disk of" in said
+    assert "training goes on" in said
+    assert steps(full_disk) == [3]
+    assert find(full_disk).step == 3
+    assert read(full_disk)[-1]["step"] == 12
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_may_stop_the_run(full_disk: Path, small: Words, capfd: pytest.CaptureFixture[str]) -> None:
+    words = small(*SAVING, "model.n_embd=32", "train.on_save_error=stop", f"hydra.run.dir={full_disk}")
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(words)
+    captured = capfd.readouterr()
+    assert "the checkpoint after 6 steps could not be written" in captured.out + captured.err
+    assert "train.on_save_error=continue would train on" in captured.out + captured.err
+    assert find(full_disk).step == 3
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("when", ["training", "evaluation", "saving"])
+def test_a_signal_saves_and_the_run_can_go_on(
+    whole: Path, small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, number: int
+) -> None:
+    folder = tmp_path / "run"
+
+    told = []
+
+    def tell(*args: Any) -> None:
+        if not told:  # another one would end the run on the spot
+            told.append(os.kill(os.getpid(), number))
+
+    hooks = [Act(5, tell)] if when == "training" else []
+    if when == "evaluation":
+        monkeypatch.setattr(Trainer, "evaluate", lambda self, evaluate=Trainer.evaluate: (tell(), evaluate(self))[1])
+    if when == "saving":
+        monkeypatch.setattr(pieces, "write", lambda *args, write=pieces.write: (tell(), write(*args))[1])
+    with pytest.raises(Interrupted) as stopped:
+        train(small(*SAVING), folder, *hooks)
+    monkeypatch.undo()
+    assert stopped.value.exit_status == 75
+    left = record(folder)
+    assert left["exit_reason"] == f"stopped by {signal.Signals(number).name}, saved"
+    assert left["steps"] == steps(folder)[-1] < 12
+    train(small(*SAVING, "train.resume=auto"), folder)
+    assert figures(folder) == figures(whole)
+
+
+# Gradients that are not finite
+
+
+def poison(times: int, at: int) -> Any:
+    """Return a hook that spoils the gradients of the step after ``at``, as often as it comes by."""
+    left = [times]
+
+    def arm(trainer: Trainer) -> None:
+        parameter = trainer.backend.parts[0].norm.weight
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            return gradient * torch.nan
+
+        if left[0]:
+            left[0] -= 1
+            handle = parameter.register_hook(spoil)
+
+    return Act(at, arm)
+
+
+def test_by_default_the_run_stops(small: Words, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not finite any more at step 8"):
+        train(small(*SAVING), tmp_path / "run", poison(1, 7))
+    assert steps(tmp_path / "run") == [3, 6]
+    assert "not finite any more at step 8" in record(tmp_path / "run")["exit_reason"]
+    assert "after 7 steps" in (tmp_path / "run/failures/rank-0.txt").read_text()
+
+
+def test_a_step_may_be_left_out(small: Words, tmp_path: Path) -> None:
+    trainer = train(small(*SAVING, "train.on_nonfinite=skip"), tmp_path / "run", poison(1, 7))
+    assert [line["step"] for line in read(tmp_path / "run") if "loss" in line] == list(range(1, 13))
+    assert trainer.position == 13 * 4, "the data of that step are not taken again"
+    assert all(torch.isfinite(p).all() for p in trainer.backend.parts[0].parameters())
+
+
+def test_or_the_run_goes_back_to_its_checkpoint(small: Words, tmp_path: Path) -> None:
+    words = small(*SAVING, "train.on_nonfinite=rollback")
+    trainer = train(words, tmp_path / "run", poison(1, 7))
+    assert [line["step"] for line in read(tmp_path / "run") if "loss" in line] == list(range(1, 13))
+    assert trainer.position == (12 + 2) * 4, "steps 7 and 8 were taken twice, with other data"
+    with pytest.raises(UserError, match="as 3 times before after the checkpoint of step 6"):
+        train(words, tmp_path / "again", poison(9, 7))

@@ -1,0 +1,166 @@
+"""Exported folders: transformers loads them and computes the same, and a run can begin with them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors import safe_open
+
+from wordrun.data.huggingface import _letters, tokenizer_json
+from wordrun.data.sample import sample_text
+from wordrun.data.tokenizers import CharTokenizer
+from wordrun.errors import UserError
+from wordrun.export import main
+from wordrun.model import Transformer
+from wordrun.model.pretrained import open_weights
+
+SaveRun = Callable[..., Transformer]
+TEXT = "Zwölf  Boxkämpfer \n\tjagen, 'Viktor' quer : über <unk> den großen 🦊 . \u0301\r\n"
+MODELS = {
+    "gpt without biases": (),
+    "gpt": ("model.bias=true", "model.gelu=tanh"),
+    "llama": ("model=llama_debug", "model.n_kv_head=1"),
+    "tied llama, larger vocabulary": ("model=llama_debug", "model.tie=true", "model.vocab_size=64"),
+}
+
+
+@pytest.mark.parametrize("words", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("shard_gb", [4, 4e-6], ids=["one file", "many files"])
+def test_transformers_computes_the_same(words: tuple[str, ...], shard_gb: float, save_run: SaveRun) -> None:
+    run, tokenizer = Path("run"), CharTokenizer.of_text(TEXT)
+    ours = save_run(run, *words, text=TEXT)
+    assert main([f"run={run}", "out=folder", f"shard_gb={shard_gb}"]) == 0
+    assert (len(list(Path("folder").glob("*.safetensors"))) > 3) == (shard_gb < 1)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("folder").eval()
+    tokens = torch.from_numpy(tokenizer.encode(TEXT))[None, : ours.cfg.block_size]
+    with torch.no_grad():
+        expected = ours(tokens)
+        assert expected.std() > 0.3
+        torch.testing.assert_close(theirs(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    # No token ends a text by itself.
+    assert theirs.generate(tokens[:, :2], max_new_tokens=6, do_sample=True).shape == (1, 8)
+
+    again = open_weights(Path("folder"), ours.cfg, tokenizer.vocab_size)
+    state = ours.state_dict()
+    assert again.keys() == state.keys()
+    assert all(again[name].equal(state[name]) for name in state)
+
+
+def test_the_tokenizer_is_the_same(save_run: SaveRun) -> None:
+    save_run(Path("run"), text=TEXT)
+    assert main(["run=run", "out=folder"]) == 0
+    ours, theirs = CharTokenizer.of_text(TEXT), transformers.AutoTokenizer.from_pretrained("folder")
+    tokens = theirs(TEXT).input_ids
+    assert tokens == ours.encode(TEXT).tolist()
+    assert theirs.decode(tokens) == TEXT
+    assert len(theirs) == ours.vocab_size
+    assert theirs.model_max_length == 8
+    with pytest.raises(Exception, match="UNK"):  # of the library, which has no class for it
+        theirs("a character that is not there: Ω")
+
+
+def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (100, 200):
+        save_run(Path("run"), step=step)
+    (Path("run") / "huggingface" / ".step-00000100.new").mkdir(parents=True)  # left by an export that was killed
+    assert main(["run=run", "checkpoint=100", "dtype=bf16"]) == 0
+    folder = Path("run/huggingface/step-00000100").resolve()
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step-00000100"]
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert main(["run=run", "checkpoint=100"]) == 2
+    assert capsys.readouterr().err == f"{folder} is there already: remove it, or choose another folder by out=DIR\n"
+    assert main(["run=run"]) == 0
+    assert capsys.readouterr().out == f"{folder.with_name('step-00000200')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["run=nowhere"], 1, "nowhere is no folder"),
+        (["checkpoint=7"], 1, "has no checkpoint 7: there are latest and those after 100 steps"),
+        (["dtyp=fp32"], 2, "unknown option 'dtyp'; did you mean 'dtype'?"),
+        (["dtype=auto", "shard_gb=0", "out=run"], 2, "dtype=auto should be fp32, bf16 or fp16\nshard_gb=0 should"),
+        (["dtype=auto", "shard_gb=0", "out=run"], 2, "\nout=run is there already: remove it, or choose anoth"),
+        (["out=file/folder"], 1, "cannot write "),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(
+    words: list[str], status: int, says: str, save_run: SaveRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(Path("run"))
+    Path("file").touch()
+    before = sorted(Path().rglob("*"))
+    assert main(["run=run", *words]) == status
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert says in said.err
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def learned() -> Any:
+    """A tokenizer of the library, of bytes in pairs as GPT-2's."""
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE())
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    fast.train_from_iterator([sample_text()[:50_000], TEXT], trainer)
+    return fast
+
+
+def loaded(tokenizer: dict[str, Any]) -> Any:
+    return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+
+def test_gpt2s_tokenizer_becomes_one_of_the_library(learned: Any) -> None:
+    """Its vocabulary alone is saved, in the order of its merges, which can be found again."""
+    assert learned.get_vocab_size() == 600
+    names = sorted(learned.get_vocab(), key=learned.token_to_id)
+    table = tokenizers.decoders.ByteLevel()
+    letters = {letter: byte for byte, letter in enumerate(_letters())}
+    words = [bytes(letters[letter] for letter in name) for name in names]
+    assert [table.decode([name]) for name in names[250:]] == [word.decode(errors="replace") for word in words[250:]]
+    ranks = " ".join(base64.b64encode(word).decode() for word in words)
+    made, end = tokenizer_json({"kind": "gpt2", "ranks": ranks})
+    assert end == 600
+    text = sample_text()[50_000:60_000] + TEXT
+    assert loaded(made).encode(text).ids == learned.encode(text).ids
+    assert loaded(made).decode(learned.encode(text).ids) == text
+    assert made["model"]["merges"] == json.loads(learned.to_str())["model"]["merges"]
+
+
+def test_bytes_become_tokens_of_the_library() -> None:
+    made, end = tokenizer_json({"kind": "byte"})
+    assert end == 256
+    assert loaded(made).encode(TEXT).ids == list(TEXT.encode())
+    assert loaded(made).decode(list(TEXT.encode())) == TEXT
+
+
+def test_tokenizers_of_the_library_go_as_they_are() -> None:
+    assert tokenizer_json({"kind": "bpe", "eot": 0, "tokenizer": {"model": "m"}}) == ({"model": "m"}, 0)
+    with pytest.raises(UserError, match="the kind words has no form that transformers reads"):
+        tokenizer_json({"kind": "words"})
+
+
+def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "  out=null                The folder to write" in said
+    assert max(map(len, said.splitlines())) <= 120

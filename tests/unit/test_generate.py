@@ -1,0 +1,280 @@
+"""Generation: with a cache of keys and values the same tokens as without one, and the command that shows them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from wordrun import model as models
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.data.tokenizers import CharTokenizer
+from wordrun.generate import Screen, main
+from wordrun.model import Transformer
+from wordrun.model.cache import Cached, Past
+from wordrun.model.generate import draw, generate
+
+V = 23
+BLOCK = 16
+CONFIGS: dict[str, ModelConfig] = {
+    "gpt": GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=BLOCK, bias=True),
+    "llama": LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=BLOCK),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    """A small model that is sure of what follows: its weights are far from their first values."""
+    model = models.build(CONFIGS[request.param], V, seed=1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(6)
+    return model.eval()
+
+
+def tokens(B: int = 3, T: int = 4, seed: int = 0) -> torch.Tensor:
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 1}, {"top_k": 5, "temperature": 0.8}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.9, "slide": 6}],
+    ids=["greedy", "top-k", "top-p", "sliding by 6"],
+)
+@pytest.mark.parametrize("T", [1, 4, 40])
+def test_tokens_are_those_without_a_cache(model: Transformer, options: dict[str, Any], T: int) -> None:
+    """Three texts at once, far across the limit of block_size."""
+    without = generate(lambda x: model(x, at=-1), tokens(T=T), 3 * BLOCK, block_size=BLOCK, seed=2, **options)
+    cached = Cached(model)
+    assert cached(tokens(T=2)).shape == (3, V)  # of another text, which must leave nothing behind
+    assert generate(cached, tokens(T=T), 3 * BLOCK, block_size=BLOCK, seed=2, **options).equal(without)
+    assert without[:, T:].unique().numel() > 5
+
+
+def test_logits_are_those_without_a_cache_however_many_tokens_come_at_once(model: Transformer) -> None:
+    x, cached = tokens(T=BLOCK), Cached(model)
+    for T in (3, 4, 9, 10, BLOCK):  # 3, 1, 5, 1, 6 new ones
+        expected = model(x[:, :T], at=-1)
+        assert expected.std() > 0.3
+        torch.testing.assert_close(cached(x[:, :T]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_model_reads_each_token_once_until_the_text_outgrows_it(model: Transformer) -> None:
+    widths: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    generate(Cached(model), tokens(T=6), BLOCK + 1, block_size=BLOCK)
+    assert widths == [6, *[1] * (BLOCK - 6), *[BLOCK] * 6]
+    widths.clear()
+    generate(Cached(model), tokens(T=6), BLOCK + 4, block_size=BLOCK, slide=8)
+    # Full after 10 further tokens: the last 9 are read again, and each new one once, until it is full again.
+    assert widths == [6, *[1] * 10, 9, *[1] * 7, 9]
+
+
+def test_a_text_that_differs_is_read_from_its_beginning(model: Transformer) -> None:
+    cached, x = Cached(model), tokens(T=6)
+    cached(x)
+    other = torch.cat((tokens(T=6, seed=1), tokens(T=1)), 1)
+    for text in (other, x[:1], x[:1, :3], torch.cat((x, tokens(T=2)), 1)):
+        torch.testing.assert_close(cached(text), model(text, at=-1), rtol=1e-5, atol=1e-5)
+
+
+def test_each_part_of_a_pipeline_has_pasts_of_its_own(model: Transformer) -> None:
+    cfg = replace(model.cfg, n_layer=2)
+    parts = [models.outline(cfg, V, [layer]) for layer in (0, 1)]
+    for part in parts:
+        part.load_state_dict({name: model.state_dict()[name] for name in part.state_dict()}, assign=True)
+    x, pasts = tokens(T=9), [[Past()], [Past()]]
+    for start, end in ((0, 5), (5, 6), (6, 9)):
+        hidden = parts[0](x[:, start:end], pasts=pasts[0])
+        logits = parts[1](hidden, at=-1, pasts=pasts[1])
+        torch.testing.assert_close(logits, model(x[:, :end], at=-1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_past_gives_back_all_it_was_given() -> None:
+    past, stream = Past(), torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 3, 40, 8, generator=stream)
+    start = 0
+    for T in (1, 1, 5, 1, 20, 12):
+        k, v = past.add(keys[:, :, start : start + T], values[:, :, start : start + T])
+        start += T
+        assert past.length == start
+        assert k.equal(keys[:, :, :start])
+        assert v.equal(values[:, :, :start])
+
+
+def test_tokens_are_handed_out_as_they_are_drawn(model: Transformer) -> None:
+    columns: list[torch.Tensor] = []
+    reads: list[int] = []
+
+    def logits_of(text: torch.Tensor) -> torch.Tensor:
+        reads.append(len(columns))
+        return model(text, at=-1)  # type: ignore[no-any-return]
+
+    text = generate(logits_of, tokens(), 5, block_size=BLOCK, on_tokens=columns.append)
+    assert reads == [0, 1, 2, 3, 4]
+    assert torch.stack(columns, 1).equal(text[:, 4:])
+
+
+# Which tokens are drawn
+
+
+def drawn(probabilities: list[list[float]], top_k: int | None = None, top_p: float = 1.0) -> list[set[int]]:
+    """Return the tokens that 2000 draws from each of ``probabilities`` give."""
+    stream = torch.Generator().manual_seed(1)
+    logits = torch.tensor(probabilities).log()
+    draws = torch.cat([draw(logits, top_k, top_p, stream) for _ in range(2000)], 1)
+    return [set(row.tolist()) for row in draws]
+
+
+def test_the_fewest_likeliest_tokens_that_reach_top_p_are_drawn() -> None:
+    rows = [[0.1, 0.5, 0.1, 0.3], [0.25, 0.2, 0.3, 0.25], [0.97, 0.01, 0.01, 0.01]]
+    assert drawn(rows, top_p=0.4) == [{1}, {0, 2}, {0}]
+    assert drawn(rows, top_p=0.6) == [{1, 3}, {0, 2, 3}, {0}]
+    assert drawn(rows, top_p=0.001) == [{1}, {2}, {0}]
+    assert drawn(rows, top_p=1.0) == [{0, 1, 2, 3}] * 3
+
+
+def test_top_p_is_of_what_top_k_leaves() -> None:
+    # Of the likeliest two the first has 5 / 8.
+    assert drawn([[0.1, 0.5, 0.1, 0.3]], top_k=2, top_p=0.6) == [{1}]
+    assert drawn([[0.1, 0.5, 0.1, 0.3]], top_k=2, top_p=0.7) == [{1, 3}]
+
+
+def test_draws_from_top_p_follow_the_probabilities() -> None:
+    N = 20_000
+    logits = torch.tensor([0.1, 0.5, 0.1, 0.3]).log().expand(N, 4)
+    shares = draw(logits, None, 0.7, torch.Generator().manual_seed(0))[:, 0].bincount(minlength=4) / N
+    torch.testing.assert_close(shares, torch.tensor([0.0, 0.625, 0.0, 0.375]), atol=0.012, rtol=0)
+
+
+# The command
+
+
+KNOWS = "The quick brown fox jumps over the lazy dog.\n"
+
+
+@pytest.fixture(scope="module")
+def run(save_run: Callable[..., Transformer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with two checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    for step in (100, 200):
+        save_run(folder, "model=llama_debug", step=step, text=KNOWS)
+    return folder
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_writes_what_the_model_does(
+    run: Path, save_run: Callable[..., Transformer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with the same weights, without a cache, from Python."""
+    model, tokenizer = save_run(tmp_path / "other", "model=llama_debug", step=200, text=KNOWS), CharTokenizer(KNOWS)
+    prompt = torch.from_numpy(tokenizer.encode("fox")).expand(2, 3)
+    options: dict[str, Any] = {"top_k": 5, "top_p": 0.9, "temperature": 0.9, "seed": 3}
+    texts = generate(lambda x: model(x, at=-1), prompt, 20, block_size=model.cfg.block_size, **options)
+    words = [f"run={run}", "prompt=fox", "length=20", *(f"{key}={value}" for key, value in options.items())]
+    one, two = (tokenizer.decode(text.numpy()) for text in texts)
+    assert one != two
+    assert written(capsys, *words, "num_samples=2") == f"--- 1 of 2 ---\n{one}\n--- 2 of 2 ---\n{two}\n"
+    alone = written(capsys, *words)
+    assert alone.startswith("fox")
+    assert len(alone) == len("fox") + 20 + len("\n")
+    assert written(capsys, *words) == alone
+    assert written(capsys, *words, "seed=4") != alone
+
+
+def test_the_checkpoint_is_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("prompt=fox", "top_k=1", "length=12")
+    latest = written(capsys, f"run={run}", *words)
+    assert written(capsys, f"run={run}", "checkpoint=200", *words) == latest
+    assert written(capsys, f"run={run / 'checkpoints' / 'step-00000200'}", *words) == latest
+    assert written(capsys, f"run={run}", "checkpoint=100", *words) != latest
+
+
+def test_the_other_precision_and_the_model_are_named_beside_the_text(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"run={run}", "length=2", "dtype=fp16"]) == 0
+    said = capsys.readouterr()
+    assert "dtype=fp16: this cpu would emulate it" in said.err
+    assert "step-00000200: llama_debug, " in said.err
+    assert "parameters, float32 on cpu\n2 tokens in " in said.err
+    assert len(said.out) == len("\n") + 2 + len("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["run=nowhere"], 1, "nowhere is no folder: name a run directory"),
+        (["run=."], 1, "holds no checkpoint: it is not a run directory"),
+        (["checkpoint=150"], 1, "has no checkpoint 150: there are latest and those after 100, 200 steps"),
+        (["checkpoint=best"], 1, "has no checkpoint best"),
+        (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
+        (["prompt="], 2, "prompt= has no value"),
+        (["lenght=3", "top_k=x"], 2, "unknown option 'lenght'; did you mean 'length'?\ntop_k=x should be a whole"),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for the likeliest"),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for all tokens, use top_k="),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_p=1.5 should be above 0 and at most 1\n"),
+        (["length=-1", "num_samples=0"], 2, "length=-1 should be at least 0\nnum_samples=0 should be at least 1\n"),
+        (["slide=0", "device=gpu", "dtype=fp8"], 2, "slide=0 should be at least 1\ndevice=gpu should be auto, cpu,"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(
+    run: Path, words: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"run={run}", *words]) == status
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert says in said.err
+
+
+def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "  num_samples=1           Texts to write" in said
+    assert max(map(len, said.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("by", ["ctrl-c", "head"])
+def test_text_is_shown_while_it_is_written_until_it_is_enough(run: Path, by: str) -> None:
+    words = [f"run={run}", "prompt=fox", "length=1000000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "wordrun.generate", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(10).startswith(b"fox")
+        if by == "head":
+            process.stdout.close()
+            assert b"Traceback" not in process.stderr.read()
+            assert process.wait(60) == 0
+        else:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 130
+            assert out.endswith(b"\n")
+            assert b"Traceback" not in err
+
+
+def test_a_character_is_shown_when_all_of_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens are bytes here, of which an umlaut takes two."""
+    show = Screen(lambda tokens: np.array(tokens, dtype=np.uint8).tobytes().decode(errors="replace"))
+    seen = []
+    for byte in "aüb".encode() + b"\xc3":
+        show([byte])
+        seen.append(capsys.readouterr().out)
+    assert seen == ["a", "", "ü", "b", ""]
+    show.end()
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"

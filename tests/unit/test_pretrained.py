@@ -1,0 +1,243 @@
+"""Weights from folders that transformers writes: the same logits, read one at a time, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.errors import ConfigError, UserError
+from wordrun.model import outline
+from wordrun.model.pretrained import fetch, model_config, open_weights, read_config
+
+V = 61
+GPT = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, bias=True, gelu="tanh")
+LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=24, rope_theta=5e5)
+THEIRS: dict[str, tuple[ModelConfig, Any]] = {
+    "gpt2": (GPT, transformers.GPT2Config(vocab_size=V, n_positions=24, n_embd=32, n_layer=2, n_head=4)),
+    "llama": (LLAMA, transformers.LlamaConfig(
+        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, rms_norm_eps=1e-5, rope_theta=5e5,
+    )),
+    "llama 3.2": (replace(LLAMA, tie=True, rope_factor=32.0), transformers.LlamaConfig(
+        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True,
+        rope_scaling={"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                      "original_max_position_embeddings": 8192},
+    )),
+}  # fmt: skip
+Folders = Callable[[str], Path]
+
+
+def their_model(kind: str) -> Any:
+    """Return transformers' model, with random weights everywhere."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(THEIRS[kind][1])
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folders:
+    """Write one of ``THEIRS`` as transformers does."""
+
+    def write(kind: str) -> Path:
+        their_model(kind).save_pretrained(tmp_path / kind)
+        return tmp_path / kind
+
+    return write
+
+
+@torch.no_grad()
+def check_logits(weights: Mapping[str, torch.Tensor], cfg: ModelConfig, theirs: Any) -> None:
+    ours = outline(cfg, V)
+    ours.load_state_dict(dict(weights), assign=True)
+    tokens = torch.randint(V, (2, cfg.block_size), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", ["10GB", "16KB"], ids=["one file", "many files"])
+@pytest.mark.parametrize("kind", THEIRS)
+def test_logits_are_those_of_transformers(kind: str, size: str, tmp_path: Path) -> None:
+    cfg, _ = THEIRS[kind]
+    theirs = their_model(kind)
+    theirs.save_pretrained(tmp_path, max_shard_size=size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "16KB")
+    weights = open_weights(tmp_path, cfg, V)
+    assert list(weights) == list(outline(cfg, V).state_dict())
+    check_logits(weights, cfg, theirs)
+    assert replace(model_config(tmp_path, read_config(tmp_path)), name=cfg.name) == replace(cfg, vocab_size=V)
+
+
+def test_a_file_of_torch_is_read_too(tmp_path: Path) -> None:
+    """As OpenAI's GPT-2 was published: without the first word of the names, with masks, without the output layer."""
+    theirs = their_model("gpt2")
+    theirs.config.save_pretrained(tmp_path)
+    state = {
+        name.removeprefix("transformer."): x for name, x in theirs.state_dict().items() if name != "lm_head.weight"
+    }
+    torch.save(state | {"h.0.attn.bias": torch.ones(1, 1, 24, 24)}, tmp_path / "pytorch_model.bin")
+    check_logits(open_weights(tmp_path, GPT, V), GPT, theirs)
+
+
+def test_nothing_is_read_before_it_is_asked_for(folder: Folders) -> None:
+    path = folder("llama") / "model.safetensors"
+    weights = open_weights(path.parent, LLAMA, V)
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    with path.open("r+b") as file:
+        file.seek(header)
+        file.write(bytes(len(content) - header))
+    assert all(not weight.any() for weight in weights.values())
+
+
+def test_a_shorter_gpt_takes_the_first_positions(folder: Folders) -> None:
+    theirs = their_model("gpt2")
+    short = replace(GPT, block_size=10)
+    weights = open_weights(folder("gpt2"), short, V)
+    assert weights["positions.weight"].shape == (10, 32)
+    check_logits(weights, short, theirs)
+
+
+def test_a_gpt_without_biases_takes_those_that_are_0(folder: Folders) -> None:
+    path = folder("gpt2")
+    file = load_file(path / "model.safetensors")
+    save_file({name: x * (not name.endswith("bias")) for name, x in file.items()}, path / "model.safetensors")
+    weights = open_weights(path, replace(GPT, bias=False), V)
+    assert set(weights) == set(outline(replace(GPT, bias=False), V).state_dict())
+    save_file(file, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has model.bias=true, and model=nano has false\n.*: model.bias=true$"):
+        open_weights(path, replace(GPT, bias=False), V)
+
+
+def refused(path: Path, cfg: ModelConfig, vocab_size: int | None = V) -> str:
+    with pytest.raises(UserError) as caught:
+        open_weights(path, cfg, vocab_size)
+    return str(caught.value)
+
+
+def test_all_options_that_differ_are_named_at_once(folder: Folders) -> None:
+    path = folder("llama")
+    wrong = replace(LLAMA, n_layer=3, n_kv_head=4, rope_theta=1e4, norm_eps=1e-6, tie=True, block_size=99)
+    assert refused(path, wrong, 65).splitlines() == [
+        f"{path} has model.n_layer=2, and model=llama_debug has 3",
+        f"{path} has model.vocab_size=61, and model=llama_debug has 65",
+        f"{path} has model.n_kv_head=2, and model=llama_debug has null",
+        f"{path} has model.rope_theta=500000.0, and model=llama_debug has 10000.0",
+        f"{path} has model.norm_eps=1e-05, and model=llama_debug has 1e-06",
+        f"{path} has model.tie=false, and model=llama_debug has true",
+        "use the options of these weights: model.n_layer=2 model.vocab_size=61 model.n_kv_head=2 "
+        "model.rope_theta=500000.0 model.norm_eps=1e-05 model.tie=false",
+    ]
+    longer = refused(folder("gpt2"), replace(GPT, block_size=25, gelu="none"))
+    assert longer.endswith("model.block_size=24 model.gelu=tanh")
+
+
+def test_another_model_is_named_with_the_options_that_make_it(folder: Folders) -> None:
+    path = folder("gpt2")
+    said = refused(path, LLAMA)
+    assert f"{path} holds a GPT-2, which model=llama_debug is not\n" in said
+    assert said.endswith(
+        "model=gpt2 model.n_layer=2 model.n_head=4 model.n_embd=32 model.block_size=24 model.vocab_size=61 "
+        "model.bias=true model.gelu=tanh"
+    )
+    assert "holds a LLaMA, which model=nano is not" in refused(folder("llama"), GPT)
+
+
+def test_weights_that_are_not_those_of_config_json_are_named(folder: Folders) -> None:
+    path = folder("llama")
+    file = load_file(path / "model.safetensors")
+    del file["model.norm.weight"]
+    file["model.layers.1.mlp.up_proj.weight"] = torch.zeros(48, 30)
+    file["model.layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)
+    save_file(file, path / "model.safetensors")
+    assert refused(path, replace(LLAMA, n_layer=5)).splitlines()[2:] == [
+        f"{path}: model.layers.1.mlp.up_proj.weight is our blocks.1.mlp.up.weight, (48, 30) in the checkpoint, "
+        "but (48, 32) in model=llama_debug",
+        f"{path}: the checkpoint has model.layers.2.mlp.up_proj.weight, but model=llama_debug does not",
+        f"{path}: the checkpoint has no model.norm.weight, but model=llama_debug does",
+    ]
+
+
+def test_without_config_json_the_weights_decide(folder: Folders) -> None:
+    path = folder("llama")
+    (path / "config.json").unlink()
+    assert len(open_weights(path, LLAMA, V)) == len(outline(LLAMA, V).state_dict())
+    assert "is our tokens.weight, (61, 32) in the checkpoint, but (65, 32) in model=" in refused(path, LLAMA, 65)
+    assert "but (24, 32)" not in refused(path, replace(LLAMA, n_layer=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("gpt2", {"model_type": "mamba"}, "a model of type mamba; wordrun has gpt2 (GPT-2) and llama (LLaMA)"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function=relu, and model=gpt2 can only be activation_f"),
+        ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "n_inner=100, and model=gpt2 can only be n_inner=128\n"),
+        ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and model=gpt2 can only"),
+        ("llama", {"attention_bias": True}, "attention_bias=True, and model=llama_debug can only be"),
+        ("llama", {"head_dim": 16}, "has head_dim=16, and model=llama_debug can only be head_dim=8"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "can only be rope_parameters={'rope_type': 'llama3'"),
+        ("llama", {"hidden_size": None}, "does not say 'hidden_size'"),
+    ],
+)  # fmt: skip
+def test_models_that_wordrun_does_not_have_are_refused(
+    kind: str, change: dict[str, Any], says: str, folder: Folders
+) -> None:
+    path = folder(kind)
+    facts = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps({key: value for key, value in facts.items() if value is not None}))
+    assert says in refused(path, THEIRS[kind][0])
+
+
+def test_damaged_folders_are_named(folder: Folders, tmp_path: Path) -> None:
+    path = folder("gpt2")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refused(path, GPT).startswith(f"{file} is damaged, or no file of weights: ")
+    file.unlink()
+    assert refused(path, GPT).startswith(f"{path} has no weights: neither model.safetensors nor pytorch_model.bin")
+    (path / "pytorch_model.bin").write_bytes(b"nothing")
+    assert "pytorch_model.bin is damaged" in refused(path, GPT)
+    their_model("gpt2").save_pretrained(path, max_shard_size="16KB")
+    shards = sorted(path.glob("model-*.safetensors"))
+    shards[1].unlink()
+    assert refused(path, GPT) == f"{path} lacks {shards[1].name}, which model.safetensors.index.json names"
+
+
+# Where the folder comes from
+
+
+def test_a_folder_is_what_it_is(tmp_path: Path) -> None:
+    assert fetch(str(tmp_path)) == tmp_path
+    (tmp_path / "model.safetensors").touch()
+    assert fetch(str(tmp_path / "model.safetensors")) == tmp_path
+
+
+def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="hf:/no/such/folder is no folder: name one with config"):
+        fetch("/no/such/folder")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # before the first import of the library, or set on it
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"hf:openai/gpt2 is neither a folder here nor to be had .* hf download openai/"
+    ):
+        fetch("openai/gpt2")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match=r"needs: pip install 'wordrun\[hub\]'"):
+        fetch("openai/gpt2")
