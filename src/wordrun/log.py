@@ -52,9 +52,10 @@ def console() -> Console:
     columns, _, lines = os.environ.get("WORDRUN_TERMINAL", "").partition("x")
     if columns.isdigit() and lines.isdigit():
         return Console(force_terminal=True, width=int(columns), height=int(lines), highlight=False)
+    # srun -u gives ranks a terminal of its own, whoever reads.
+    terminal = sys.stdout.isatty() and os.environ.get("WORDRUN_LAUNCHER") != "srun"
     # A pipe or a file is not 80 columns wide: wrapping would break lines that people grep for.
-    width = None if sys.stdout.isatty() else 200
-    return Console(width=width, highlight=False)
+    return Console(force_terminal=None if terminal else False, width=None if terminal else 200, highlight=False)
 
 
 class RaisingFileHandler(logging.FileHandler):

@@ -265,6 +265,56 @@ def test_user_signals_reach_ranks_and_end_nothing(
     assert number.name not in out
 
 
+# Ranks as wordrun's: all end when one is asked to, and the first one's status tells that they have saved.
+SAVING = """
+import os, signal, sys, time
+def saved(number, frame):
+    time.sleep(0.5)
+    os._exit(75 if os.environ["RANK"] == "0" else 0)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, saved)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (["-n", "2"], signal.SIGTERM),
+        (["-n", "2", "--launcher", "torchrun"], signal.SIGUSR1),
+        (["--launcher", "hydra"], signal.SIGHUP),
+        ([], signal.SIGTERM),
+    ],
+    ids=["hydra", "torchrun", "one rank", "local"],
+)
+def test_a_run_that_has_saved_can_be_continued(
+    tmp_path: Path, start: Start, words: list[str], number: signal.Signals
+) -> None:
+    job = start(tmp_path, *words, "python", script(tmp_path, SAVING))
+    wait_for(job, "ready", 2 if "-n" in words else 1)
+    job.send_signal(number)
+    _, err = finish(job)
+    assert job.returncode == 75, err
+    record = read_record(tmp_path)
+    assert record["exit_status"] == 75
+    # That line, and nothing of a rank that failed.
+    said = f"launch: stopped before its end, and saved (exit status 75): run {record['run_id']} can be continued\n"
+    assert err == said
+
+
+def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path, start: Start) -> None:
+    path = script(tmp_path, SAVING.replace("sleep(0.5)", "sleep(50)"))
+    job = start(tmp_path, "-n", "2", "python", path)
+    wait_for(job, "ready", 2)
+    for _ in range(2):
+        job.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    _, err = finish(job, 10)
+    assert job.returncode == 143, err
+    assert gone(path)
+
+
 def test_third_ctrl_c_kills(tmp_path: Path, start: Start) -> None:
     path = script(tmp_path, STUBBORN)
     job = start(tmp_path, "-n", "2", "python", path, "root")
@@ -543,6 +593,10 @@ def test_a_fault_of_the_fabric_is_tried_again(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS_ONCE)
     run = launch(tmp_path, "--retries", "2", "-n", "2", "python", path, "mpiexec: No VNIs available")
     assert run.returncode == 0, run.stderr
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "outputs" / "launches").iterdir())]
+    first, second = sorted(records, key=lambda record: str(record["exit_status"]), reverse=True)
+    assert first["run_id"] == second["run_id"]
+    assert ("WORDRUN_RESUME" in first["env_set"], second["env_set"]["WORDRUN_RESUME"]) == (False, "auto")
     assert (tmp_path / "tries").read_text() == "xx"
     assert (
         "launch: the fabric has no free network identifier (mpiexec: No VNIs available): launching again" in run.stderr

@@ -42,7 +42,7 @@ def test_faults_of_the_program_are_not_tried_again(line: str) -> None:
     assert classify([line], 1) is None
 
 
-@pytest.mark.parametrize("status", [0, 2])
+@pytest.mark.parametrize("status", [0, 2, 75])
 def test_success_and_wrong_options_are_no_faults(status: int) -> None:
     assert classify(["srun: error: Node failure on n2"], status) is None
 

@@ -112,6 +112,15 @@ def test_reports_a_failure_and_only_that(tmp_path: Path) -> None:
     assert (tmp_path / "5").read_text().startswith("137 ")
 
 
+def test_a_rank_that_has_saved_is_no_failure_for_its_launcher(tmp_path: Path) -> None:
+    env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_STATUS_DIR": str(tmp_path)}
+    assert rank_env(env, "sh", "-c", "exit 75").returncode == 0
+    assert (tmp_path / "5").read_text().startswith("75 ")
+    (tmp_path / "5").unlink()
+    (tmp_path / "5").mkdir()  # where it cannot be told otherwise
+    assert rank_env(env, "sh", "-c", "exit 75").returncode == 75
+
+
 def test_stands_aside_where_nobody_listens() -> None:
     env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra"}
     with subprocess.Popen(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,10 @@ import pytest
 from wordrun.errors import ConfigError
 from wordrun.launch import site
 from wordrun.launch.options import parse
-from wordrun.launch.submit import Place, SubmitError, commands, script, seconds, submit
+from wordrun.launch.submit import Place, SubmitError, commands, margin, script, seconds, submit
 
 PLACE = Place("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
+RUN_ID = "20260102-030405-abcd"
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 
 
@@ -21,14 +24,18 @@ def written(where: str, *words: str) -> str:
     known = site.find(where, "", {"HOME": "/nobody"})[0]
     assert known
     return script(
-        parse(["--submit", *words, "python", "-m", "wordrun", "train.max_iters=5"]), known, known.scheduler, PLACE
+        parse(["--submit", *words, "python", "-m", "wordrun", "train.max_iters=5"]),
+        known,
+        known.scheduler,
+        PLACE,
+        RUN_ID,
     )
 
 
 def test_polaris() -> None:
     words = ("-N", "2", "--walltime", "1:00:00", "--queue", "debug", "--account", "X", "--env", "A=b c")
     assert (
-        written("polaris", *words, "--walltime-margin", "120")
+        written("polaris", *words, "--walltime-margin", "200")
         == """\
 #!/bin/bash --login
 # ALCF Polaris, 560 nodes, 4 A100 each; written by launch --submit
@@ -47,8 +54,17 @@ module use /soft/modulefiles
 module load conda
 conda activate base
 source /repo/bin/setup.sh && setup_python && setup_job || exit
+export WORDRUN_RUN_ID=20260102-030405-abcd
+export WORDRUN_RESUME=auto
 
-launch -N 2 --env 'A=b c' --walltime-margin 120.0 -- python -m wordrun train.max_iters=5
+# qdel and the time limit tell this shell too: then the ranks save, and the job is over
+trap 'ending=yes' TERM
+launch -N 2 --env 'A=b c' --walltime-margin 200 -- python -m wordrun train.max_iters=5
+status=$?
+if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
+  echo "saved: submit this script again to go on"
+fi
+exit "$status"
 """
     )
 
@@ -56,7 +72,7 @@ launch -N 2 --env 'A=b c' --walltime-margin 120.0 -- python -m wordrun train.max
 def test_perlmutter() -> None:
     words = ("-N", "2", "--walltime", "4:00:00", "--queue", "regular", "--account", "m1", "--job-name", "gpt")
     assert (
-        written("perlmutter", *words, "--walltime-margin", "300")
+        written("perlmutter", *words, "--walltime-margin", "300", "--chain", "3")
         == """\
 #!/bin/bash --login
 # NERSC Perlmutter, GPU nodes of 4 A100; written by launch --submit
@@ -77,8 +93,18 @@ def test_perlmutter() -> None:
 cd '/p/my runs' || exit
 export PATH=/no/venv/bin:$PATH
 source /repo/bin/setup.sh && setup_python && setup_job || exit
+export WORDRUN_RUN_ID=20260102-030405-abcd
+export WORDRUN_RESUME=auto
 
+# scancel and the time limit tell this shell too: then the ranks save, and the job is over
+trap 'ending=yes' TERM
 launch -N 2 -- python -m wordrun train.max_iters=5
+status=$?
+if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
+  echo "saved: the next job of the chain goes on (after the last one, submit this script again)"
+  status=0
+fi
+exit "$status"
 """
     )
 
@@ -87,7 +113,7 @@ def test_preemptable_jobs_may_run_again() -> None:
     assert "#PBS -r y" in written("polaris", "--walltime", "1:00:00", "--queue", "preemptable", "--account", "X")
 
 
-# The options that a site's users would give, beside the account, the walltime and the margin.
+# The options that a site's users would give, beside the account and the walltime.
 ASKED = {
     "aurora": "-N 2 --queue debug", "baskerville": "-N 2 --queue arc", "crux": "-N 2 --queue debug",
     "engaging": "-N 1 --ppn 2 --queue mit_normal_gpu", "frontier": "-N 2 --queue batch",
@@ -98,11 +124,67 @@ ASKED = {
 
 @pytest.mark.parametrize("name", site.site_files({"HOME": "/nobody"}))
 def test_every_site_has_its_script(name: str) -> None:
-    words = (*ASKED[name].split(), "--walltime", "0:30:00", "--account", "X", "--walltime-margin", "120")
+    words = (*ASKED[name].split(), "--walltime", "0:30:00", "--account", "X")
     text = written(name, *words)
     assert text == (Path(__file__).parent / "job_scripts" / f"{name}.sh").read_text()
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
+
+
+MARGINS = {
+    "a long walltime": ("--walltime 1:00:00 -- python -m wordrun", 120),
+    "a short one": ("--walltime 0:05:00 -- /venv/bin/wordrun data=sample", 15),
+    "as asked": ("--walltime 0:05:00 --walltime-margin 40 -- wordrun", 40),
+    "none is asked for": ("--walltime 1:00:00 --walltime-margin 0 -- wordrun", 0),
+    "a program that may know no SIGUSR1": ("--walltime 1:00:00 -- python train.py wordrun.yaml", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "seconds"), MARGINS.values(), ids=MARGINS)
+def test_who_is_told_before_the_walltime_ends(words: str, seconds: float | None) -> None:
+    options = parse(["--submit", *words.split()])
+    assert margin(options) == seconds
+    slurm = script(options, None, "slurm", PLACE, RUN_ID)
+    assert re.findall(r"--signal=USR1@(\d+)\n", slurm) == ([str(seconds)] if seconds else [])
+    assert "--walltime-margin" not in slurm
+    pbs = script(options, None, "pbs", PLACE, RUN_ID)
+    assert re.findall(r"^launch --walltime-margin (\d+) --", pbs, re.MULTILINE) == ([str(seconds)] if seconds else [])
+
+
+def test_only_the_ranks_of_an_srun_are_told_by_slurm() -> None:
+    """It would tell the daemons of another launcher, who die of it; launch keeps the time there."""
+    words = "--walltime 1:00:00 --launcher hydra -n 2 -- wordrun"
+    text = script(parse(["--submit", *words.split()]), None, "slurm", PLACE, RUN_ID)
+    assert "--signal" not in text
+    assert "\nlaunch -n 2 --launcher hydra --walltime-margin 120 -- wordrun\n" in text
+
+
+ENDINGS = {
+    "slurm, saved": ("slurm", 1, "exit 75", 75, "requeue 7"),
+    "slurm, finished": ("slurm", 1, "exit 0", 0, ""),
+    "slurm, failed": ("slurm", 1, "exit 1", 1, ""),
+    "slurm, cancelled": ("slurm", 1, "kill $PPID; exit 75", 75, ""),
+    "a link that has saved": ("slurm", 3, "exit 75", 0, ""),
+    "a link that has failed": ("slurm", 3, "exit 3", 3, ""),
+    "a link that was cancelled": ("slurm", 3, "kill $PPID; exit 75", 75, ""),
+    "pbs, saved": ("pbs", 1, "exit 75", 75, ""),
+    "pbs, a link that has saved": ("pbs", 3, "exit 75", 0, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheduler", "chain", "ranks", "status", "asked"), ENDINGS.values(), ids=ENDINGS)
+def test_how_a_job_script_ends(tmp_path: Path, scheduler: str, chain: int, ranks: str, status: int, asked: str) -> None:
+    program(tmp_path, "launch", f'echo "$WORDRUN_RUN_ID $WORDRUN_RESUME"; {ranks}')
+    program(tmp_path, "scontrol", 'echo "$*" > asked')
+    options = parse(["--submit", "--walltime", "1:00:00", "--chain", str(chain), "--", "wordrun"])
+    text = script(options, None, scheduler, Place(str(tmp_path), str(tmp_path), ""), RUN_ID)
+    text = text.replace(f"export PATH={tmp_path}/bin:", f"export PATH={tmp_path}:")
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env={**os.environ, "SLURM_JOB_ID": "7"})
+    assert done.returncode == status, done.stderr
+    assert done.stdout.startswith(f"{RUN_ID} auto\n")
+    assert ("saved:" in done.stdout) == (ranks == "exit 75")
+    assert ((tmp_path / "asked").read_text().strip() if asked else "") == asked
+    assert (tmp_path / "asked").exists() == bool(asked)
 
 
 MISTAKES = {
@@ -165,3 +247,7 @@ def test_a_scheduler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "launch: qsub: no such project" in done.stderr
     dry = subprocess.run([*words[:2], "--dry-run", *words[2:]], capture_output=True, text=True)
     assert dry.stdout.startswith("#!/bin/bash --login\n# ALCF Polaris")
+    assert re.search(r"^export WORDRUN_RUN_ID=\d{8}-\d{6}-[0-9a-f]{4}$", dry.stdout, re.MULTILINE)
+    env = {**os.environ, "WORDRUN_RUN_ID": RUN_ID}
+    dry = subprocess.run([*words[:2], "--dry-run", *words[2:]], capture_output=True, text=True, env=env)
+    assert f"\nexport WORDRUN_RUN_ID={RUN_ID}\n" in dry.stdout

@@ -13,6 +13,7 @@ from wordrun.launch.options import USAGE, Options, help_text, parse
 
 if TYPE_CHECKING:
     from wordrun.launch.command import Decided, Plan, Ranks
+    from wordrun.launch.identity import Identity
     from wordrun.launch.job import Job
     from wordrun.launch.launcher import Launcher
     from wordrun.launch.site import Site
@@ -78,11 +79,14 @@ def _run(options: Options, plan: Plan) -> int:
     """Run the plan, once more with another port, and without the hosts that failed as often as --retries allows."""
     import time
 
-    from wordrun.launch.faults import classify, port_taken
+    from wordrun.launch.faults import REQUEUE, classify, port_taken
+    from wordrun.launch.identity import Identity
     from wordrun.launch.run import run, say
 
     for note in plan.job.notes:
         say(note)
+    if plan.decided.resume_why:
+        say(f"going on with run {plan.decided.run_id}: {plan.decided.run_why}")
     left_out: frozenset[str] = frozenset()
     retries = options.retries
     # Only launch knows another port for all ranks. One that the user named stays.
@@ -90,9 +94,9 @@ def _run(options: Options, plan: Plan) -> int:
     while True:
         last: list[str] | None = [] if retries or may_move else None
         begun = time.monotonic()
-        status = run(plan, options.idle_timeout, options.walltime_margin, last)
+        status = run(plan, options.idle_timeout, options.walltime_margin or None, last)
         met = time.monotonic() - begun > MEETING_S
-        if status and last and may_move and not met and port_taken(last, plan.decided.port):
+        if status not in (0, REQUEUE) and last and may_move and not met and port_taken(last, plan.decided.port):
             may_move = False
             say(f"port {plan.decided.port} was taken in the meantime: launching again with another")
         else:
@@ -104,14 +108,20 @@ def _run(options: Options, plan: Plan) -> int:
             without = f" without {', '.join(sorted(left_out))}" if left_out else ""
             say(f"{fault.meaning} ({fault.line}): launching again{without}")
         try:
-            plan = make_plan(options, left_out)
+            same = Identity(plan.env_set["WORDRUN_RUN_ID"], "as before", "launch has started it again")
+            plan = make_plan(options, left_out, same)
         except UserError as error:
             say(f"cannot launch again: {error}")
             return status
 
 
-def make_plan(options: Options, left_out: frozenset[str] = frozenset()) -> Plan:
-    """Return the Plan that ``options`` lead to on this machine, without the hosts ``left_out`` (short names).
+def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Identity | None = None) -> Plan:
+    """Return the Plan that ``options`` lead to on this machine.
+
+    Args:
+        options: the command line.
+        left_out: short names of hosts that are not to be used.
+        same: the run that is launched again; None: whatever the environment and the job say.
 
     Raises:
         ConfigError: the options contradict each other or the machine.
@@ -121,7 +131,7 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset()) -> Plan:
 
     env = os.environ
     job, site, ranks, chosen = _find(options, left_out)
-    plan = command.build(job, options, ranks, chosen, _decide(options, job, ranks, site), env, site)
+    plan = command.build(job, options, ranks, chosen, _decide(options, job, ranks, site, same), env, site)
     _check_command(options.command[0], plan.environment(env).get("PATH", os.defpath))
     return plan
 
@@ -158,7 +168,7 @@ def _submit(options: Options) -> int:
     import socket
     import time
 
-    from wordrun.launch import site, submit
+    from wordrun.launch import identity, site, submit
 
     known, why = site.find(options.site, socket.gethostname(), os.environ)
     here = [name for name, program in submit.SUBMITTERS.items() if shutil.which(program)]
@@ -168,7 +178,8 @@ def _submit(options: Options) -> int:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     setup = os.path.join(root, "bin", "setup.sh")
     place = submit.Place(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
-    text = submit.script(options, known, scheduler, place)
+    run_id = identity.exported_id(os.environ) or identity.new_id()
+    text = submit.script(options, known, scheduler, place, run_id)
     if options.dry_run:
         print(text, end="")
         return 0
@@ -178,21 +189,23 @@ def _submit(options: Options) -> int:
         file.write(text)
     jobs = submit.submit(scheduler, path, options.chain, os.environ)
     print(f"submitted {' then '.join(jobs)} (site {known.name if known else 'unknown'}: {why}; script {path})")
+    print(f"run {run_id}; {submit.CANCELLERS[scheduler]} {' '.join(jobs)} ends {'all of them' if jobs[1:] else 'it'}")
     return 0
 
 
-def _decide(options: Options, job: Job, ranks: Ranks, site: Site | None) -> Decided:
+def _decide(options: Options, job: Job, ranks: Ranks, site: Site | None, same: Identity | None) -> Decided:
     """Decide what all ranks must agree on."""
     import socket
-    import time
 
-    from wordrun.launch import address, launcher
+    from wordrun.launch import address, identity, launcher
     from wordrun.launch.command import Decided
+    from wordrun.launch.record import mask_words
 
-    token = os.urandom(6).hex()
-    launch_id = f"{os.getpid()}-{token}"
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{token[:4]}"
+    launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     asked = dict(options.env)
+    folder = os.path.join(os.getcwd(), "outputs", "launches")
+    run = same or identity.choose(os.environ, job, mask_words(options.command), folder)
+    name = identity.file_name(folder, run.run_id)
     master, why = "", ""
     if ranks.nodes > 1 and "MASTER_ADDR" not in asked:
         master, why, problem = address.decide(job.hosts, site, socket.gethostname(), address.resolve)
@@ -201,12 +214,15 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site | None) -> Deci
         why = f"{why} (NOTE: {problem})" if problem else why
     # Ranks on other hosts can report only through a folder that they share with this one.
     if ranks.nodes > 1 or job.scheduler != "none":
-        status_dir = os.path.join(os.getcwd(), "outputs", "launches", f"{run_id}.status")
+        status_dir = os.path.join(folder, f"{name}.status")
     else:
         status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
         launch_id=launch_id,
-        run_id=run_id,
+        run_id=run.run_id,
+        run_why=run.why,
+        resume_why=run.resume,
+        name=name,
         port=_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else launcher.free_port(),
         cwd=os.getcwd(),
         status_dir=status_dir,

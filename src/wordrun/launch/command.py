@@ -53,6 +53,16 @@ class Decided:
     """Network interfaces of this machine."""
     terminal: str = ""
     """COLUMNSxLINES of the terminal that launch writes to, if it is one."""
+    name: str = ""
+    """What this launch's files under outputs/launches are called; empty: as the run."""
+    run_why: str = ""
+    """Why the run is not a new one."""
+    resume_why: str = ""
+    """Why the ranks are told to go on from what the run has left."""
+
+    def path(self, suffix: str) -> str:
+        """Return the path of one of this launch's files."""
+        return os.path.join(self.cwd, "outputs", "launches", f"{self.name or self.run_id}.{suffix}")
 
 
 @dataclass(frozen=True)
@@ -240,7 +250,7 @@ def build(
     }
     unset = {name for name in env if is_stale(name)} | {name for name in (site.unset if site else ()) if name in env}
     argv = BUILDERS[launcher.kind](request)
-    hosts_file = _hosts_path(decided)
+    hosts_file = decided.path("hosts")
     return Plan(
         argv=argv,
         command=options.command,
@@ -279,7 +289,7 @@ def _environment(request: Request, env: Mapping[str, str]) -> tuple[dict[str, st
         "WORDRUN_LAUNCH_ID": decided.launch_id,
         "WORDRUN_RUN_ID": decided.run_id,
         "WORDRUN_WORLD_SIZE": str(ranks.np),
-        "WORDRUN_LAUNCH_RECORD": os.path.join(decided.cwd, "outputs", "launches", f"{decided.run_id}.json"),
+        "WORDRUN_LAUNCH_RECORD": decided.path("json"),
     }
     hosts = ",".join(request.hosts)
     if len(hosts) <= LONGEST:
@@ -288,6 +298,10 @@ def _environment(request: Request, env: Mapping[str, str]) -> tuple[dict[str, st
         "MASTER_ADDR": "all ranks are on one host" if one_host else decided.master_why or "first host of the job",
         "MASTER_PORT": "free just now, drawn at random",
     }
+    if decided.run_why:
+        reasons["WORDRUN_RUN_ID"] = decided.run_why
+    if decided.resume_why:
+        values["WORDRUN_RESUME"], reasons["WORDRUN_RESUME"] = "auto", decided.resume_why
     omp, reasons["OMP_NUM_THREADS"] = threads(request.cores_per_rank, job.scheduler, env)
     if omp:
         values["OMP_NUM_THREADS"] = omp
@@ -347,13 +361,13 @@ def _hydra(r: Request) -> tuple[str, ...]:
     # Inside a scheduler's job Hydra would ask that one for hosts and start ranks there.
     where: tuple[str, ...] = ("-rmk", "user", "-launcher", "fork") if r.job.inside else ()
     if _elsewhere(r):
-        where = ("-f", _hosts_path(r.decided), *(("-ppn", str(r.ranks.ppn)) if r.ranks.even else ()))
+        where = ("-f", r.decided.path("hosts"), *(("-ppn", str(r.ranks.ppn)) if r.ranks.even else ()))
     return (r.launcher.path, "-n", str(r.ranks.np), *where, *binding, *r.options.launcher_args, *_rank(r.options))
 
 
 def _openmpi(r: Request) -> tuple[str, ...]:
     where = ("-N", str(r.ranks.ppn)) if r.ranks.even else ()
-    where = (*where, "--hostfile", _hosts_path(r.decided)) if _elsewhere(r) else ()
+    where = (*where, "--hostfile", r.decided.path("hosts")) if _elsewhere(r) else ()
     # Its own default binds a rank to one core, whatever OMP_NUM_THREADS says.
     binding = ("--bind-to", r.options.cpu_bind or "none")
     crowd = ("--map-by", "slot:OVERSUBSCRIBE") if r.ranks.ppn > min(r.job.cores) and not where else ()
@@ -379,7 +393,7 @@ def _pals(r: Request) -> tuple[str, ...]:
     whole = r.ranks.nodes == len(r.job.hosts) and r.job.hostfile
     return (
         r.launcher.path, "--envall", "--line-buffer", "-n", str(r.ranks.np), "--ppn", str(r.ranks.ppn),
-        "--hostfile", r.job.hostfile if whole else _hosts_path(r.decided), *bound, *r.options.launcher_args,
+        "--hostfile", r.job.hostfile if whole else r.decided.path("hosts"), *bound, *r.options.launcher_args,
         *_rank(r.options),
     )  # fmt: skip
 
@@ -394,7 +408,7 @@ def _srun(r: Request) -> tuple[str, ...]:
     # srun may take any of the job's nodes; rank 0 has to be where MASTER_ADDR says.
     hosts = ",".join(r.hosts)
     part = r.ranks.nodes < len(r.job.hosts) or r.options.hostfile or r.job.partial
-    chosen = (f"--nodelist={hosts if len(hosts) <= LONGEST else _hosts_path(r.decided)}",) if part else ()
+    chosen = (f"--nodelist={hosts if len(hosts) <= LONGEST else r.decided.path('hosts')}",) if part else ()
     return (
         r.launcher.path, "-u", "-N", str(r.ranks.nodes), "-n", str(r.ranks.np), *per_node,
         "-c", str(r.cores_per_rank), *chosen, *args, "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
@@ -419,10 +433,6 @@ def _torchrun(r: Request) -> tuple[str, ...]:
 def step_name(decided: Decided) -> str:
     """Return the name by which SLURM knows the step of this launch."""
     return f"wordrun-{decided.launch_id}"
-
-
-def _hosts_path(decided: Decided) -> str:
-    return os.path.join(decided.cwd, "outputs", "launches", f"{decided.run_id}.hosts")
 
 
 def _hosts_text(r: Request) -> str:

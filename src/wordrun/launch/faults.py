@@ -24,6 +24,8 @@ PATTERNS: tuple[tuple[str, str, int], ...] = (
     (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
 )
 
+# EX_TEMPFAIL of sysexits.h: ranks that were asked to stop, have saved, and can be continued. wordrun's end so.
+REQUEUE = 75
 TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
@@ -42,9 +44,9 @@ def classify(lines: Iterable[str], status: int) -> Fault | None:
 
     Args:
         lines: what the launcher and the ranks printed last.
-        status: exit status; 0, and 2 for wrong options, are never a fault.
+        status: exit status; 0, 2 for wrong options, and 75 for a run to be continued are never a fault.
     """
-    if status in (0, 2):
+    if status in (0, 2, REQUEUE):
         return None
     first: Fault | None = None
     hosts: list[str] = []

@@ -46,7 +46,7 @@ class Options:
     filesystems: str | None = None
     chain: int = 1
     walltime_margin: float | None = None
-    """Seconds before the walltime ends at which ranks get SIGUSR1."""
+    """Seconds before the walltime ends at which ranks get SIGUSR1; 0: they get none."""
     help: bool = False
     version: bool = False
     command: tuple[str, ...] = ()
@@ -66,6 +66,10 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError("should be a number of seconds above 0")
     return seconds
+
+
+def _margin(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _walltime(text: str) -> str:
@@ -132,9 +136,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             ("--walltime-margin",),
             "walltime_margin",
-            "SIGUSR1 to the ranks S seconds before the time limit",
+            "SIGUSR1 to the ranks S seconds before the time limit (submitted wordrun: 120 or less; 0: none)",
             "S",
-            _seconds,
+            _margin,
         ),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
         Option(("--hostfile",), "hostfile", "hosts, one per line (of the job's, in a job)", "FILE"),
@@ -176,8 +180,9 @@ LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its envi
 
 The first word that is not an option of launch begins COMMAND; all that follows is COMMAND's own."""
 STATUS = """
-Exit status: the failing rank's own (128 + N for signal N), 2 for a wrong option, 124 after --idle-timeout,
-126 or 127 for a COMMAND that cannot be run or found, 130 after Ctrl-C."""
+Exit status: the failing rank's own (128 + N for signal N), 2 for a wrong option, 75 for a run that was asked to stop,
+has saved and can be continued, 124 after --idle-timeout, 126 or 127 for a COMMAND that cannot be run or found,
+130 after Ctrl-C."""
 
 
 def help_text() -> str:

@@ -55,5 +55,8 @@ export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 trap : HUP INT TERM USR1 USR2 ABRT
 "$@"
 status=$?
-[ "$status" -eq 0 ] || echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK"
+[ "$status" -eq 0 ] && exit 0
+echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK" || exit "$status"
+# 75 is no failure: the rank was asked to stop and has saved. Launchers would kill the others for it; launch knows.
+[ "$status" -eq 75 ] && exit 0
 exit "$status"

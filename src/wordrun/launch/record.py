@@ -42,6 +42,8 @@ def facts(plan: Plan) -> dict[str, Any]:
         "hosts": list(plan.hosts),
         "site": plan.site,
         "scheduler": plan.job.scheduler,
+        "job": plan.job.id or None,
+        "restarts": plan.job.restarts,
         "launcher": plan.launcher.kind,
         "launcher_path": plan.launcher.path or None,
         "env_set": {name: mask(name, value) for name, value in plan.env_set.items()},

@@ -18,14 +18,17 @@ from typing import IO, Any
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.command import Plan, step_name
+from wordrun.launch.faults import REQUEUE
 from wordrun.launch.job import job_end
 from wordrun.launch.record import Record
 from wordrun.launch.tail import Tail, lines_of
 
 IDLE_STATUS = 124
 CANNOT_START = 126
-# A job that was asked to stop may finish its step and write its files.
+# A job that was asked to stop may finish its step and write its files. In a scheduler's job, where large models are
+# saved, the scheduler sets the limit.
 STOP_PATIENCE_S = 30.0
+JOB_PATIENCE_S = 600.0
 # After one rank has failed the others get this long to end by themselves, and then again after SIGTERM.
 FAILURE_PATIENCE_S = 4.0
 # A rank's last lines come by other ways than the news of its end, and may be later by so much.
@@ -92,6 +95,9 @@ def run(
                     job.asking = _ask_for_end(job, walltime_margin)
                 status = _watch(job, arrived, idle_timeout)
                 job.repeat_what_failed()
+                if status == REQUEUE:
+                    run_id = plan.env_set["WORDRUN_RUN_ID"]
+                    say(f"stopped before its end, and saved (exit status {REQUEUE}): run {run_id} can be continued")
                 if last_lines is not None and not job.stopped_by:
                     last_lines += job.tail.lines()
     finally:
@@ -151,6 +157,8 @@ class _Running:
     idle: bool = False
     failed: tuple[int, int] | None = None
     """First rank to report a failure, and its exit status."""
+    saved: bool = False
+    """A rank has reported that the run has saved and is to be continued."""
     deadline: float = float("inf")
     """When to lose patience, on the monotonic clock."""
     at_deadline: Callable[[], None] = field(default=lambda: None)
@@ -189,8 +197,8 @@ class _Running:
 
     def look_for_failure(self) -> None:
         """Read the ranks' reports; the first failure starts the clock for the other ranks."""
-        if self.failed or not self.status_dir:
-            self.listen()
+        self.listen()
+        if self.saved or not self.status_dir:
             return
         reports = []
         for entry in os.scandir(self.status_dir):
@@ -199,7 +207,11 @@ class _Running:
             if text:  # else it is being written
                 code, _, host = text.partition(" ")
                 reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
-        if not reports:
+        if any(status == REQUEUE for _, _, status, _ in reports):
+            self.saved = True  # whatever other ranks meet with on their way out
+            self.patience(STOP_PATIENCE_S, self.give_up)
+            return
+        if not reports or self.failed:
             return
         _, rank, status, host = min(reports)
         self.failed = (rank, status)
@@ -266,7 +278,7 @@ class _Running:
             return
         else:
             self.deliver(number)
-        self.patience(STOP_PATIENCE_S, self.kill)
+        self.patience(STOP_PATIENCE_S if self.plan.job.scheduler == "none" else JOB_PATIENCE_S, self.kill)
 
     def patience(self, seconds: float, then: Callable[[], None]) -> None:
         """Wait ``seconds`` at most for the job's end, and do ``then`` if it has not come."""
@@ -292,7 +304,7 @@ class _Running:
 
     def give_up(self) -> None:
         """End the ranks that outlive a failed one or a silence."""
-        say("ending the other ranks" if self.failed else "ending the job")
+        say("ending the other ranks" if self.failed or self.saved else "ending the job")
         self.deliver(signal.SIGTERM)
         self.patience(FAILURE_PATIENCE_S, self.kill)
 
@@ -309,6 +321,8 @@ class _Running:
         """Return the exit status of the whole launch."""
         if self.idle:
             return IDLE_STATUS
+        if self.saved or self.returned == REQUEUE:
+            return REQUEUE
         if self.stopped_by:
             return 128 + self.stopped_by
         if self.failed:
@@ -342,8 +356,11 @@ def _spy(pid: int) -> bool:
 def _signal_step(plan: Plan, number: int) -> None:
     """Signal the ranks of an srun, which are no processes of ours, by the step's name.
 
-    A signal to srun itself would not do: it answers SIGTERM with SIGKILL to the ranks at once.
+    A signal to srun itself would not do: it answers SIGTERM with SIGKILL to the ranks at once. Where SLURM is ending
+    the whole job, it has sent them SIGTERM itself, and a second one would end them before they have saved.
     """
+    if number == signal.SIGTERM and _is_ending(plan.job.id):
+        return
     steps = ["squeue", "--noheader", "--steps", "--jobs", plan.job.id, "--format", "%i %j"]
     try:
         listed = subprocess.run(steps, capture_output=True, text=True, timeout=10, check=False).stdout
@@ -354,6 +371,16 @@ def _signal_step(plan: Plan, number: int) -> None:
                 subprocess.run(words, capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         say(f"could not ask SLURM to pass {signal.Signals(number).name} on: {error}")
+
+
+def _is_ending(job_id: str) -> bool:
+    """Say whether SLURM is about to end a job: cancelled, requeued, preempted, or out of time."""
+    ask = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]
+    try:
+        state = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return state != [] and state[0] != "RUNNING"
 
 
 def _keeps_terminal(plan: Plan) -> bool:

@@ -6,13 +6,18 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wordrun.errors import ConfigError, UserError, nearest
+from wordrun.launch.faults import REQUEUE
 from wordrun.launch.options import INNER, Options
 from wordrun.launch.site import Site
 
 SUBMITTERS = {"pbs": "qsub", "slurm": "sbatch"}
+CANCELLERS = {"pbs": "qdel", "slurm": "scancel"}
+# How long before the walltime ends wordrun is told to save, unless --walltime-margin says; of a short one, a part.
+MARGIN_S = 120.0
+MARGIN_PART = 20
 
 
 class SubmitError(UserError):
@@ -32,7 +37,7 @@ class Place:
     """The repository's bin/setup.sh; empty: there is none."""
 
 
-def script(options: Options, site: Site | None, scheduler: str, place: Place) -> str:
+def script(options: Options, site: Site | None, scheduler: str, place: Place, run_id: str) -> str:
     """Return the text of the job script.
 
     Args:
@@ -40,6 +45,7 @@ def script(options: Options, site: Site | None, scheduler: str, place: Place) ->
         site: the cluster, where it is known.
         scheduler: pbs or slurm.
         place: where it runs.
+        run_id: the run that it begins or continues; every job with this script works on the same one.
 
     Raises:
         ConfigError: names every option that is missing or that the site does not allow.
@@ -47,6 +53,7 @@ def script(options: Options, site: Site | None, scheduler: str, place: Place) ->
     problems = _problems(options, site)
     if problems:
         raise ConfigError("\n".join(problems))
+    options = replace(options, walltime_margin=margin(options))
     directives = (_pbs if scheduler == "pbs" else _slurm)(options, site)
     mark = "#PBS" if scheduler == "pbs" else "#SBATCH"
     lines = [
@@ -66,7 +73,42 @@ def script(options: Options, site: Site | None, scheduler: str, place: Place) ->
         lines.append(f"export PATH={shlex.quote(os.path.join(place.prefix, 'bin'))}:$PATH")
     if place.setup:
         lines.append(f"source {shlex.quote(place.setup)} && setup_python && setup_job || exit")
-    return "\n".join([*lines, "", shlex.join(inner(options, scheduler)), ""])
+    lines += [f"export WORDRUN_RUN_ID={shlex.quote(run_id)}", "export WORDRUN_RESUME=auto"]
+    return "\n".join([*lines, "", *_ending(options, scheduler), ""])
+
+
+def margin(options: Options) -> float | None:
+    """Return --walltime-margin, or what it is for wordrun where nothing is said; None for commands that may know none.
+
+    SIGUSR1 ends a program that does not expect it.
+    """
+    knows = any(os.path.basename(word) == "wordrun" for word in options.command)
+    if options.walltime_margin is not None or options.walltime is None or not knows:
+        return options.walltime_margin
+    return min(MARGIN_S, seconds(options.walltime) // MARGIN_PART)
+
+
+def _ending(options: Options, scheduler: str) -> list[str]:
+    """Return the lines that run the launch, and see to it that a run which has saved goes on."""
+    if options.chain > 1:
+        go_on = ['echo "saved: the next job of the chain goes on (after the last one, submit this script again)"']
+        go_on += ["status=0"]
+    elif scheduler == "slurm":
+        again = "saved: SLURM starts this job again"
+        go_on = [f'echo "{again}"']
+        go_on += ['scontrol requeue "$SLURM_JOB_ID" || echo "it does not: submit this script again to go on"']
+    else:
+        go_on = ['echo "saved: submit this script again to go on"']
+    return [
+        f"# {CANCELLERS[scheduler]} and the time limit tell this shell too: then the ranks save, and the job is over",
+        "trap 'ending=yes' TERM",
+        shlex.join(inner(options, scheduler)),
+        "status=$?",
+        f'if [ "$status" -eq {REQUEUE} ] && [ -z "${{ending-}}" ]; then',
+        *(f"  {line}" for line in go_on),
+        "fi",
+        'exit "$status"',
+    ]
 
 
 def inner(options: Options, scheduler: str) -> list[str]:
@@ -74,14 +116,19 @@ def inner(options: Options, scheduler: str) -> list[str]:
     words = ["launch"]
     for option in INNER:
         value = getattr(options, option.field)
-        # SLURM has a signal of its own for this, among the directives.
-        if value in (None, (), False) or (option.field == "walltime_margin" and scheduler == "slurm"):
+        if not value or (option.field == "walltime_margin" and _by_slurm(options, scheduler)):
             continue
         if option.field == "env":
             words += [word for name, text in value for word in (option.names[-1], f"{name}={text}")]
         else:
-            words += [option.names[0], shlex.join(value) if isinstance(value, tuple) else f"{value}"]
+            text = f"{value:.15g}" if isinstance(value, float) else f"{value}"
+            words += [option.names[0], shlex.join(value) if isinstance(value, tuple) else text]
     return [*words, "--", *options.command]
+
+
+def _by_slurm(options: Options, scheduler: str) -> bool:
+    """Say whether SLURM itself sends SIGUSR1, which reaches the ranks of an srun and would end another launcher."""
+    return scheduler == "slurm" and options.launcher in (None, "srun")
 
 
 def seconds(walltime: str) -> int:
@@ -210,7 +257,7 @@ def _slurm(options: Options, site: Site | None) -> Sequence[str]:
     if devices and not any("gpu" in word for word in (word for word in given if not word.startswith("--constraint"))):
         lines.append(f"--gpus-per-node={devices}")
     lines += given
-    if options.walltime_margin:
+    if options.walltime_margin and _by_slurm(options, "slurm"):
         # To the steps, that is to the ranks.
         lines.append(f"--signal=USR1@{options.walltime_margin:g}")
     return [*lines, "--requeue", "--open-mode=append", f"--output={options.job_name}-%j.out"]

@@ -8,7 +8,7 @@
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=24
 #SBATCH --gres=gpu:4
-#SBATCH --signal=USR1@120
+#SBATCH --signal=USR1@90
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=wordrun-%j.out
@@ -16,5 +16,15 @@
 cd '/p/my runs' || exit
 export PATH=/no/venv/bin:$PATH
 source /repo/bin/setup.sh && setup_python && setup_job || exit
+export WORDRUN_RUN_ID=20260102-030405-abcd
+export WORDRUN_RESUME=auto
 
+# scancel and the time limit tell this shell too: then the ranks save, and the job is over
+trap 'ending=yes' TERM
 launch -N 2 -- python -m wordrun train.max_iters=5
+status=$?
+if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
+  echo "saved: SLURM starts this job again"
+  scontrol requeue "$SLURM_JOB_ID" || echo "it does not: submit this script again to go on"
+fi
+exit "$status"

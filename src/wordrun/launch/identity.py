@@ -1,0 +1,97 @@
+"""Which run a launch is: a new one, or one that a job before it, or an earlier try, has begun."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from wordrun.errors import ConfigError
+from wordrun.launch.job import Job
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The run's name, and whether there may be something of it to go on from."""
+
+    run_id: str
+    why: str = ""
+    """Where the name comes from; empty: it is new."""
+    resume: str = ""
+    """Why the ranks are told to go on from what the run has left (WORDRUN_RESUME=auto); empty: they are not told."""
+
+
+def new_id() -> str:
+    """Return a name that no other run has: the time, and four random digits."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+
+
+def choose(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str) -> Identity:
+    """Return which run this is: the one that WORDRUN_RUN_ID names, the one that a requeued job began, or a new one.
+
+    Args:
+        env: this process's environment. That of a rank names the rank's own run, which this one is not.
+        job: the scheduler's job.
+        command: what the ranks run, without secrets.
+        folder: where the records of launches lie.
+
+    Raises:
+        ConfigError: WORDRUN_RUN_ID is no name for files.
+    """
+    named = exported_id(env)
+    if named:
+        return Identity(named, "WORDRUN_RUN_ID was exported")
+    if job.restarts:
+        begun = _begun_before(job, command, folder)
+        count = f"SLURM_RESTART_COUNT={job.restarts}"
+        if begun:
+            return Identity(begun, f"begun by this job before it was requeued ({count})", f"requeued: {count}")
+    return Identity(new_id())
+
+
+def exported_id(env: Mapping[str, str]) -> str:
+    """Return the run's name that the user, or a job script, has exported; empty: none.
+
+    Raises:
+        ConfigError: it is no name for files.
+    """
+    run_id = env.get("WORDRUN_RUN_ID", "")
+    if not run_id or "WORDRUN_LAUNCH_ID" in env:
+        return ""
+    if not re.fullmatch(r"\w[\w.-]*", run_id, re.ASCII):
+        raise ConfigError(
+            f"WORDRUN_RUN_ID={run_id}: it names files and folders, so it takes letters, digits and _ . - alone"
+        )
+    return run_id
+
+
+def file_name(folder: str, run_id: str) -> str:
+    """Return the name in ``folder`` of this launch's files: the run's, with a number where it is not the first one."""
+    name, number = run_id, 1
+    while glob.glob(os.path.join(glob.escape(folder), f"{name}.*")):
+        number += 1
+        name = f"{run_id}-{number}"
+    return name
+
+
+def _begun_before(job: Job, command: Sequence[str], folder: str) -> str:
+    """Return the first run of ``command`` that earlier tries of ``job`` have begun and this one has not taken up yet.
+
+    One script may launch the same command several times.
+    """
+    import json
+
+    tries: dict[str, int] = {}
+    for path in glob.glob(os.path.join(glob.escape(folder), "*.json")):
+        try:
+            with open(path) as file:
+                facts = json.load(file)
+        except (OSError, ValueError):
+            continue  # its run directory is gone, or it is being written
+        if facts.get("job") == job.id and facts.get("command") == list(command):
+            run_id = facts["run_id"]
+            tries[run_id] = max(tries.get(run_id, 0), facts.get("restarts", 0))
+    return next((run_id for run_id in sorted(tries) if tries[run_id] < job.restarts), "")
