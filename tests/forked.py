@@ -19,8 +19,8 @@ from unittest import mock
 
 # What a rank imports sooner or later; torch._dynamo by the first optimizer.
 IMPORTS = ["pytest", "torch._dynamo", "wordrun.train.trainer", "wordrun.backend.ddp", "wordrun.backend.pipeline"]
-# For the other ranks to end by themselves once one has failed.
-GRACE_S = 20
+# Launchers end the other ranks this soon after one has failed.
+GRACE_S = 0.3
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(IMPORTS)
 
