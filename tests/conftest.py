@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import forked
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 TIERS = ("unit", "dist", "mpi", "slurm", "gpu")
@@ -112,11 +114,13 @@ def command() -> Command:
 
 @pytest.fixture
 def ranks(command: Command) -> Command:
-    """Run a Python script's text (or ``-m module`` words) on N ranks under mpiexec or torchrun."""
+    """Run a Python script (or ``-m module`` words) on N ranks under mpiexec or torchrun, or by tests/forked.py."""
 
     def run(
         n: int, *words: str | Path, under: str = "mpiexec", timeout: float = 90, **env: str
     ) -> subprocess.CompletedProcess[str]:
+        if under == "fork":
+            return forked.run(n, [str(word) for word in words], {**os.environ, **env}, timeout)
         starters: dict[str, Sequence[str | Path]] = {
             "mpiexec": ("mpiexec", "-n", str(n), sys.executable),
             "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)),

@@ -57,7 +57,7 @@ with dist.guard(world):
 def run(ranks: Any, tmp_path: Path, dropout: float) -> list[dict[str, Any]]:
     """Run the script on two ranks and return what each of them found."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = ranks(2, "script.py", str(dropout), under="torchrun")
+    done = ranks(2, "script.py", str(dropout), under="fork")
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return sorted(found, key=lambda each: each["rank"])

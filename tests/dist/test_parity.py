@@ -10,7 +10,7 @@ import pytest
 
 SMALL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.global_batch_size=8", "train.max_iters=20",
-    "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3", "train.sample_tokens=0",
+    "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3", "train.sample_tokens=0", "train.save_best=false",
     "optimizer.warmup_iters=2", "optimizer.learning_rate=5e-3", "model.n_layer=2", "model.n_head=2",
     "model.n_embd=32", "model.block_size=32",
 ]  # fmt: skip
@@ -19,7 +19,7 @@ SMALL = [
 def losses(ranks: Any, n: int, batch_size: int, run_dir: Path) -> list[tuple[str, float]]:
     """Train on ``n`` ranks and return every loss in its order, training and validation."""
     words = [*SMALL, f"model.batch_size={batch_size}", f"hydra.run.dir={run_dir}"]
-    done = ranks(n, "-m", "wordrun", *words, under="torchrun")
+    done = ranks(n, "-m", "wordrun", *words, under="fork")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(name, line[name]) for line in lines for name in ("loss", "val_loss") if name in line]

@@ -16,7 +16,7 @@ from wordrun.plan.ways import Planner
 VOCAB = 97  # a prime: no number of ranks divides it
 SMALL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=1",
-    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "model.n_layer=5", "model.n_head=4",
+    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "train.save_best=false", "model.n_layer=5", "model.n_head=4",
     "model.n_embd=40", "model.block_size=16", "model.batch_size=4", f"model.vocab_size={VOCAB}",
 ]  # fmt: skip
 GPT = ["model.bias=true"]
@@ -46,7 +46,8 @@ world = dist.identify()
 with dist.guard(world):
     dist.setup(world, device="cpu")  # so that the group outlives each trainer
     for words in json.loads(sys.argv[1]):
-        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        with wordrun.Trainer(cfg, world) as trainer:
             backend, found = trainer.backend, {}
             parameters = [p for part in backend.parts for p in part.parameters()]
 
@@ -72,7 +73,7 @@ def test_states_are_those_of_the_plan_to_the_byte(n: int, ranks: Any, tmp_path: 
     runs = [[*SMALL, *words] for words in RUNS[n]]
     (tmp_path / "script.py").write_text(SCRIPT)
     named = [[*words, f"hydra.run.dir={tmp_path}/{i}"] for i, words in enumerate(runs)]
-    done = ranks(n, "script.py", json.dumps(named), under="torchrun", timeout=120)
+    done = ranks(n, "script.py", json.dumps(named), under="fork", timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for rank in range(n):
@@ -103,7 +104,8 @@ world = dist.identify()
 with dist.guard(world):
     dist.setup(world, device="cpu")
     for words in json.loads(sys.argv[1]):
-        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        with wordrun.Trainer(cfg, world) as trainer:
             trainer.train()
             zero = trainer.backend.engine.optimizer
             shares = [getattr(p, "ds_tensor", p) for p in trainer.backend.parts[0].parameters()]
@@ -125,7 +127,7 @@ def test_deepspeeds_shares_are_those_of_the_plan(ranks: Any, tmp_path: Path) -> 
         [*SMALL, *GPT, *options, f"backend.stage={stage}", f"hydra.run.dir={tmp_path}/zero{stage}"]
         for stage in (1, 2, 3)
     ]
-    done = ranks(2, "zero.py", json.dumps(runs), under="torchrun", timeout=120)
+    done = ranks(2, "zero.py", json.dumps(runs), under="fork", timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 2 * len(runs)

@@ -235,10 +235,15 @@ def test_last_lines_are_not_repeated_where_nothing_covers_them(tmp_path: Path) -
 
 @by_launcher
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-def test_stopping_lets_ranks_finish(tmp_path: Path, start: Start, words: Sequence[str], number: signal.Signals) -> None:
+def test_user_signals_end_nothing_and_stopping_lets_ranks_finish(
+    tmp_path: Path, start: Start, words: Sequence[str], number: signal.Signals
+) -> None:
     path = script(tmp_path, POLITE)
     job = start(tmp_path, *words, "-n", "2", "python", path)
     wait_for(job, "ready", 2)
+    for other in (signal.SIGUSR1, signal.SIGUSR2):
+        job.send_signal(other)
+        wait_for(job, f"got {other.name}", 2)
     job.send_signal(number)
     out, err = finish(job)
     assert job.returncode == 128 + number, err
@@ -248,21 +253,6 @@ def test_stopping_lets_ranks_finish(tmp_path: Path, start: Start, words: Sequenc
     assert out.count("finished") == 2, out
     assert gone(path)
     assert read_record(tmp_path)["exit_status"] == 128 + number
-
-
-@by_launcher
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda n: n.name)
-def test_user_signals_reach_ranks_and_end_nothing(
-    tmp_path: Path, start: Start, words: Sequence[str], number: signal.Signals
-) -> None:
-    job = start(tmp_path, *words, "-n", "2", "python", script(tmp_path, POLITE))
-    wait_for(job, "ready", 2)
-    job.send_signal(number)
-    wait_for(job, f"got {number.name}", 2)
-    job.send_signal(signal.SIGTERM)
-    out, _ = finish(job)
-    assert out.count("finished") == 2
-    assert number.name not in out
 
 
 # Ranks as wordrun's: all end when one is asked to, and the first one's status tells that they have saved.

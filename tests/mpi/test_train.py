@@ -22,10 +22,24 @@ def run_dirs(cwd: Path) -> list[Path]:
     return sorted(path.parent for path in cwd.glob("outputs/*/*/*/run.json"))
 
 
+ORDER = """
+import sys
+from wordrun import cli
+
+status = cli.main(sys.argv[1:])
+print("ORDER", *[name for name in sys.modules if name in ("mpi4py.MPI", "torch")], flush=True)
+sys.exit(status)
+"""
+
+
 @pytest.mark.parametrize("under", ["mpiexec", "torchrun"])
 def test_one_run_and_one_voice(under: str, ranks: Any, tmp_path: Path) -> None:
-    done = ranks(2, "-m", "wordrun", *SMOKE, under=under)
+    """MPI is imported before torch, and nothing is drawn where nobody watches."""
+    (tmp_path / "order.py").write_text(ORDER)
+    done = ranks(2, "order.py", *SMOKE, under=under)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ORDER mpi4py.MPI torch\n" if under == "mpiexec" else "ORDER torch\n") == 2
+    assert "\x1b[" not in done.stdout
     (run_dir,) = run_dirs(tmp_path)
     record = json.loads((run_dir / "run.json").read_text())
     assert record["world"]["size"] == 2
@@ -103,16 +117,6 @@ def test_leaving_without_cleanup_is_quiet(ranks: Any, tmp_path: Path) -> None:
     assert "terminate" not in done.stderr
 
 
-def test_mpi_is_imported_before_torch(ranks: Any, tmp_path: Path) -> None:
-    (tmp_path / "order.py").write_text(
-        "import sys\nfrom wordrun import cli\n"
-        f"status = cli.main({SMOKE!r})\n"
-        "names = [n for n in sys.modules if n in ('mpi4py.MPI', 'torch')]\nprint('ORDER', names, status, flush=True)\n"
-    )
-    done = ranks(2, "order.py")
-    assert done.stdout.count("ORDER ['mpi4py.MPI', 'torch'] 0") == 2, done.stdout + done.stderr
-
-
 def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
     """A launcher says two ranks, but MPI, started without it, is alone: mpiexec and libmpi of different kinds."""
     recorded = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
@@ -128,7 +132,8 @@ def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_ends_the_run_after_a_whole_step(number: signal.Signals, status: int, tmp_path: Path) -> None:
-    words = ["launch", "-n", "2", "python", "-m", "wordrun", *SMOKE, "train.max_iters=100000", "train.eval_interval=0"]
+    words = [*SMOKE, "train.max_iters=100000", "train.eval_interval=0", "profiler=pyinstrument"]
+    words = ["launch", "-n", "2", "python", "-m", "wordrun", *words]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
     assert job.stdout is not None
     for line in job.stdout:
@@ -144,6 +149,7 @@ def test_a_signal_ends_the_run_after_a_whole_step(number: signal.Signals, status
     assert record["steps"] >= 5
     assert lines[-1]["step"] == record["steps"]  # log_interval=1: every step that was done is there
     assert (run_dir / "plots" / "loss.png").stat().st_size > 5000
+    assert "Trainer.train" in (run_dir / "profile" / "pyinstrument.txt").read_text()
     assert "Traceback" not in rest
 
 
@@ -152,8 +158,6 @@ def test_progress_bar_where_a_person_watches(ranks: Any) -> None:
     assert watched.returncode == 0, watched.stdout + watched.stderr
     assert re.search(r"training .*4/4", watched.stdout)
     assert "\x1b[" in watched.stdout
-    plain = ranks(2, "-m", "wordrun", *SMOKE)
-    assert "\x1b[" not in plain.stdout
 
 
 def test_warnings_of_other_ranks_carry_their_rank(ranks: Any, tmp_path: Path) -> None:
@@ -217,20 +221,6 @@ def test_a_full_disk_ends_all_ranks_with_one_message(command: Any, tmp_path: Pat
     assert done.stderr.count("No space left on device. What was written before is intact.") == 1
     assert "Traceback" not in done.stderr
     assert "OSError" in json.loads((run_dir / "run.json").read_text())["exit_reason"]
-
-
-def test_an_interrupted_run_keeps_its_profile(tmp_path: Path) -> None:
-    words = ["launch", "python", "-m", "wordrun", *SMOKE, "train.max_iters=100000", "profiler=pyinstrument"]
-    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
-    assert job.stdout is not None
-    for line in job.stdout:
-        if "step 5/" in line:
-            break
-    job.send_signal(signal.SIGINT)
-    job.communicate(timeout=60)
-    assert job.returncode == 130
-    (run_dir,) = run_dirs(tmp_path)
-    assert "Trainer.train" in (run_dir / "profile" / "pyinstrument.txt").read_text()
 
 
 def test_contradictory_variables_stop_any_script(command: Any) -> None:

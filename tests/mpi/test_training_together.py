@@ -59,7 +59,7 @@ sys.exit(cli.main({[*SMALL, "model.batch_size=4", "hydra.run.dir=run"]!r}))
 """
 
 
-@pytest.mark.parametrize("under", ["mpiexec", "torchrun"])
+@pytest.mark.parametrize("under", ["mpiexec", "fork"])
 def test_a_rank_that_fails_in_the_middle_ends_the_run_and_keeps_what_was_written(
     under: str, ranks: Command, tmp_path: Path
 ) -> None:

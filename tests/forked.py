@@ -1,0 +1,82 @@
+"""Ranks forked from one process that has imported torch and the backends: a start costs nothing.
+
+For tests of what ranks do together, whoever started them. Those of starting, stopping and meeting use real launchers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from unittest import mock
+
+# What a rank imports sooner or later; torch._dynamo by the first optimizer.
+IMPORTS = ["pytest", "torch._dynamo", "wordrun.train.trainer", "wordrun.backend.ddp", "wordrun.backend.pipeline"]
+# Launchers end the other ranks this soon after one has failed.
+GRACE_S = 0.3
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(IMPORTS)
+
+
+def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a Python script, or ``-m module``, on ``n`` ranks; the status is the first one that is not 0.
+
+    Args:
+        n: ranks.
+        words: what comes after ``python``.
+        env: of the ranks, but for what says who they are.
+        timeout: seconds after which they are killed.
+
+    Raises:
+        subprocess.TimeoutExpired: they had not ended by then.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    files = [Path(f"{name}-of-{n}-ranks.txt").absolute() for name in ("stdout", "stderr")]
+    for file in files:
+        file.write_text("")
+    told = {"WORDRUN_LAUNCHER": "local", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank in range(n):
+        mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+        whole = {**env, **told, **{name: str(number) for name, number in mine.items()}}
+        ranks.append(_server.Process(target=_rank, args=(list(words), os.getcwd(), whole, files), daemon=True))
+        ranks[-1].start()
+    end = time.monotonic() + timeout
+    while (living := [rank for rank in ranks if rank.exitcode is None]) and time.monotonic() < end:
+        wait([rank.sentinel for rank in living], timeout=end - time.monotonic())
+        if any(rank.exitcode for rank in ranks):
+            end = min(end, time.monotonic() + GRACE_S)
+    late = [rank for rank in ranks if rank.exitcode is None]
+    for rank in late:
+        rank.kill()
+    for rank in ranks:
+        rank.join()
+    output, errors = (file.read_text() for file in files)
+    statuses = [rank.exitcode for rank in ranks if rank not in late]
+    if late and not any(statuses):
+        raise subprocess.TimeoutExpired(words, timeout, output, errors)
+    return subprocess.CompletedProcess(words, next((s for s in statuses if s), 0), output, errors)
+
+
+def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Path]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    sys.argv, sys.path[0] = words, folder
+    # Nobody looks at the plots, and in small runs drawing takes longer than training.
+    with mock.patch("wordrun.train.run.draw", return_value=[]):
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
