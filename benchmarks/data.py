@@ -216,7 +216,7 @@ def step(scratch: Path, text: str) -> None:
         waited = [0.0]
         cfg = wordrun.compose([
             "data=text", f"data.path={scratch / 'step.txt'}", "tokenizer.vocab_size=512", "tracker=jsonl",
-            "train.max_iters=150", f"data.ahead={ahead}", "train.eval_interval=0", "train.sample_tokens=0",
+            "train.max_iters=60", f"data.ahead={ahead}", "train.eval_interval=0", "train.sample_tokens=0",
             f"hydra.run.dir={scratch / f'step{ahead}'}",
         ])  # fmt: skip
         with Trainer(cfg) as trainer:

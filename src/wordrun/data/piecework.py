@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,15 @@ def run(task: str, piece: Piece, data: DataConfig, folder: Path, tell: Tell) -> 
             tell(0, 0, read)
         record: dict[str, Any] = {"characters": "".join(sorted(found))}
     else:
-        tokenizer = from_json((folder / TOKENIZER).read_text(encoding="utf-8"))
+        tokenizer = _loaded((folder / TOKENIZER).read_text(encoding="utf-8"))
         record = write_shards(piece, data, tokenizer, folder, tell)
     shards.write_bytes(record_of(folder, task, piece.number), json.dumps(record, ensure_ascii=False).encode())
+
+
+@lru_cache(maxsize=1)
+def _loaded(content: str) -> Tokenizer:
+    """Return the tokenizer of all pieces of a job: a large vocabulary takes a third of a second to load."""
+    return from_json(content)
 
 
 class _Split:

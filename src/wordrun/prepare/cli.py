@@ -141,7 +141,7 @@ def _shown(world: dist.World, handle: log.LogHandle, name: str) -> Iterator[prep
         seconds = time.monotonic() - begin
         counts = (
             f"{now.done:,}/{now.pieces:,} pieces  {now.documents:,} documents  {now.tokens:,} tokens  "
-            f"{now.tokens / max(seconds, 1e-9):,.0f} tokens/s"
+            f"{now.tokens / max(seconds, 1.0):,.0f} tokens/s"
         )
         bar.update(task, completed=now.share, description=f"{now.task} of {name}", counts=counts)
         if hidden and time.monotonic() - said > LINE_S:
