@@ -1,4 +1,4 @@
-"""``python -m wordrun.export run=DIR``: a checkpoint as a folder that Hugging Face's transformers loads."""
+"""``python -m wordrun.export run=DIR``: a checkpoint as a folder for transformers of Hugging Face, or as weights alone."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ Write a checkpoint as a folder of Hugging Face's form: model.safetensors, config
 
   python -m wordrun.export run=outputs/latest
   python -m wordrun.export run=outputs/latest checkpoint=best out=my-model dtype=bf16
+  python -m wordrun.export run=outputs/latest form=checkpoint out=weights
 
 transformers loads it by AutoModelForCausalLM.from_pretrained(DIR) and AutoTokenizer.from_pretrained(DIR), and another
-run begins with its weights by train.init_from=hf:DIR. docs/generate.md says more.
+run begins with its weights by train.init_from=hf:DIR. form=checkpoint writes wordrun's own format, weights alone and in
+fp32: what DeepSpeed's engine has saved in its own way can then be read without it. docs/generate.md says more.
 """
 
 
@@ -38,7 +40,9 @@ class ExportConfig:
     run: str = "outputs/latest"
     """The run directory, or one checkpoint in it."""
     out: str | None = None
-    """The folder to write, which must not be there; null: huggingface/step-NUMBER in the run directory."""
+    """The folder to write, which must not be there; null: FORM/step-NUMBER in the run directory."""
+    form: str = "huggingface"
+    """huggingface, or checkpoint for train.init_from, wordrun.generate and wordrun.export."""
     checkpoint: str = "latest"
     """latest, best, or the number of steps after which it was made."""
     dtype: str = "fp32"
@@ -72,6 +76,8 @@ def export(options: ExportConfig) -> Path:
     problems = []
     if options.dtype == "auto" or options.dtype not in DTYPES:
         problems.append(f"dtype={options.dtype} should be fp32, bf16 or fp16")
+    if options.form not in ("huggingface", "checkpoint"):
+        problems.append(f"form={options.form} should be huggingface or checkpoint")
     if not options.shard_gb > 0:
         problems.append(f"shard_gb={options.shard_gb:g} should be above 0")
     if options.out is not None and Path(options.out).exists():
@@ -82,7 +88,7 @@ def export(options: ExportConfig) -> Path:
     from wordrun.checkpoint.saved import find
 
     saved = find(Path(options.run), options.checkpoint)
-    out = Path(options.out or saved.folder.parent.parent / "huggingface" / saved.folder.name)
+    out = Path(options.out or saved.folder.parent.parent / options.form / saved.folder.name)
     if out.exists():
         raise ConfigError(f"{out} is there already: remove it, or choose another folder by out=DIR")
     draft = out.with_name(f".{out.name}.new")  # an interrupted export is never taken for a whole one
@@ -90,8 +96,11 @@ def export(options: ExportConfig) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it reads its own
-            write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
-        write_texts(draft, saved, DTYPES[options.dtype])
+            if options.form == "checkpoint":
+                write_weights_alone(draft, saved)
+            else:
+                write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
+                write_texts(draft, saved, DTYPES[options.dtype])
         for file in draft.glob("*.safetensors"):  # which only the owner may read as it comes from the library
             file.chmod((draft / "config.json").stat().st_mode)
         draft.rename(out)
@@ -154,6 +163,23 @@ def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
     _write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
         "clean_up_tokenization_spaces": False,  # a blank before a comma is text, too
+    })  # fmt: skip
+
+
+def write_weights_alone(folder: Path, saved: Saved) -> None:
+    """Write the weights of ``saved`` as a checkpoint that any backend can begin with, but no run can continue."""
+    from wordrun.checkpoint import folder as folders
+    from wordrun.checkpoint import pieces
+    from wordrun.checkpoint.saved import MODEL
+
+    weights = saved.weights()
+    mine = [pieces.piece_of(MODEL + name, weights[name]) for name in weights]
+    pieces.write(folder, mine, None, alone=True)
+    (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
+    files = folders.describe(folder, [path.name for path in folder.iterdir()])
+    _write_json(folder / folders.MANIFEST, {
+        "format": folders.FORMAT, "step": saved.step, "config": saved.manifest["config"],
+        "vocab_size": saved.vocab_size, "backend": {"kind": "weights"}, "files": files,
     })  # fmt: skip
 
 

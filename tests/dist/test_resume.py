@@ -31,7 +31,8 @@ from wordrun import dist
 with dist.session() as world:
     torch.set_num_threads(1)
     for words in json.load(open(sys.argv[1])):
-        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        with wordrun.Trainer(cfg, world) as trainer:
             trainer.train()
 """
 
@@ -41,7 +42,7 @@ def train(ranks: Any, n: int, runs: dict[str, list[str]], home: Path) -> None:
     (home / "text.txt").write_text(TEXT * 60)
     (home / "script.py").write_text(SCRIPT)
     (home / "runs.json").write_text(json.dumps([[*SMALL, f"hydra.run.dir={k}", *w] for k, w in runs.items()]))
-    done = ranks(n, "script.py", "runs.json", under="torchrun", timeout=280)
+    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 

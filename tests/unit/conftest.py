@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,9 +77,7 @@ def save_run() -> SaveRun:
         draft = folders.Draft(run, step)
         draft.begin()
         own = [pieces.piece_of(f"model.{name}", p) for name, p in model.named_parameters()]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            pieces.write(draft.path, own, None)
+        pieces.write(draft.path, own, None, alone=True)
         folders.write_text(draft.path / folders.TOKENIZER, tokenizer.to_json())
         draft.publish({
             "files": folders.describe(draft.path, os.listdir(draft.path)), "config": to_plain(cfg),

@@ -32,7 +32,7 @@ def write(path: Path, texts: list[str], key: str = "text") -> Path:
         table = pyarrow.table({"id": list(range(len(texts))), key: texts})
         pyarrow.parquet.write_table(table, path, row_group_size=7)
     elif path.suffix == ".gz":
-        path.write_bytes(gzip.compress(lines.encode()))
+        path.write_bytes(gzip.compress(lines.encode(), mtime=0))
     elif path.suffix == ".zst":
         path.write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
     else:
@@ -188,7 +188,7 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
         ("a.jsonl", b'{"text": 3}\n', "has no text in the field"),
         ("a.jsonl", b'{"text": "Gr\xfc\xdfe"}\n', "(line 1) is not UTF-8"),
         ("a.jsonl.gz", b"no gzip", "is a broken .gz"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999)[:-20], "is a broken .gz"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999, mtime=0)[:-20], "is a broken .gz"),
         ("a.jsonl.zst", b"no zst, but long enough", "is broken"),
         ("a.jsonl.zst", zstandard.ZstdCompressor().compress(b'{"text": "abc"}\n' * 999)[:-9], "is broken"),
         ("a.parquet", b"PAR1 and no more", "is a broken .parquet"),

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from wordrun.checkpoint.saved import find
 from wordrun.data.huggingface import _letters, tokenizer_json
 from wordrun.data.sample import sample_text
 from wordrun.data.tokenizers import CharTokenizer
@@ -164,3 +165,14 @@ def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "  out=null                The folder to write" in said
     assert max(map(len, said.splitlines())) <= 120
+
+
+def test_weights_alone_are_a_checkpoint_too(save_run: SaveRun) -> None:
+    ours = save_run(Path("run"), "model=llama_debug", text=TEXT)
+    assert main(["run=run", "form=checkpoint", "out=weights"]) == 0
+    saved = find(Path("weights"))
+    state = saved.read_weights()
+    assert all(state[name].equal(p) for name, p in ours.named_parameters())
+    assert state.keys() == dict(ours.named_parameters()).keys()
+    assert json.loads(saved.tokenizer_json) == json.loads(find(Path("run")).tokenizer_json)
+    assert main(["run=weights", "out=folder"]) == 0

@@ -142,7 +142,7 @@ class NativeBackend:
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
         """Read this rank's pieces, and the tensors of its own."""
-        if facts["kind"] != "pieces":
+        if facts["kind"] == "deepspeed":
             raise ConfigError(
                 f"{folder} was written by DeepSpeed's engine, and this backend cannot go on from it: use "
                 f"train.backend=deepspeed, or its weights alone by train.init_from={folder}"

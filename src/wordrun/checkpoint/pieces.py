@@ -137,10 +137,15 @@ class _Planner(DefaultSavePlanner):
         return self._data[write_item.index]
 
 
-def write(folder: Path, pieces: Sequence[Piece], group: Group) -> None:
-    """Write the pieces of all ranks of ``group`` into ``folder``; on the disk when this returns. All must call this."""
+def write(folder: Path, pieces: Sequence[Piece], group: Group, *, alone: bool = False) -> None:
+    """Write the pieces of all ranks of ``group`` into ``folder``; on the disk when this returns. All must call this.
+
+    ``alone``: this process has all there are, and writes by itself.
+    """
     writer = FileSystemWriter(os.fspath(folder), single_file_per_rank=True, sync_files=True)
-    save({}, storage_writer=writer, planner=_Planner(pieces), process_group=group)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        save({}, storage_writer=writer, planner=_Planner(pieces), process_group=group, no_dist=alone)
 
 
 def names_in(folder: Path) -> dict[str, TensorStorageMetadata]:

@@ -68,6 +68,8 @@ def take_up(trainer: Trainer) -> None:
         trainer.start = Start(source=run_dir)  # the same place, from the beginning
         return
     resumed = open_newest(those, world)
+    if resumed.manifest["backend"]["kind"] == "weights":
+        raise ConfigError(f"{resumed.folder.path} holds weights alone: use train.init_from={resumed.folder.path}")
     check_same(cfg, unchanging(trainer), resumed)
     load(trainer, resumed)
     trainer.start = Start(trainer.step, run_dir, resumed.manifest["trackers"])
