@@ -1,4 +1,4 @@
-"""``python -m wordrun.export run=DIR``: a checkpoint as a folder for transformers of Hugging Face, or as weights alone."""
+"""``python -m wordrun.export run=DIR``: a checkpoint as a folder that transformers loads, or as weights alone."""
 
 from __future__ import annotations
 
