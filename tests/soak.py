@@ -4,7 +4,7 @@
 
 Each run kills one rank, all ranks or ``launch`` itself by SIGKILL, at a random moment of start, training or saving, and
 starts the same command again with ``train.resume=auto``. After the last one the training is left to finish, and its
-losses are compared with those of a training that nobody disturbed: to the bit. It takes about half a minute for ten.
+losses are compared with those of a training that nobody disturbed: to the bit.
 """
 
 from __future__ import annotations

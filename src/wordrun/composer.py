@@ -73,15 +73,17 @@ def compose(
 
 def _run_to_continue(composed: DictConfig) -> str | None:
     """Return the directory of the run that train.resume names by a path."""
-    from wordrun.checkpoint.folder import locate
+    from wordrun.checkpoint.folder import CHECKPOINTS, locate
 
     wish = composed.train.resume
     if wish in (None, "auto"):
         return None
     try:
-        return str(locate(Path(wish))[0])
+        run_dir, found = locate(Path(wish))
     except UserError as error:
         raise ConfigError(f"train.resume={wish}: {error}") from None
+    # A checkpoint that was copied elsewhere has no run around it: a new one begins with it.
+    return str(run_dir) if found[-1].path.parent == run_dir / CHECKPOINTS else None
 
 
 def to_config(

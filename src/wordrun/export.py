@@ -177,9 +177,9 @@ def write_weights_alone(folder: Path, saved: Saved) -> None:
     pieces.write(folder, mine, None, alone=True)
     (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
     files = folders.describe(folder, [path.name for path in folder.iterdir()])
-    _write_json(folder / folders.MANIFEST, {
-        "format": folders.FORMAT, "step": saved.step, "config": saved.manifest["config"],
-        "vocab_size": saved.vocab_size, "backend": {"kind": "weights"}, "files": files,
+    folders.write_manifest(folder, {
+        "step": saved.step, "config": saved.manifest["config"], "vocab_size": saved.vocab_size,
+        "backend": {"kind": "weights"}, "files": files,
     })  # fmt: skip
 
 

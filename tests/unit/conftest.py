@@ -75,10 +75,9 @@ def save_run() -> SaveRun:
             for p in model.parameters():
                 p.mul_(8) if p.dim() > 1 else p.add_(torch.linspace(-0.3, 0.3, len(p)))
         draft = folders.Draft(run, step)
-        draft.begin()
+        draft.begin(tokenizer.to_json())
         own = [pieces.piece_of(f"model.{name}", p) for name, p in model.named_parameters()]
         pieces.write(draft.path, own, None, alone=True)
-        folders.write_text(draft.path / folders.TOKENIZER, tokenizer.to_json())
         draft.publish({
             "files": folders.describe(draft.path, os.listdir(draft.path)), "config": to_plain(cfg),
             "vocab_size": tokenizer.vocab_size, "backend": {"kind": "pieces"},

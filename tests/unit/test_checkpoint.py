@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,90 @@ def test_a_branch_has_the_history_of_its_origin(whole: Path, small: Words, tmp_p
     assert steps(whole) == [3, 6, 9, 12]
 
 
+def test_a_branch_that_is_begun_again_goes_on(whole: Path, small: Words, tmp_path: Path) -> None:
+    words = small(*SAVING, f"train.resume={whole}/checkpoints/step-00000006")
+    branch = tmp_path / "branch"
+    with pytest.raises(Interrupted):
+        train(words, branch, Act(10, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)))
+    assert train(words, branch).start.step == 10
+    assert figures(branch) == figures(whole)
+    with pytest.raises(ConfigError, match=r"holds a run already, which train\.resume=.* would overwrite"):
+        train(small(*SAVING, f"train.resume={whole}/checkpoints/step-00000009"), branch)
+
+
+def test_a_copied_checkpoint_begins_a_run_of_its_own(whole: Path, small: Words, tmp_path: Path) -> None:
+    shutil.copytree(whole / "checkpoints/step-00000009", tmp_path / "mine/kept")
+    cfg = wordrun.compose(small(*SAVING, f"train.resume={tmp_path}/mine/kept"))
+    assert str(tmp_path / "mine") not in cfg.run_dir
+    assert train(small(*SAVING, f"train.resume={tmp_path}/mine/kept"), tmp_path / "run").start.step == 9
+
+
+def test_a_link_to_a_run_is_that_run(whole: Path, copy: Path, small: Words, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(copy)
+    shutil.rmtree(copy / "checkpoints/step-00000012")
+    assert train(small(*SAVING, "train.resume=auto"), tmp_path / "link").start.source == copy.resolve()
+    assert figures(copy) == figures(whole)
+
+
+def test_with_few_lines_a_run_goes_on_too(copy: Path, small: Words) -> None:
+    """The progress bar has no figures then until the first line."""
+    shutil.rmtree(copy / "checkpoints/step-00000012")
+    assert train(small(*SAVING, "train.resume=auto", "train.log_interval=10"), copy).step == 12
+
+
+def test_checkpoints_of_a_past_that_is_no_more_go(copy: Path, small: Words) -> None:
+    spoil("truncated", copy / "checkpoints/step-00000012/.metadata")
+    words = small(*SAVING, "train.resume=auto", "train.keep_checkpoints=1")
+    train(words, copy, Act(10, lambda trainer: trainer.save()))
+    assert steps(copy) == [12]
+    assert find(copy).step == 12
+
+
+def test_a_run_that_went_on_meanwhile_is_not_overwritten(copy: Path, small: Words) -> None:
+    newest = copy / "checkpoints/step-00000012"
+    newest.rename(copy / "later")
+    with Trainer(wordrun.compose(small(*SAVING, f"train.resume={copy}"))) as trainer:
+        (copy / "later").rename(newest)  # by the one that had the lock
+        with pytest.raises(ConfigError, match="has gone on to step 12 while this one was waiting"):
+            trainer.train()
+
+
+def test_a_failed_last_save_is_not_called_saved(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def stop(trainer: Trainer) -> None:
+        monkeypatch.setattr(pieces, "write", fail)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted) as stopped:
+        train(small(*SAVING), tmp_path / "run", Act(5, stop))
+    assert stopped.value.exit_status == 143
+    assert record(tmp_path / "run")["exit_reason"] == "stopped by SIGTERM"
+    assert steps(tmp_path / "run") == [3]
+
+
+def test_a_slow_save_is_waited_for(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next one, and by a run that fails."""
+    writing: list[str] = []
+
+    def slowly(*args: Any, write: Any = pieces.write) -> None:
+        assert not writing, "one at a time"
+        writing.append("")
+        time.sleep(0.5)
+        write(*args)
+        writing.clear()
+
+    def fail(trainer: Trainer) -> None:
+        assert writing, "training goes on meanwhile"
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(pieces, "write", slowly)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        train(small(*SAVING), tmp_path / "run", Act(10, fail))
+    assert steps(tmp_path / "run") == [3, 6, 9]
+
+
 def test_a_finished_run_has_nothing_to_do(whole: Path, small: Words, capfd: pytest.CaptureFixture[str]) -> None:
     before = (whole / "run.json").read_bytes()
     assert cli.main(small(*SAVING, "train.resume=auto", f"hydra.run.dir={whole}")) == 0
@@ -274,14 +358,10 @@ def spoil(how: str, file: Path) -> None:
 def test_a_damaged_checkpoint_is_passed_over(
     copy: Path, small: Words, how: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if (how, name) == ("changed", "manifest.json"):
-        (copy / "checkpoints/step-00000012" / name).write_text("{}")
-    else:
-        spoil(how, copy / "checkpoints/step-00000012" / name)
+    spoil(how, copy / "checkpoints/step-00000012" / name)
     with Trainer(wordrun.compose(small(*SAVING, f"train.resume={copy}"))) as trainer:
-        logging.getLogger("wordrun").addHandler(caplog.handler)
         assert trainer.step == 9
-    assert find(copy).step == 9
+    assert find(copy).step == 9  # which warns, too
     assert re.search(rf"step-00000012 is damaged: {re.escape(name)}.*; taking the one before it", caplog.text)
 
 
@@ -320,9 +400,12 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     full_disk: Path, small: Words, mode: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = small(*SAVING, "model.n_embd=32", f"train.async_save={mode}", "train.resume=auto")
-    assert cli.main([*words, f"hydra.run.dir={full_disk}"]) == 0
-    said = capfd.readouterr().out
-    assert "the checkpoint after 6 steps could not be written (rank 0: no space is left on the disk of" in said
+    with pytest.raises(SystemExit, match="1"):
+        cli.main([*words, f"hydra.run.dir={full_disk}"])
+    captured = capfd.readouterr()
+    said = captured.out + captured.err
+    assert "the run is finished, but its last checkpoint could not be written; it has one of step 3" in said
+    assert re.search(r"the checkpoint after 6 steps could not be written \(rank 0: (no space|.*No space)", said)
     assert "training goes on" in said
     assert steps(full_disk) == [3]
     assert find(full_disk).step == 3

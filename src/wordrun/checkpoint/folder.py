@@ -47,11 +47,15 @@ class Folder:
         """
         try:
             manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-            made = manifest["format"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            whole = manifest.pop("crc32") == _seal(manifest)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(f"{self.path} is damaged: {MANIFEST}: {error}") from None
-        if made > FORMAT:
-            raise UserError(f"{self.path} has format {made}, this wordrun reads {FORMAT}: use a newer wordrun")
+        if not whole:
+            raise DamagedError(f"{self.path} is damaged: {MANIFEST} holds other bytes than were written (checksum)")
+        if manifest["format"] > FORMAT:
+            raise UserError(
+                f"{self.path} has format {manifest['format']}, this wordrun reads {FORMAT}: use a newer wordrun"
+            )
         return manifest
 
     def check_sizes(self) -> dict[str, Any]:
@@ -156,17 +160,18 @@ class Draft:
         self.run_dir, self.step = run_dir, step
         self.path = run_dir / CHECKPOINTS / f".{folder_name(step)}.new"
 
-    def begin(self) -> None:
-        """Make the empty folder, without what an interrupted save has left."""
+    def begin(self, tokenizer_json: str) -> None:
+        """Make the folder, with the tokenizer alone and without what an interrupted save has left."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for left in self.path.parent.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
         self.path.mkdir()
+        write_text(self.path / TOKENIZER, tokenizer_json)
 
     def publish(self, manifest: Mapping[str, Any]) -> Folder:
         """Write the manifest and give the folder its name; return it."""
         final = self.path.parent / folder_name(self.step)
-        write_text(self.path / MANIFEST, json.dumps({"format": FORMAT, "step": self.step, **manifest}, indent=1))
+        write_manifest(self.path, {"step": self.step, **manifest})
         sync_folder(self.path)
         if final.exists():  # the same step again, after a roll back
             final.rename(self.path.with_suffix(".old"))
@@ -181,12 +186,27 @@ class Draft:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` checkpoints and the best one."""
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the manifest, with a checksum of itself; it is the last file of a checkpoint."""
+    whole = {"format": FORMAT, **content}
+    write_text(folder / MANIFEST, json.dumps({**whole, "crc32": _seal(whole)}, indent=1))
+
+
+def _seal(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def prune(run_dir: Path, newest: int, keep: int) -> None:
+    """Remove all checkpoints but the last ``keep`` up to the step ``newest``, and the best one.
+
+    Later ones are damaged, or of a past that the run has gone back behind.
+    """
     folder = run_dir / CHECKPOINTS
     best = (folder / "best").resolve().name
-    for old in all_in(run_dir)[:-keep]:
-        if old.path.name != best:
+    found = all_in(run_dir)
+    kept = [each.step for each in found if each.step <= newest][-keep:]
+    for old in found:
+        if old.step not in kept and (old.path.name != best or old.step > newest):
             # Under another name first: a checkpoint that is half removed must not look like one.
             gone = folder / f".{old.path.name}.gone"
             old.path.rename(gone)

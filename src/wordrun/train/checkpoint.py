@@ -35,10 +35,10 @@ class Checkpoints:
     """Writes the checkpoints of one run, one after the other; every rank has one and makes the same calls."""
 
     def __init__(self, cfg: Config, world: World, tokenizer_json: str) -> None:
-        self.run_dir, self.world = Path(cfg.run_dir).absolute(), world
+        self.run_dir, self.world = Path(cfg.run_dir).resolve(), world
         self.train, self.tokenizer_json = cfg.train, tokenizer_json
-        self.newest = -1
-        """The step of the last checkpoint that was begun, or gone on from."""
+        self.written = -1
+        """The step of the last checkpoint that is on the disk, or gone on from."""
         self._group: Group = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -56,7 +56,6 @@ class Checkpoints:
             SaveError: the one before could not be written, and train.on_save_error=stop.
         """
         self.wait()
-        self.newest = step
         save = copy()
         facts = {**manifest(), "backend": save.facts}
         if self._group is None:  # of its own: two threads must not mingle their collectives
@@ -73,9 +72,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
-        if self._thread is not None:
-            self._thread.join()
+        self.give_time(None)
         self.look()
+
+    def give_time(self, seconds: float | None) -> None:
+        """Wait at most ``seconds`` for the checkpoint that is being written."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def look(self) -> None:
         """Say so, or stop, if a checkpoint could not be written since the last look."""
@@ -85,6 +88,8 @@ class Checkpoints:
         error, self._error = self._error, None
         if error is None:
             return
+        if not isinstance(error, SaveError):  # the ranks have lost each other, and would at the next save
+            raise error
         if self.train.on_save_error == "stop":
             raise SaveError(f"{error}; train.on_save_error=continue would train on") from error
         LOGGER.warning("%s; training goes on, and the next save is tried as usual", error, extra=FIRST_RANK)
@@ -93,22 +98,20 @@ class Checkpoints:
         draft = Draft(self.run_dir, step)
         first = self.world.rank == 0
         try:
-            self._together(draft.begin if first else None, draft)
+            self._together((lambda: draft.begin(self.tokenizer_json)) if first else None, draft)
             self._together(lambda: save.write(draft.path, self._group), draft)
             files: list[Any] = [None] * self.world.size if first else []
             mine: dict[str, Any] = {}
             self._together(lambda: mine.update(self._describe(draft.path)), draft)
             dist.gather_object(mine, files if first else None, group=self._group)
             self._together((lambda: self._publish(draft, facts, files, best)) if first else None, draft)
+            self.written = step
         except FAILURES as error:
             self._error = error
 
     def _describe(self, folder: Path) -> dict[str, Any]:
         """Return sizes and checksums of this rank's files, and of its share of those that nobody signs."""
         rank, size = self.world.rank, self.world.size
-        if rank == 0:
-            folders.write_text(folder / folders.TOKENIZER, self.tokenizer_json)
-        dist.barrier(group=self._group)
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         signed = {name for name in files if name.startswith("__")}
         mine = [name for name in signed if name.startswith(f"__{rank}_")]
@@ -119,7 +122,7 @@ class Checkpoints:
         folder = draft.publish({**facts, "files": {name: f for each in files for name, f in sorted(each.items())}})
         if best:
             folders.point(folder.path.parent / "best", folder.path)
-        folders.prune(self.run_dir, self.train.keep_checkpoints)
+        folders.prune(self.run_dir, folder.step, self.train.keep_checkpoints)
         LOGGER.info("checkpoint after %d steps%s: %s", folder.step, " (best)" if best else "", folder.path.name)
 
     def _together(self, action: Callable[[], Any] | None, draft: Draft) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from wordrun import dist
 from wordrun.checkpoint import folder as folders
+from wordrun.dist.collectives import all_sum
 from wordrun.errors import UserError
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import resume
@@ -30,12 +31,10 @@ def counts(trainer: Trainer) -> bool:
         UserError: its gradients are not finite, and train.on_nonfinite=stop, or going back does not help.
     """
     train, step = trainer.cfg.train, trainer.step + 1
-    if trainer.backend.dtype == torch.float16:  # the scaler looks for the largest scale that is still finite
-        return True
     intervals = (train.log_interval, train.checkpoint_interval, train.eval_interval)
     at_once = trainer.backend.device.type == "cpu" or train.on_nonfinite == "skip"
     asked = at_once or step == train.max_iters or any(due(step, interval) for interval in intervals)
-    if not asked or bool(torch.isfinite(trainer.result.grad_norm)):
+    if not asked or is_finite(trainer):
         trainer.left_out = 0
         return True
     what = f"the gradients are not finite any more at step {step}"
@@ -51,6 +50,14 @@ def counts(trainer: Trainer) -> bool:
     raise UserError(f"{what}: lower optimizer.learning_rate, or use train.on_nonfinite=skip or rollback")
 
 
+def is_finite(trainer: Trainer) -> bool:
+    """Say whether the last step was finite, the same on all ranks, which all must call this."""
+    if trainer.backend.dtype == torch.float16:
+        # Gradients may well not be, where the scaler looks for the largest scale.
+        return bool(torch.isfinite(all_sum(trainer.result.loss)))
+    return bool(torch.isfinite(trainer.result.grad_norm))
+
+
 def _roll_back(trainer: Trainer, what: str) -> None:
     """Return to the newest checkpoint, and go on with the data that come next now."""
     trainer.checkpoints.wait()
@@ -58,7 +65,7 @@ def _roll_back(trainer: Trainer, what: str) -> None:
     if not found:
         raise UserError(f"{what}, and there is no checkpoint yet to go back to: lower optimizer.learning_rate")
     resumed = resume.open_newest(found, trainer.world)
-    step = resumed.folder.step
+    step = resumed.manifest["step"]
     trainer.rollbacks[step] += 1
     if trainer.rollbacks[step] > MOST_ROLLBACKS:
         raise UserError(

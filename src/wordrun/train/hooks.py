@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from wordrun.log import FOR_FILES, LOGGER
+from wordrun.train.checkpoint import SaveError
 from wordrun.train.metrics import LEGEND, one_line
 
 if TYPE_CHECKING:
@@ -64,8 +66,9 @@ class Evaluate(Hook):
         if not train.eval_interval or not (due(trainer.step, train.eval_interval) or trainer.step == train.max_iters):
             return
         loss = trainer.evaluate()
-        best = min(loss, trainer.metrics.get("best_val_loss", loss))
-        trainer.improved_at = trainer.step if loss == best else trainer.improved_at
+        best = trainer.metrics.get("best_val_loss", math.inf)
+        if loss < best:  # which NaN is not
+            best, trainer.improved_at = loss, trainer.step
         trainer.metrics |= {"val_loss": loss, "best_val_loss": best}
         trainer.run.log({"step": trainer.step, "val_loss": loss})
         LOGGER.info("step %d/%d  val_loss %.4f  best %.4f", trainer.step, train.max_iters, loss, best)
@@ -107,8 +110,15 @@ class Checkpoint(Hook):
             trainer.save(best=best)
 
     def at_end(self, trainer: Trainer) -> None:
-        """Wait for the last one."""
+        """Wait for the last one, without which the run would have been in vain."""
         trainer.checkpoints.wait()
+        if trainer.cfg.train.checkpoint_interval and trainer.checkpoints.written != trainer.step:
+            raise SaveError(
+                f"the run is finished, but its last checkpoint could not be written; it has one of step "
+                f"{trainer.checkpoints.written}: make room, and take the last steps again by train.resume=auto"
+                if trainer.checkpoints.written >= 0
+                else "the run is finished, but none of its checkpoints could be written"
+            )
 
 
 class Bar(Hook):
@@ -133,9 +143,12 @@ class Bar(Hook):
     def after_step(self, trainer: Trainer) -> None:
         """Move it on."""
         metrics = trainer.metrics
+        # A continued run has no figures of its own yet.
+        loss, tps = metrics.get("loss"), metrics.get("tps")
         self.progress.update(
-            self.task, completed=trainer.step, loss=f"{metrics['loss']:.3f}", tps=f"{metrics['tps']:,.0f}"
-        )
+            self.task, completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
+            tps="-" if tps is None else f"{tps:,.0f}",
+        )  # fmt: skip
 
     def close(self) -> None:
         """Leave it as it is."""

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from wordrun.errors import ConfigError
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.model import outline, pretrained
 from wordrun.train import streams
-from wordrun.train.run import Start
+from wordrun.train.run import Start, read_record
 
 if TYPE_CHECKING:
     from wordrun.train.trainer import Trainer
@@ -50,34 +50,48 @@ FREE = {
 class Resumed:
     """The checkpoint from which a run goes on."""
 
-    folder: Folder
+    folder: Folder | None
+    """None: the run has none yet, and begins again in its place."""
     manifest: dict[str, Any]
     run_dir: Path
     """Of the run that wrote it."""
+    known: int = -1
+    """The step of the last checkpoint of that run, whole or not."""
 
 
-def take_up(trainer: Trainer) -> None:
-    """Let a new trainer go on from a checkpoint, where train.resume or the scheduler asks for that and there is one."""
-    cfg, world = trainer.cfg, trainer.world
+def look(cfg: Config, world: dist.World) -> Resumed | None:
+    """Return what the run goes on from, where train.resume or the scheduler asks for that; None: a fresh start.
+
+    Every rank must call this, and all check the checkpoint's files together.
+    """
     requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     found = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
     if found is None:
-        return
+        return None
     run_dir, those = found
+    known = those[-1].step if those else -1
     if not those:
-        trainer.start = Start(source=run_dir)  # the same place, from the beginning
-        return
+        return Resumed(None, {}, run_dir, known)  # the same place, from the beginning
     resumed = open_newest(those, world)
     if resumed.manifest["backend"]["kind"] == "weights":
-        raise ConfigError(f"{resumed.folder.path} holds weights alone: use train.init_from={resumed.folder.path}")
-    check_same(cfg, unchanging(trainer), resumed)
-    load(trainer, resumed)
-    trainer.start = Start(trainer.step, run_dir, resumed.manifest["trackers"])
-    LOGGER.info("going on after %d steps, from %s", trainer.step, resumed.folder.path)
+        raise ConfigError(f"{those[-1].path} holds weights alone: use train.init_from={those[-1].path}")
+    return replace(resumed, run_dir=run_dir, known=known)
+
+
+def take_up(trainer: Trainer, resumed: Resumed) -> None:
+    """Let a new trainer go on from where ``look`` has found that it should."""
+    if resumed.folder is not None:
+        check_same(trainer.cfg, unchanging(trainer), resumed)
+        load(trainer, resumed)
+        LOGGER.info("going on after %d steps, from %s", trainer.step, resumed.folder.path)
+    states = resumed.manifest.get("trackers", {})
+    named = str(resumed.folder.path) if resumed.folder else ""
+    trainer.start = Start(trainer.step, resumed.run_dir, states, named, resumed.known)
 
 
 def load(trainer: Trainer, resumed: Resumed) -> None:
     """Take the state of training from a checkpoint; the random streams of this process, too."""
+    assert resumed.folder is not None
     manifest = resumed.manifest
     # Streams belong to ranks: with others there is nothing to continue, and they begin anew from the step.
     backend_name, layout = trainer.cfg.train.backend, list(trainer.layout.shape)
@@ -132,10 +146,18 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None
     wish = cfg.train.resume or ("auto" if requested else None)
     if wish is None:
         return None
-    here = Path(cfg.run_dir).absolute()
-    if wish == "auto":
-        return (here, folders.all_in(here)) if (here / "run.json").exists() else None
-    run_dir, found = folders.locate(Path(wish))
+    here = Path(cfg.run_dir).resolve()
+    begun = read_record(here) if cfg.run_dir else {}
+    run_dir, found = (here, []) if wish == "auto" else folders.locate(Path(wish))
+    named = str(found[-1].path) if found else ""
+    again = requested and run_dir == here
+    if wish == "auto" or again or (begun and begun.get("resumed_from", {}).get("named") == named):
+        return (here, folders.all_in(here)) if begun else None
+    if run_dir != here and begun:
+        raise ConfigError(
+            f"hydra.run.dir={here} holds a run already, which train.resume={wish} would overwrite: choose another "
+            "directory, or continue that one by train.resume=auto"
+        )
     newest = folders.all_in(run_dir)[-1:]
     if run_dir == here and newest and newest[0].step > found[-1].step:
         raise ConfigError(
@@ -208,6 +230,7 @@ def check_same(cfg: Config, facts: Mapping[str, Any], resumed: Resumed) -> None:
     """
     theirs = {**resumed.manifest["fixed"], **resumed.manifest["facts"]}
     # An option that has come since then has its default in both.
+    folder = resumed.folder.path if resumed.folder else resumed.run_dir
     different = [
         f"  {name} is {theirs[name]} in the checkpoint and {value} here"
         for name, value in {**fixed(cfg), **facts}.items()
@@ -216,8 +239,8 @@ def check_same(cfg: Config, facts: Mapping[str, Any], resumed: Resumed) -> None:
     if different:
         raise ConfigError(
             "\n".join([
-                f"the options contradict the checkpoint {resumed.folder.path}:", *different,
-                f"use the checkpoint's, or its weights alone: train.init_from={resumed.folder.path}",
+                f"the options contradict the checkpoint {folder}:", *different,
+                f"use the checkpoint's, or its weights alone: train.init_from={folder}",
             ])
         )  # fmt: skip
 
@@ -235,7 +258,10 @@ def first_weights(cfg: Config, vocab_size: int, world: dist.World) -> Mapping[st
     if source.startswith("hf:"):
         folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
         return pretrained.open_weights(folder, cfg.model, vocab_size)
-    saved = find(Path(source))
+    if world.rank == 0:
+        find(Path(source))  # one rank checks all files
+    dist.share(None, world)
+    saved = find(Path(source), check=False)
     theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
     ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
     different = [

@@ -20,6 +20,7 @@ import numpy
 import torch
 
 import wordrun
+from wordrun.checkpoint import folder as folders
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
@@ -30,7 +31,7 @@ from wordrun.track.jsonl import copy_until, finite, read
 from wordrun.track.plots import draw
 
 # A run that was killed a moment ago may still be on its way out when it is continued.
-LOCK_PATIENCE_S = 10
+LOCK_PATIENCE_S = 30
 LINK = ("start", "end", "exit_reason", "steps", "seconds", "world", "backend", "resumed_from")
 """What run.json keeps of each earlier part of a run that was continued."""
 
@@ -44,13 +45,17 @@ class Start:
     """Run directory whose record up to ``step`` is this run's too; None: a fresh start."""
     trackers: dict[str, Any] = field(default_factory=dict)
     """What the trackers need to go on."""
+    named: str = ""
+    """The checkpoint from which a branch begins."""
+    known: int = -1
+    """The step of the last checkpoint of that run when it was read."""
 
 
 class Run:
     """What a run leaves behind. On rank 0 it writes; on the others the same calls do nothing."""
 
     def __init__(self, cfg: Config, world: World, facts: dict[str, Any], start: Start) -> None:
-        self.path = Path(cfg.run_dir).absolute()
+        self.path = Path(cfg.run_dir).resolve()
         self.trackers: list[Tracker] = []
         self.record: dict[str, Any] = {}
         self._lock: IO[str] | None = None
@@ -60,7 +65,14 @@ class Run:
             raise ConfigError("the config names no run directory: make it by wordrun.compose(...), or set cfg.run_dir")
         _make_directory(self.path, again=start.source is not None)
         self._lock = _lock(self.path, patience_s=LOCK_PATIENCE_S if start.source is not None else 0)
-        before = _read_record(self.path)
+        newest = max((each.step for each in folders.all_in(self.path)), default=-1)
+        if start.source == self.path and newest > start.known:
+            self._lock.close()
+            raise ConfigError(
+                f"the run in {self.path} has gone on to step {newest} while this one was waiting for its end: "
+                "start this one again"
+            )
+        before = read_record(self.path)
         kept = Kept()
         if start.source is not None:
             seen = copy_until(start.source, self.path, start.step)
@@ -75,7 +87,10 @@ class Run:
         }  # fmt: skip
         if start.source is not None:
             links = before.pop("earlier", [])
-            self.record |= {"resumed_from": {"run": str(start.source), "step": start.step}}
+            origin = {"run": str(start.source), "step": start.step}
+            # What train.resume named when this run began: a branch that is begun again goes on instead.
+            named = before.get("resumed_from", {}).get("named") if start.source == self.path else start.named
+            self.record |= {"resumed_from": {**origin, **({"named": named} if named else {})}}
             self.record["earlier"] = [*links, {name: before.get(name) for name in LINK if name in before}]
         self._write_record()
         try:
@@ -208,7 +223,7 @@ def _lock(path: Path, patience_s: float) -> IO[str]:
     return file
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """Return the run.json of the run so far, as far as there is one."""
     try:
         record: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))

@@ -13,12 +13,12 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's random streams, those of devices in use included."""
+    """Return the state of Python's, NumPy's and torch's random streams, that of the current device included."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     for name in ("cuda", "xpu"):
         device: Any = getattr(torch, name)
         if device.is_available() and device.is_initialized():
-            state[name] = device.get_rng_state_all()
+            state[name] = device.get_rng_state()
     return state
 
 
@@ -29,7 +29,7 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for name in ("cuda", "xpu"):
         if name in state:
-            getattr(torch, name).set_rng_state_all(state[name])
+            getattr(torch, name).set_rng_state(state[name])
 
 
 @contextlib.contextmanager

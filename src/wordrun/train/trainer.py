@@ -39,6 +39,9 @@ from wordrun.train.profile import profiled
 from wordrun.train.run import Run, Start
 from wordrun.train.stop import Interrupted, StopSignal
 
+# After a failure the checkpoint that is being written gets so long; other ranks may be past helping with it.
+LAST_SAVE_S = 5.0
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -87,9 +90,11 @@ class Trainer:
         self.result: StepResult
         self.run: Run
         try:
-            self._build()
+            resumed = resume.look(cfg, self.world)
+            self._build(fresh=resumed is None or resumed.folder is None)
             closers[:0] = [self.loader.close, self.backend.close]
-            resume.take_up(self)
+            if resumed is not None:
+                resume.take_up(self, resumed)
         except BaseException:
             self.close()
             raise
@@ -98,7 +103,7 @@ class Trainer:
             self.streams = streams.capture()
             streams.restore(outer_streams)
 
-    def _build(self) -> None:
+    def _build(self, *, fresh: bool) -> None:
         cfg, world = self.cfg, self.world
         layout = check(cfg, world.size, world.local_size)
         self.corpus = corpora.obtain(cfg, world)
@@ -119,7 +124,7 @@ class Trainer:
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
         make_optimizer = partial(optim.adamw, cfg.optimizer)
-        weights = resume.first_weights(cfg, vocab_size, world)
+        weights = resume.first_weights(cfg, vocab_size, world) if fresh else None
         self.backend = backends.build(backends.Job(cfg, world, layout, vocab_size, make_optimizer, weights))
         self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
         self.gas = accumulation(cfg, layout.dp)
@@ -182,13 +187,13 @@ class Trainer:
 
     def _save_and_stop(self) -> None:
         """Make a checkpoint of the last whole step, if the run makes any, and end the run."""
-        saves = self.cfg.train.checkpoint_interval > 0
-        if saves:
-            if self.checkpoints.newest != self.step:
+        if self.cfg.train.checkpoint_interval:
+            self.checkpoints.wait()
+            if self.checkpoints.written != self.step and (self.step == self.start.step or finite.is_finite(self)):
                 LOGGER.info("stopping after %d steps; writing a checkpoint", self.step)
                 self.save()
-            self.checkpoints.wait()
-        raise Interrupted(self.stop.signal, saved=saves)
+                self.checkpoints.wait()
+        raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
     def _train_step(self) -> StepResult:
         self.meter.clock.start()
@@ -282,7 +287,7 @@ class Trainer:
         )  # fmt: skip
         self.checkpoints = Checkpoints(self.cfg, self.world, self.corpus.tokenizer.to_json())
         if self.start.source == self.run.path:
-            self.checkpoints.newest = self.step
+            self.checkpoints.written = self.step
         self.rollbacks: Counter[int] = Counter()
         self.left_out = 0
         hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample(), Checkpoint(), *self.extra_hooks]
@@ -299,7 +304,8 @@ class Trainer:
                 yield hooks
         except BaseException as error:
             reason = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
-            if not isinstance(error, Interrupted):
+            if isinstance(error, Exception):
+                self.checkpoints.give_time(LAST_SAVE_S if self.world.size > 1 else None)
                 self.run.note_failure(self.world.rank, self.step, traceback.format_exc())
             raise
         finally:
