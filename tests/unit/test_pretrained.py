@@ -239,5 +239,5 @@ def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         fetch("openai/gpt2")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=r"needs: pip install 'wordrun\[hub\]'"):
+    with pytest.raises(UserError, match=r"needs: pip install 'wordrun\[hf\]'"):
         fetch("openai/gpt2")
