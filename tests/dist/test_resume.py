@@ -88,6 +88,49 @@ def test_the_same_ranks_go_on_to_the_bit(ranks: Any, tmp_path: Path, monkeypatch
         assert record["resumed_from"]["step"] == 6
 
 
+FULL = """
+import json, sys
+import wordrun
+from wordrun import dist
+from wordrun.checkpoint import folder
+from wordrun.checkpoint.pieces import FileSystemWriter
+
+def fail(*args):
+    raise OSError(28, "No space left on device")
+
+words = json.load(open(sys.argv[1]))
+with dist.session() as world:
+    for name, module, function, rank in (("begin", folder, "write_text", 0), ("write", FileSystemWriter, "write_data", 1)):
+        real = getattr(module, function)
+
+        class Fail:
+            def __getattr__(self, name):
+                return lambda *args: None
+
+            def after_step(self, trainer):  # the save after step 3 fails, and no other
+                broken = trainer.step == 2 and world.rank == rank
+                trainer.checkpoints.give_time(None)
+                setattr(module, function, fail if broken else real)
+
+        cfg = dist.share(wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None, world)
+        with wordrun.Trainer(cfg, world, hooks=[Fail()]) as trainer:
+            trainer.train()
+"""
+
+
+def test_a_full_disk_on_one_rank_is_known_to_all(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(FULL)
+    (tmp_path / "words.json").write_text(json.dumps([*SMALL, *GPT, "model.batch_size=4", "train.timeout_s=20"]))
+    done = ranks(2, "script.py", "words.json", under="fork", timeout=100)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    for name, rank in (("begin", 0), ("write", 1)):
+        said = (tmp_path / name / "log.txt").read_text()
+        assert f"the checkpoint after 3 steps could not be written (rank {rank}: [Errno 28] No space" in said
+        assert sorted(path.name for path in (tmp_path / name / "checkpoints").glob("step-*"))[0] == "step-00000006"
+
+
 def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 -> 2 -> 4 -> 1 ranks: DDP, FSDP, 3D, DDP; and from 1 straight into every other backend."""
     monkeypatch.chdir(tmp_path)

@@ -127,30 +127,30 @@ class Checkpoints:
 
     def _together(self, action: Callable[[], Any] | None, draft: Draft) -> None:
         """Do ``action`` on this rank, and raise on all of them what went wrong on one."""
-        problem = ""
+        problem = None
         if action is not None:
             try:
                 action()
             except FAILURES as error:
-                problem = _reason(error, draft.path.parent)
+                # Who could not write is known to torch, which raises on every rank.
+                failures = getattr(error, "failures", None) or {self.world.rank: (error, None)}
+                rank, (cause, _) = next(iter(failures.items()))
+                problem = f"rank {rank}: {_reason(cause, draft.path.parent)}"
         problems: list[Any] = [None] * self.world.size
         dist.all_gather_object(problems, problem, group=self._group)
-        for rank, each in enumerate(problems):
+        for each in problems:
             if each:
                 if self.world.rank == 0:
                     with contextlib.suppress(OSError):
                         draft.discard()
                 raise SaveError(
-                    f"the checkpoint after {draft.step} steps could not be written (rank {rank}: {each}); "
+                    f"the checkpoint after {draft.step} steps could not be written ({each}); "
                     f"those before it in {draft.path.parent} are as they were"
                 )
 
 
 def _reason(error: BaseException, folder: Path) -> str:
     """Return what is behind an error in one line: torch wraps what the disk says, and may lose it."""
-    failures = getattr(error, "failures", None)  # CheckpointException: rank to (exception, traceback)
-    if failures:
-        error = next(iter(failures.values()))[0]
     with contextlib.suppress(OSError):
         if not isinstance(error, OSError) and shutil.disk_usage(folder).free < FULL:
             return f"no space is left on the disk of {folder}"
