@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from torch.profiler import ProfilerActivity, profile
 
 import wordrun
 from wordrun import dist
@@ -34,6 +33,7 @@ from wordrun.config import OptimizerConfig
 from wordrun.model import Transformer, materialise, outline
 from wordrun.model.base import losses_of_sequences
 from wordrun.plan import memory
+from wordrun.plan.measure import peak
 from wordrun.plan.options import PlanConfig, machine
 from wordrun.plan.ways import Planner
 from wordrun.train.optim import adamw
@@ -157,27 +157,6 @@ def speed(world: dist.World, folder: str, rounds: int) -> list[str]:
             a, b = in_turns(step_of(trainer), bare(trainer), 3 * rounds)
             rows.append(f"| {backend}, median step, over a bare loop's | {100 * (a / b - 1):+.1f} % | {limit} |")
     return rows
-
-
-def peak(step: Step) -> int:
-    """Return the bytes that ``step`` has allocated at most at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events: list[tuple[int, int]] = []
-
-    def walk(nodes: Any) -> None:
-        for node in nodes:
-            if node.tag == torch._C._profiler._EventType.Allocation:
-                events.append((node.start_time_ns, node.extra_fields.alloc_size))
-            walk(node.children)
-
-    results: Any = profiler.profiler
-    walk(results.kineto_results.experimental_event_tree())
-    now = most = 0
-    for _, size in sorted(events):
-        now += size
-        most = max(most, now)
-    return most
 
 
 def memories(world: dist.World, folder: str) -> list[str]:

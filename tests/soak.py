@@ -93,6 +93,7 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     else:
         target = before + dice.randint(3, 12)
         wait_for(lambda: last_step(folder) >= target, process)
+    wait_for(lambda: ranks_below(process.pid), process)
     step, in_save = last_step(folder), saving(folder)
     ranks = ranks_below(process.pid)
     pids = {"a rank": dice.sample(ranks, min(1, len(ranks))), "all ranks": ranks, "launch": [process.pid]}[victim]

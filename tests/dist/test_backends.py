@@ -207,30 +207,19 @@ def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.Monke
 BUILD = """
 import json, sys
 import torch
-from torch.profiler import ProfilerActivity, profile
 import wordrun
 from wordrun import backend, dist
 from wordrun.checks import check
+from wordrun.plan.measure import peak
 from wordrun.train.optim import adamw
 
 with dist.session(device="cpu") as world:
     cfg = wordrun.compose(sys.argv[1:])
     job = backend.Job(cfg, world, check(cfg, world.size), 64, lambda parameters: adamw(cfg.optimizer, parameters))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        made = backend.build(job)
-    sizes = []
-    def walk(nodes):
-        for node in nodes:
-            if node.tag == torch._C._profiler._EventType.Allocation:
-                sizes.append((node.start_time_ns, node.extra_fields.alloc_size))
-            walk(node.children)
-    walk(profiler.profiler.kineto_results.experimental_event_tree())
-    now = most = 0
-    for _, size in sorted(sizes):
-        now += size
-        most = max(most, now)
+    made = []
+    most = peak(lambda: made.append(backend.build(job)))
     sys.stdout.write(json.dumps({"most": most}) + "\\n")
-    made.close()
+    made[0].close()
 """
 
 

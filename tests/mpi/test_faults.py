@@ -15,3 +15,4 @@ import soak
 def test_five_kills_leave_no_trace(tmp_path: Path) -> None:
     told = soak.soak(tmp_path, runs=5, seed=5, steps=60)
     assert len(told) == 5
+    assert not [each for each in told if "(0)" in each or each.endswith("status 0")], "every kill hit somebody"

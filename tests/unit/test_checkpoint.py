@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from wordrun.config import from_plain, to_plain
 from wordrun.errors import ConfigError, UserError
 from wordrun.track.jsonl import read
 from wordrun.train import streams
-from wordrun.train.stop import Interrupted
+from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.trainer import Trainer
 
 Words = Callable[..., list[str]]
@@ -264,16 +265,20 @@ def test_a_failed_last_save_is_not_called_saved(small: Words, tmp_path: Path, mo
 def test_a_slow_save_is_waited_for(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next one, and by a run that fails."""
     writing: list[str] = []
+    failed = threading.Event()
 
-    def slowly(*args: Any, write: Any = pieces.write) -> None:
+    def slowly(folder: Path, *args: Any, write: Any = pieces.write) -> None:
         assert not writing, "one at a time"
-        writing.append("")
+        writing.append(folder.name)
+        if "00000009" in folder.name:
+            assert failed.wait(60)
         time.sleep(0.5)
-        write(*args)
+        write(folder, *args)
         writing.clear()
 
     def fail(trainer: Trainer) -> None:
-        assert writing, "training goes on meanwhile"
+        assert writing == [".step-00000009.new"], "training goes on meanwhile"
+        failed.set()
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(pieces, "write", slowly)
@@ -498,3 +503,31 @@ def test_or_the_run_goes_back_to_its_checkpoint(small: Words, tmp_path: Path) ->
     assert trainer.position == (12 + 2) * 4, "steps 7 and 8 were taken twice, with other data"
     with pytest.raises(UserError, match="as 3 times before after the checkpoint of step 6"):
         train(words, tmp_path / "again", poison(9, 7))
+
+
+def test_a_second_signal_ends_the_run_at_once() -> None:
+    stop = StopSignal(torch.device("cpu"))
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    for first, left in (
+        (signal.SIGINT, {signal.SIGUSR1}), (signal.SIGTERM, {signal.SIGUSR1}),
+        (signal.SIGUSR1, {signal.SIGINT, signal.SIGTERM}),
+    ):  # fmt: skip
+        with stop.listen():
+            os.kill(os.getpid(), first)
+            assert stop.signal == first
+            assert {number for number in usual if signal.getsignal(number) != usual[number]} == left
+        assert {number: signal.getsignal(number) for number in usual} == usual
+
+
+def test_a_run_that_leaves_steps_out_can_be_stopped(small: Words, tmp_path: Path) -> None:
+    def stop(trainer: Trainer) -> None:
+        parameter = trainer.backend.parts[0].norm.weight
+        parameter.register_hook(lambda gradient: (os.kill(os.getpid(), signal.SIGTERM), gradient * torch.nan)[1])
+
+    with pytest.raises(Interrupted) as stopped:
+        train(small(*SAVING, "train.on_nonfinite=skip"), tmp_path / "run", Act(5, stop))
+    assert stopped.value.exit_status == 75
+    assert steps(tmp_path / "run") == [3, 5]
+    saved = find(tmp_path / "run")
+    assert saved.manifest["position"] == 6 * 4
+    assert all(torch.isfinite(weight).all() for weight in saved.weights().values())

@@ -20,6 +20,7 @@ from wordrun.errors import ConfigError
 from wordrun.launch import site as sites
 from wordrun.plan import memory
 from wordrun.plan.cli import main, vocabulary
+from wordrun.plan.measure import peak
 from wordrun.plan.memory import Memory, Weights, in_flight
 from wordrun.plan.options import DEVICES, PlanConfig, machine
 from wordrun.plan.ways import Advice, Estimate, Planner, advise
@@ -50,22 +51,7 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
         loss.backward()
 
     passes()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        passes()
-    sizes: list[tuple[int, int]] = []
-
-    def walk(events: Any) -> None:
-        for event in events:
-            if event.tag == torch._C._profiler._EventType.Allocation:
-                sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
-            walk(event.children)
-
-    walk(profile.profiler.kineto_results.experimental_event_tree())
-    now = peak = 0
-    for _, size in sorted(sizes):
-        now += size
-        peak = max(peak, now)
-    return peak
+    return peak(passes)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "2"])

@@ -22,7 +22,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
-# Checksums are of pieces of this size: a large file is checked by several threads, without being in memory.
+# Checksums are of pieces of this size: a large file is checked without being in memory.
 PIECE = 2**26
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -157,7 +157,7 @@ class Draft:
     """A checkpoint that is being written, a hidden folder until ``publish``; all of this is for rank 0 alone."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
-        self.run_dir, self.step = run_dir, step
+        self.step = step
         self.path = run_dir / CHECKPOINTS / f".{folder_name(step)}.new"
 
     def begin(self, tokenizer_json: str) -> None:

@@ -81,8 +81,7 @@ def mine_to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> l
             names = tensor.device_mesh.mesh_dim_names or ()
             cut = {axis for axis, how in zip(names, tensor.placements, strict=True) if not how.is_replicate()}
         alike = tuple(axis for axis in sizes if axis not in cut)
-        copies = copy = 0
-        copies = 1
+        copy, copies = 0, 1
         for axis in alike:
             copy, copies = copy * sizes[axis] + place[axis], copies * sizes[axis]
         loads = load.setdefault(alike, [0] * copies)
@@ -157,7 +156,12 @@ def names_in(folder: Path) -> dict[str, TensorStorageMetadata]:
 def places_for(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Return empty tensors on the CPU that are like those called ``names`` in a checkpoint."""
     facts = names_in(folder) if names else {}
-    return {name: torch.empty(facts[name].size, dtype=facts[name].properties.dtype) for name in names}
+    return {name: place_for(facts[name]) for name in names}
+
+
+def place_for(facts: TensorStorageMetadata) -> Tensor:
+    """Return an empty tensor on the CPU for what ``facts`` describe."""
+    return torch.empty(facts.size, dtype=facts.properties.dtype)
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:

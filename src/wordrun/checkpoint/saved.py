@@ -52,20 +52,20 @@ class Weights(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        names = pieces.names_in(folder)
-        self._names = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
+        facts = pieces.names_in(folder)
+        self._places = {name.removeprefix(MODEL): facts[name] for name in facts if name.startswith(MODEL)}
 
     def __getitem__(self, name: str) -> Tensor:
         """Return one weight, whole, on the CPU."""
-        tensor = pieces.places_for(self.folder, [MODEL + name])
-        pieces.read(self.folder, tensor, alone=True)
-        return tensor[MODEL + name]
+        tensor = pieces.place_for(self._places[name])
+        pieces.read(self.folder, {MODEL + name: tensor}, alone=True)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._places)
 
 
 def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,29 +175,19 @@ def open_newest(found: list[Folder], world: dist.World) -> Resumed:
     problem = ""
     for folder in reversed(found):
         manifest: dict[str, Any] = {}
-        with _caught() as caught:
+        try:
             manifest = folder.check_sizes()
-        problems = [str(caught[0])] if caught else [""]
-        if not caught:
-            names = sorted(manifest["files"])[world.rank :: world.size]
-            problems = [folder.check_content(names, manifest)]
-        gathered: list[Any] = [None] * world.size
-        torch.distributed.all_gather_object(gathered, problems[0])
-        problem = next((each for each in gathered if each), "")
+            mine = folder.check_content(sorted(manifest["files"])[world.rank :: world.size], manifest)
+        except DamagedError as error:
+            mine = str(error)
+        problems: list[Any] = [None] * world.size
+        torch.distributed.all_gather_object(problems, mine)
+        problem = next((each for each in problems if each), "")
         if not problem:
             return Resumed(folder, manifest, folder.path.parent.parent)
         if folder is not found[0]:
             LOGGER.warning("%s; taking the one before it", problem, extra=FIRST_RANK)
     raise DamagedError(f"{problem}: no checkpoint of this run is whole; start anew in another hydra.run.dir=DIR")
-
-
-@contextlib.contextmanager
-def _caught() -> Iterator[list[DamagedError]]:
-    caught: list[DamagedError] = []
-    try:
-        yield caught
-    except DamagedError as error:
-        caught.append(error)
 
 
 def fixed(cfg: Config) -> dict[str, Any]:
@@ -258,10 +247,8 @@ def first_weights(cfg: Config, vocab_size: int, world: dist.World) -> Mapping[st
     if source.startswith("hf:"):
         folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
         return pretrained.open_weights(folder, cfg.model, vocab_size)
-    if world.rank == 0:
-        find(Path(source))  # one rank checks all files
-    dist.share(None, world)
-    saved = find(Path(source), check=False)
+    # One rank checks all files, and says which checkpoint is whole.
+    saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
     theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
     ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
     different = [

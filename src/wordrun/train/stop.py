@@ -20,7 +20,8 @@ REQUEUE = 75
 class StopSignal:
     """Notes SIGINT, SIGTERM and SIGUSR1, so that the run ends after a whole step with its files written.
 
-    Schedulers send the latter two before they end a job. A second signal of the same kind acts as it always does.
+    Schedulers send the latter two before they end a job. A second SIGINT or SIGTERM after either of them, and a second
+    SIGUSR1, act as they always do; SIGUSR1 is a warning, after which SIGTERM still finds the run saving.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +39,8 @@ class StopSignal:
 
         def note(number: int, frame: FrameType | None) -> None:
             self.signal = number
-            signal.signal(number, old[signal.Signals(number)])
+            for each in (number,) if number == signal.SIGUSR1 else (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, old[signal.Signals(each)])
 
         for number in old:
             signal.signal(number, note)

@@ -189,7 +189,9 @@ class Trainer:
         """Make a checkpoint of the last whole step, if the run makes any, and end the run."""
         if self.cfg.train.checkpoint_interval:
             self.checkpoints.wait()
-            if self.checkpoints.written != self.step and (self.step == self.start.step or finite.is_finite(self)):
+            # A step that was left out has changed nothing.
+            whole = self.step == self.start.step or self.left_out > 0 or finite.is_finite(self)
+            if whole and self.checkpoints.written != self.step:
                 LOGGER.info("stopping after %d steps; writing a checkpoint", self.step)
                 self.save()
                 self.checkpoints.wait()
@@ -213,7 +215,7 @@ class Trainer:
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's sequences, a batch for each micro-step.
 
-        They are a function of the number of the step alone, which is therefore all that resuming needs.
+        They are a function of ``position`` alone, which is therefore all that resuming needs.
         """
         return self.loader.step(self.position // self.sequences_per_step)
 
