@@ -116,6 +116,8 @@ class DataConfig:
     """Several data sets by weight, as in {fineweb: 3, yelp: 1}; a key is a name of data=NAME, or a folder of shards."""
     align: bool = False
     """Begin each sequence where a document begins, if one does in its stretch of the tokens."""
+    mask_documents: bool = False
+    """Let each token attend to those of its own document alone, and not to the one before in the same sequence."""
     ahead: int = 2
     """Steps whose batches a thread builds while the current one computes."""
 

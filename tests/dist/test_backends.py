@@ -74,6 +74,8 @@ with dist.session() as world:
 def train(ranks: Any, n: int, runs: dict[str, list[str]], tmp_path: Path) -> None:
     """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
     (tmp_path / "text.txt").write_text(TEXT * 60)
+    documents = [json.dumps({"text": TEXT[n % 30 : n % 30 + 4 + n % 9]}) for n in range(400)]
+    (tmp_path / "documents.jsonl").write_text("\n".join(documents))
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / f"runs{n}.json").write_text(json.dumps({name: [*SMALL, *words] for name, words in runs.items()}))
     done = ranks(n, "script.py", f"runs{n}.json", under="fork", timeout=400)
@@ -136,6 +138,11 @@ VARIANTS = {
     },
     "llama": pipelines("ZBVZeroBubble"),
 }
+# Short documents, several in a sequence, to which attention is confined.
+MASKED = [
+    "data.path=documents.jsonl", "tokenizer=byte", "data.mask_documents=true", "model.vocab_size=258",
+    "train.sample_prompt=", *MODELS["llama"], *SHORT,
+]  # fmt: skip
 EIGHT = {
     "gpt-3d": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective"],
     "llama-3d": ["train.backend=3D"],
@@ -154,6 +161,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     ones = {f"{model}-one": words for model, words in MODELS.items()}
     ones |= {f"{model}-one-short": [*words, *SHORT] for model, words in MODELS.items()}
     ones |= {f"{model}-four-short": [*words, FOUR, *SHORT] for model, words in MODELS.items()}
+    ones |= {"masked-one-short": MASKED, "unmasked": [*MASKED, "data.mask_documents=false"]}
     train(ranks, 1, ones, home)
     runs, references = {}, {}
     for model, words in MODELS.items():
@@ -169,6 +177,10 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
                 if gas == 2 or name not in BOTH:
                     runs[run] += SHORT
                     references[run] += "-short"
+    for name in ("fsdp", "tp", "pp-1F1B"):
+        run = f"masked-{name}"
+        runs[run] = [*BOTH[name], *MASKED, f"model.batch_size={2 if name == 'fsdp' else 4}"]
+        references[run] = "masked-one-short"
     dropout = [*BOTH["fsdp"], *MODELS["gpt"], *SHORT, "model.batch_size=4", "model.dropout=0.2"]
     others = {
         "dropout": dropout,
@@ -178,6 +190,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     train(ranks, 2, runs | others, home)
     for name, reference in references.items():
         compare(home, name, reference)
+    assert figures(home / "masked-one-short")["val_loss"] != figures(home / "unmasked")["val_loss"]
     names = ("dropout", "dropout-again", "gpt-one-short", "rounded")
     first, again, exact, rounded = (figures(home / name) for name in names)
     assert again == first, "what is computed again drops the same elements"

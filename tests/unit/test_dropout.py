@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wordrun.model.dropout import Dropout, causal_attention, dropout, keep_mask
+from wordrun.model.attention import causal_attention
+from wordrun.model.dropout import Dropout, dropout, keep_mask
 
 
 @pytest.mark.parametrize("p", [0.01, 0.2, 0.5, 0.9])

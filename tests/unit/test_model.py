@@ -53,6 +53,28 @@ def test_a_later_token_does_not_change_an_earlier_one(model: Transformer) -> Non
     assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-6
 
 
+@pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["fused", "by-hand"])
+def test_attention_can_be_kept_within_documents(model: Transformer, dropout: float) -> None:
+    for block in model.blocks.values():
+        block.attention.dropout = dropout  # with some, a CPU takes another way
+    x = tokens()
+    documents = torch.zeros_like(x)
+    documents[0, 5:] += 1
+    documents[0, 9:] += 1
+    documents[1, 1:] += 1
+    whole, kept = model.features(x), model.features(x, documents=documents)
+    torch.testing.assert_close(kept[2], whole[2])  # all of one document
+    torch.testing.assert_close(kept[0, :5], whole[0, :5])
+    if isinstance(model.cfg, LlamaConfig):  # only distances between tokens count
+        for row, start, stop in ((0, 5, 9), (0, 9, 16), (1, 0, 1), (1, 1, 16)):
+            alone = model.features(x[row : row + 1, start:stop])
+            torch.testing.assert_close(kept[row : row + 1, start:stop], alone, rtol=1e-5, atol=1e-5)
+    changed = x.clone()
+    changed[0, :9] = (x[0, :9] + 1) % V
+    torch.testing.assert_close(model.features(changed, documents=documents)[0, 9:], kept[0, 9:])
+    assert not torch.allclose(model.features(changed)[0, 9:], whole[0, 9:], atol=1e-6)
+
+
 def test_the_order_of_the_tokens_matters(model: Transformer) -> None:
     x = tokens()
     swapped = x[:, [1, 0, *range(2, 16)]]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig, TokenizerConfig
-from wordrun.data import subword, tokenizers
+from wordrun.data import splitting, subword, tokenizers
 from wordrun.data.sample import sample_text
 from wordrun.data.tokenizers import END, ByteTokenizer, CharTokenizer, Tokenizer
 from wordrun.errors import ConfigError, UserError
@@ -83,6 +83,39 @@ def test_many_texts_are_encoded_as_one_by_one(texts: list[str], gpt2: Tokenizer,
     for words in (ByteTokenizer(), CharTokenizer("".join(texts)), learned(), gpt2, hf):
         batch = [ids.tolist() for ids in words.encode_batch(texts)]
         assert batch == [words.encode(text).tolist() for text in texts]
+
+
+KNOWN = [chr(code) for block in splitting.BLOCKS for code in block]
+WORDY = st.text(alphabet=st.one_of(st.sampled_from("ab 1'\n\t.s"), st.sampled_from(KNOWN)))
+
+
+def by_library(words: Tokenizer, text: str) -> list[int]:
+    """Return what the library itself makes of ``text``, in one piece."""
+    if isinstance(words, subword.GPT2Tokenizer):
+        return words._encoding.encode_ordinary(text)
+    assert isinstance(words, subword.BPETokenizer | subword.HFTokenizer)
+    return words._fast.encode(text, add_special_tokens=False).ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=WORDY)
+def test_word_by_word_is_as_the_library_does_it(text: str, gpt2: Tokenizer, hf: Tokenizer) -> None:
+    for words in (learned(), gpt2, hf):
+        assert words.encode(text).tolist() == by_library(words, text)
+
+
+def test_every_character_parts_words_as_it_does_for_the_library(
+    gpt2: Tokenizer, hf: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splitting, "MOST_WORDS", 1000)  # reached, here
+    texts = [f"the{c}he {c}the {c}{c} 1{c}1 .{c}. \n{c}\n{c}{c}  '{c}s" for c in KNOWN]
+    known = [text for text in texts if not splitting._patterns(False)[0].search(text)]
+    assert len(known) > 1000
+    for words in (learned(), gpt2, hf):
+        for text, ids in zip(texts, words.encode_batch(texts), strict=True):
+            assert ids.tolist() == by_library(words, text), text
+        assert words._words.encode(known[-1]) is not None  # type: ignore[attr-defined]
+    assert hf.encode("the</s>the").tolist() == by_library(hf, "the</s>the")
 
 
 @settings(max_examples=60, deadline=None)

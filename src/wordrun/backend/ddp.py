@@ -55,7 +55,7 @@ class DDPBackend(NativeBackend):
         # The bare module's gradients add up where they are. Alone there is nobody to average with.
         module = self.replica if last and not self.alone else self.parts[0]
         with self.autocast():
-            return module(batch.tokens, batch.targets).mean()  # type: ignore[no-any-return]
+            return module(batch.tokens, batch.targets, documents=batch.documents).mean()  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Give back the reducer, while the process group that it holds is still somebody else's, too."""

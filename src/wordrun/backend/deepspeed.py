@@ -109,7 +109,7 @@ class DeepSpeedBackend:
         losses = []
         norm: Any = None
         for batch in batches:
-            loss = self.engine(batch.tokens, batch.targets).mean()
+            loss = self.engine(batch.tokens, batch.targets, documents=batch.documents).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
@@ -127,7 +127,7 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def losses(self, batch: Batch) -> Tensor:
         """Return the loss of each sequence of ``batch``, (B,)."""
-        return self.engine(batch.tokens, batch.targets)  # type: ignore[no-any-return]
+        return self.engine(batch.tokens, batch.targets, documents=batch.documents)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

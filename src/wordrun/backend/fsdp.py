@@ -50,7 +50,7 @@ class FSDPBackend(NativeBackend):
             model.set_requires_all_reduce(last)
             model.set_is_last_backward(last)
         with self.vocabulary_in_pieces():
-            return split.whole(model(batch.tokens, batch.targets)).mean()
+            return split.whole(model(batch.tokens, batch.targets, documents=batch.documents)).mean()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` up, and share them out."""
@@ -89,7 +89,7 @@ class FSDPBackend(NativeBackend):
     def losses(self, batch: Batch) -> Tensor:
         """Return the loss of each sequence of ``batch``, (B,)."""
         with self.vocabulary_in_pieces():
-            return split.whole(self.parts[0](batch.tokens, batch.targets))
+            return split.whole(self.parts[0](batch.tokens, batch.targets, documents=batch.documents))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class NativeBackend:
     def losses(self, batch: Batch) -> Tensor:
         """Return the loss of each sequence of ``batch``, (B,)."""
         with self.autocast():
-            return self.parts[0](batch.tokens, batch.targets)  # type: ignore[no-any-return]
+            return self.parts[0](batch.tokens, batch.targets, documents=batch.documents)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

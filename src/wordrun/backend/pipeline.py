@@ -73,11 +73,13 @@ class PipelineBackend(FSDPBackend):
         """Take one optimizer step on ``batches``, all of which flow through the pipeline."""
         tokens = torch.cat([batch.tokens for batch in batches])
         targets = torch.cat([batch.targets for batch in batches])
+        documents = Batch(tokens, targets, batches[0].mark).documents
         losses: list[Tensor] = []
         first = (tokens,) if self.parts[0].is_first else ()
         last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}
+        every = {} if documents is None else {"documents": documents}
         with self.vocabulary_in_pieces():
-            self.schedule.step(*first, **last, return_outputs=False)
+            self.schedule.step(*first, **last, **every, return_outputs=False)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.group, group_src=self.owners[-1])
         clock.lap("passes")
@@ -162,7 +164,8 @@ class PipelineBackend(FSDPBackend):
     def losses(self, batch: Batch) -> Tensor:
         """Return the loss of each sequence of ``batch``, (B,)."""
         with self.vocabulary_in_pieces():
-            return self._through(batch.tokens, (len(batch.tokens),), targets=batch.targets)
+            shape = (len(batch.tokens),)
+            return self._through(batch.tokens, shape, documents=batch.documents, targets=batch.targets)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -170,12 +173,13 @@ class PipelineBackend(FSDPBackend):
         vocab_size = self.parts[0].vocab_size
         return self._through(self.padded(tokens), (len(tokens), vocab_size), at=tokens.shape[1] - 1)
 
-    def _through(self, tokens: Tensor, shape: tuple[int, ...], **last: Any) -> Tensor:
+    def _through(self, tokens: Tensor, shape: tuple[int, ...], documents: Tensor | None = None, **last: Any) -> Tensor:
         """Send ``tokens`` through all stages; return what the last one makes of them with ``last``, on every rank.
 
         Args:
             tokens: (B, T).
             shape: of the result.
+            documents: of every part's forward.
             last: arguments of the last part's forward.
         """
         x = tokens
@@ -189,7 +193,7 @@ class PipelineBackend(FSDPBackend):
             if stage and self.owners[stage - 1] != owner:
                 x = torch.empty(between, device=self.device, dtype=dtype)
                 dist.recv(x, group=self.group, group_src=self.owners[stage - 1])
-            x = part(x, **(last if part.is_last else {}))
+            x = part(x, documents=documents, **(last if part.is_last else {}))
             if stage + 1 < self.count and self.owners[stage + 1] != owner:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.owners[stage + 1])
         mine = self.owners[-1] == self.place

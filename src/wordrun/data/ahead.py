@@ -34,17 +34,20 @@ class _Share:
     rank: int
     ranks: int
     pinned: bool
+    mark: int | None
 
     def build(self, step: int, slot: _Slot | None = None) -> _Slot:
         """Return the batches of ``step``, in the buffers of ``slot`` if there is one."""
         if slot is None:
-            new = [Batch.empty(self.size, self.order.block_size, pinned=self.pinned) for _ in range(self.gas)]
-            slot = _Slot(new)
+            slot = _Slot([self._empty() for _ in range(self.gas)])
         elif slot.copied is not None:
             slot.copied.synchronize()
         for micro, batch in enumerate(slot.batches):
             self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
         return slot
+
+    def _empty(self) -> Batch:
+        return Batch.empty(self.size, self.order.block_size, pinned=self.pinned, mark=self.mark)
 
 
 @dataclass
@@ -75,11 +78,12 @@ class Loader:
         ranks: their number.
         device: where the batches are wanted; None: the CPU.
         ahead: steps that are built in advance; 0: none, and no thread.
+        mark: of documents within which attention is to stay.
     """
 
     def __init__(
         self, order: Order, batch_size: int, gas: int = 1, rank: int = 0, ranks: int = 1,
-        device: torch.device | None = None, ahead: int = 2,
+        device: torch.device | None = None, ahead: int = 2, mark: int | None = None,
     ) -> None:  # fmt: skip
         if order.per_epoch < ranks:
             raise ConfigError(
@@ -87,7 +91,7 @@ class Loader:
                 f"than the {ranks} data-parallel ranks: use fewer ranks, a smaller model.block_size, or more text"
             )
         self.device = device or torch.device("cpu")
-        self._share = _Share(order, batch_size, gas, rank, ranks, self.device.type != "cpu")
+        self._share = _Share(order, batch_size, gas, rank, ranks, self.device.type != "cpu", mark)
         self._ahead = ahead
         self._shared = _Shared()
         self.close = weakref.finalize(self, _close, self._shared)

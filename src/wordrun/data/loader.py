@@ -66,18 +66,27 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor
+    mark: int | None = None
+    """The token that stands before each document, if attention is to stay within documents."""
 
     @classmethod
-    def empty(cls, size: int, block_size: int, *, pinned: bool = False) -> Batch:
+    def empty(cls, size: int, block_size: int, *, pinned: bool = False, mark: int | None = None) -> Batch:
         """Return a batch of ``size`` sequences that is still to be filled."""
-        return cls(*(torch.empty(size, block_size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)))
+        tokens, targets = (torch.empty(size, block_size, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
+        return cls(tokens, targets, mark)
+
+    @property
+    def documents(self) -> Tensor | None:
+        """Which document of its sequence each token belongs to, (B, T); None: attention goes over their ends."""
+        return None if self.mark is None else (self.tokens == self.mark).cumsum(1)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; from pinned memory the copy does not hold up the host."""
         if device.type == "cpu":
             return self
         pinned = (t if t.is_pinned() else t.pin_memory() for t in (self.tokens, self.targets))
-        return Batch(*(t.to(device, non_blocking=True) for t in pinned))
+        tokens, targets = (t.to(device, non_blocking=True) for t in pinned)
+        return Batch(tokens, targets, self.mark)
 
 
 class Order(Protocol):
@@ -181,9 +190,9 @@ def fill(batch: Batch, tokens: Array, starts: NDArray[np.int64]) -> None:
     np.copyto(batch.targets.numpy(), both[:, 1:], casting="unsafe")
 
 
-def cut(tokens: Array, starts: NDArray[np.int64], block_size: int) -> Batch:
+def cut(tokens: Array, starts: NDArray[np.int64], block_size: int, mark: int | None = None) -> Batch:
     """Return the sequences of ``block_size`` tokens that begin at ``starts``, with what follows each token."""
-    batch = Batch.empty(len(starts), block_size)
+    batch = Batch.empty(len(starts), block_size, mark=mark)
     fill(batch, tokens, starts)
     return batch
 
@@ -197,7 +206,7 @@ class FixedSet:
 
     def __init__(
         self, tokens: Array, block_size: int, batch_size: int, count: int | None,
-        rank: int = 0, size: int = 1,
+        rank: int = 0, size: int = 1, mark: int | None = None,
     ) -> None:  # fmt: skip
         whole = (len(tokens) - 1) // block_size
         if whole < 1:
@@ -211,7 +220,7 @@ class FixedSet:
         mine = np.arange(per_rank, dtype=np.int64) * size + rank
         self.weights = (mine < count).astype(np.float64)
         self._starts = chosen[np.minimum(mine, count - 1)]
-        self._tokens, self._block_size, self._batch_size = tokens, block_size, batch_size
+        self._tokens, self._block_size, self._batch_size, self._mark = tokens, block_size, batch_size, mark
 
     def __len__(self) -> int:
         return len(self._starts) // self._batch_size
@@ -219,4 +228,5 @@ class FixedSet:
     def __getitem__(self, i: int) -> tuple[Batch, Tensor]:
         """Return the i-th batch of this rank and the weight of each of its sequences, 1 or 0."""
         part = slice(i * self._batch_size, (i + 1) * self._batch_size)
-        return cut(self._tokens, self._starts[part], self._block_size), torch.from_numpy(self.weights[part])
+        batch = cut(self._tokens, self._starts[part], self._block_size, self._mark)
+        return batch, torch.from_numpy(self.weights[part])

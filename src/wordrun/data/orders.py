@@ -13,14 +13,9 @@ def of_run(cfg: Config, corpus: Corpus) -> Order:
     """Return the training sequences of a run by their index.
 
     Raises:
-        ConfigError: the corpus is too short, or data.align is to find documents that its tokenizer does not mark.
+        ConfigError: the corpus is too short, or ``mark_for`` complains.
     """
-    mark = corpus.tokenizer.eot if cfg.data.align else None
-    if cfg.data.align and mark is None:
-        raise ConfigError(
-            f"data.align=true looks for the mark between documents, which tokenizer={cfg.tokenizer.name} does not "
-            "have: use tokenizer=byte, bpe or gpt2, or data.align=false"
-        )
+    mark = mark_for("align", cfg, corpus)
 
     def order(tokens: Array, seed: int) -> Sequences:
         return Sequences(tokens, cfg.model.block_size, seed, mark)
@@ -29,3 +24,19 @@ def of_run(cfg: Config, corpus: Corpus) -> Order:
     if not corpus.mix:
         return order(corpus.train, seed)
     return Mix([order(tokens, seed + i) for i, (tokens, _) in enumerate(corpus.mix)], [w for _, w in corpus.mix], seed)
+
+
+def mark_for(option: str, cfg: Config, corpus: Corpus) -> int | None:
+    """Return the token that stands before each document, if ``option`` of ``cfg.data`` is on and needs it.
+
+    Raises:
+        ConfigError: the corpus has none.
+    """
+    if not getattr(cfg.data, option):
+        return None
+    if corpus.tokenizer.eot is None:
+        raise ConfigError(
+            f"data.{option}=true looks for the mark between documents, which tokenizer={cfg.tokenizer.name} does not "
+            f"have: use tokenizer=byte, bpe or gpt2, or data.{option}=false"
+        )
+    return corpus.tokenizer.eot

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+from wordrun.model.attention import within
 from wordrun.model.cache import Past
 
 
@@ -54,9 +55,15 @@ class Block(nn.Module):
         self.norm_2 = norm_2
         self.mlp = mlp
 
-    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
-        """Return the residual stream after this block; x and result (B, T, C), ``past`` what came before."""
-        x = x + self.attention(self.norm_1(x), past=past)
+    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
+        """Return the residual stream after this block.
+
+        Args:
+            x: (B, T, C), as the result.
+            past: what came before.
+            seen: (B, 1, T, T), which tokens each one attends to; None: itself and all before.
+        """
+        x = x + self.attention(self.norm_1(x), past=past, seen=seen)
         return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
 
 
@@ -166,8 +173,9 @@ class Transformer(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, at: int | None = None, pasts: Sequence[Past] | None = None
-    ) -> Tensor:
+        self, x: Tensor, targets: Tensor | None = None, at: int | None = None, pasts: Sequence[Past] | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return what the next part needs; of the last part the losses, or the logits.
 
         Args:
@@ -175,23 +183,25 @@ class Transformer(nn.Module):
             targets: (B, T) the tokens that should follow.
             at: the token whose logits alone are wanted.
             pasts: what came before ``x``, for each block of this part; ``x`` is added to it.
+            documents: (B, T) numbers of the documents that tokens belong to, if attention is to stay within them.
 
         Returns:
             (B, T, C); of the last part with targets (B,), the mean over each sequence's tokens in nats, else (B, T, V),
             or (B, V) of token ``at``.
         """
-        x = self.features(x, pasts)
+        x = self.features(x, pasts, documents)
         if not self.is_last:
             return x
         logits = self.head(x if at is None else x[:, at])
         return logits if targets is None else losses_of_sequences(logits, targets)
 
-    def features(self, x: Tensor, pasts: Sequence[Past] | None = None) -> Tensor:
+    def features(self, x: Tensor, pasts: Sequence[Past] | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the residual stream (B, T, C) at the end of this part; normalised at the end of the last."""
         if self.is_first:
             x = self.embed(x, pasts[0].length if pasts else 0)
+        seen = None if documents is None else within(documents)
         for block, past in zip(self.blocks.values(), pasts or repeat(None), strict=False):
-            x = block(x, past=past)
+            x = block(x, past=past, seen=seen)
         return self.norm(x) if self.is_last else x
 
     def num_parameters(self) -> int:

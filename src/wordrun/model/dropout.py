@@ -43,39 +43,3 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """Return what repr shows."""
         return f"p={self.p}"
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and those before, (B, N, T, H).
-
-    Args:
-        q: queries, (B, N, T, H).
-        k: keys, (B, M, S, H): M divides N, and N / M heads of queries that follow each other share a head of keys. The
-            queries are the last T of S tokens; T = S with dropout.
-        v: values, (B, M, S, H).
-        p: dropout probability of the attention weights.
-    """
-    by_hand = p > 0 and q.device.type == "cpu" and not torch.compiler.is_compiling()
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and (by_hand or not _shares_heads(q)):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        grouped = False
-    if not by_hand:
-        T, S = q.shape[2], k.shape[2]
-        # The last token sees all there are; a run of several at the end needs a mask of its own.
-        seen = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=p, is_causal=T == S, enable_gqa=grouped)
-    # torch's fused kernel for CPUs has no dropout, and what torch does in its place draws from Bernoulli.
-    B, N, T, H = q.shape
-    hidden = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    scores = torch.baddbmm(hidden, q.reshape(B * N, T, H), k.reshape(B * N, T, H).transpose(1, 2), alpha=H**-0.5)
-    weights = dropout(torch.softmax(scores, dim=-1), p)
-    return (weights @ v.reshape(B * N, T, H)).view(B, N, T, H)
-
-
-def _shares_heads(q: Tensor) -> bool:
-    """Say whether torch has a fused attention for ``q`` in which several heads of queries share one of keys.
-
-    Of those for CUDA only the one for half precision has; the others would fall back to all T x T weights in memory.
-    """
-    return q.device.type == "cpu" or (q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16))

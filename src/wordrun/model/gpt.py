@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
+from wordrun.model.attention import causal_attention
 from wordrun.model.base import Block, Kept, Transformer
 from wordrun.model.cache import Past
-from wordrun.model.dropout import Dropout, causal_attention
+from wordrun.model.dropout import Dropout
 
 
 class Attention(nn.Module):
@@ -29,14 +30,14 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
-        """Return what each token gathers from itself and the tokens before it; x and result (B, T, C)."""
+    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
+        """Return what each token gathers from itself and the tokens before it; as ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
         q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (B, N, T, H)
         if past is not None:
             k, v = past.add(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, seen)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
 

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
+from wordrun.model.attention import causal_attention
 from wordrun.model.base import Block, Kept, Transformer
 from wordrun.model.cache import Past
-from wordrun.model.dropout import Dropout, causal_attention
+from wordrun.model.dropout import Dropout
 
 TRAINED_LENGTH = 8192
 """Tokens in a sequence of Llama 3's training, before rope_factor stretched it."""
@@ -75,15 +76,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
-        """Return what each token gathers from itself and the tokens before it; x and result (B, T, C)."""
+    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
+        """Return what each token gathers from itself and the tokens before it; as ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
         table = self.table(q, past.length if past else 0)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
         if past is not None:
             k, v = past.add(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, seen)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
     def table(self, q: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:

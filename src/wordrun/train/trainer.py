@@ -129,12 +129,14 @@ class Trainer:
         self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
         self.gas = accumulation(cfg, layout.dp)
         self.sequences = orders.of_run(cfg, self.corpus)
+        mark = orders.mark_for("mask_documents", cfg, self.corpus)
         self.loader = Loader(
-            self.sequences, cfg.model.batch_size, self.gas, self.dp_rank, layout.dp, self.backend.device, cfg.data.ahead
-        )
+            self.sequences, cfg.model.batch_size, self.gas, self.dp_rank, layout.dp, self.backend.device,
+            cfg.data.ahead, mark,
+        )  # fmt: skip
         wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
         self.validation = FixedSet(
-            self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, self.dp_rank, layout.dp
+            self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, self.dp_rank, layout.dp, mark
         )
         # Of dropout, which strikes other elements on every rank: no two hold the same ones.
         self.rank_seed = cfg.train.seed + 1 + world.rank

@@ -1,0 +1,66 @@
+"""Attention to a token itself and those before it, of its document or of all.
+
+Shapes: B sequences, T queries, S keys, N heads of queries, M heads of keys, H size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wordrun.model.dropout import dropout
+
+
+def within(documents: Tensor) -> Tensor:
+    """Return which tokens each one sees, (B, 1, T, T): itself and those before it of the same of ``documents``, (B, T).
+
+    This is what "intra-document masking" and "resetting the attention mask" mean elsewhere (Llama 3, section 3.2).
+    """
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, seen: Tensor | None = None) -> Tensor:
+    """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and those before, (B, N, T, H).
+
+    Args:
+        q: queries, (B, N, T, H).
+        k: keys, (B, M, S, H): M divides N, and N / M heads of queries that follow each other share a head of keys. The
+            queries are the last T of S tokens; T = S with dropout.
+        v: values, (B, M, S, H).
+        p: dropout probability of the attention weights.
+        seen: (B, 1, T, T), which tokens each one attends to; None: itself and all before.
+    """
+    by_hand = p > 0 and q.device.type == "cpu" and not torch.compiler.is_compiling()
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and (by_hand or not _shares_heads(q, seen)):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    if not by_hand:
+        T, S = q.shape[2], k.shape[2]
+        # The last token sees all there are; a run of several at the end needs a mask of its own.
+        if seen is None and T not in (1, S):
+            seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        causal = seen is None and T == S
+        return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=p, is_causal=causal, enable_gqa=grouped)
+    # torch's fused kernel for CPUs has no dropout, and what torch does in its place draws from Bernoulli.
+    B, N, T, H = q.shape
+    hidden = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
+    scores = torch.baddbmm(hidden, q.reshape(B * N, T, H), k.reshape(B * N, T, H).transpose(1, 2), alpha=H**-0.5)
+    if seen is not None:
+        scores = scores.view(B, N, T, T).masked_fill(~seen, -math.inf).view(B * N, T, T)
+    weights = dropout(torch.softmax(scores, dim=-1), p)
+    return (weights @ v.reshape(B * N, T, H)).view(B, N, T, H)
+
+
+def _shares_heads(q: Tensor, seen: Tensor | None) -> bool:
+    """Say whether torch has a fused attention for ``q`` in which several heads of queries share one of keys.
+
+    Of those for CUDA only one has, for half precision and without a mask; the others would fall back to all T x T
+    weights in memory.
+    """
+    if q.device.type == "cuda":
+        return seen is None and q.dtype in (torch.float16, torch.bfloat16)
+    return q.device.type == "cpu"
