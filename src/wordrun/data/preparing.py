@@ -192,9 +192,13 @@ def _share(task: str, plan: Plan, world: World, show: Show) -> None:
     _put(work / f"rank-{world.rank}.{task}.done", total)
     if world.rank == 0:
         waiting = [work / f"rank-{rank}.{task}.done" for rank in range(1, world.size)]
-        while waiting := [path for path in waiting if not path.exists()]:
+
+        def all_done() -> bool:
             told(total)
-            time.sleep(LOOK_S)
+            waiting[:] = [path for path in waiting if not path.exists()]
+            return not waiting
+
+        _wait(all_done)
         looked = 0.0
         told(total)
 
@@ -256,5 +260,7 @@ def _get(path: Path) -> list[int]:
 
 
 def _wait(until: Callable[[], bool]) -> None:
+    """Return when ``until`` says so, at most a twentieth of the time later: thousands of ranks may ask the same disk."""
+    begin = time.monotonic()
     while not until():
-        time.sleep(LOOK_S)
+        time.sleep(min(1.0, max(0.01, 0.05 * (time.monotonic() - begin))))
