@@ -260,7 +260,7 @@ def _get(path: Path) -> list[int]:
 
 
 def _wait(until: Callable[[], bool]) -> None:
-    """Return when ``until`` says so, at most a twentieth of the time later: thousands of ranks may ask the same disk."""
+    """Return when ``until`` says so, at most a twentieth of the time later: thousands may ask the same disk."""
     begin = time.monotonic()
     while not until():
         time.sleep(min(1.0, max(0.01, 0.05 * (time.monotonic() - begin))))
