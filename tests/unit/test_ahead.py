@@ -210,8 +210,9 @@ def test_a_run_can_train_on_a_mix(tmp_path: Path) -> None:
     preparing.execute(plan, World())
     words = ["data=mix", f"data.mix={{sample: 3, {folder}: 1}}", "tokenizer=byte", "model.block_size=16"]
     found = corpus.obtain(wordrun.compose(words), World())
-    assert [round(share, 2) for _, share in found.mix] == [0.75, 0.25]
-    assert len(found.train) == sum(len(tokens) for tokens, _ in found.mix)
+    assert [round(part.share, 2) for part in found.mix] == [0.75, 0.25]
+    assert len(found.train) == sum(len(part.train) for part in found.mix)
+    assert len(found.val) == sum(len(part.val) for part in found.mix)
     assert "75% sample" in found.source.origin
     assert "25% " in found.source.origin
 

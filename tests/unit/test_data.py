@@ -158,7 +158,7 @@ def test_the_validation_set_is_the_same_on_any_number_of_ranks(
         ]
         assert len({len(part) for part in sets}) == 1  # so that evaluation may contain collectives
         return [
-            Counter(int(first) for i in range(len(part)) for first in part[i][0].tokens[part[i][1] == 1][:, 0])
+            Counter(int(first) for i in range(len(part)) for first in part[i][0].tokens[part[i][1] > 0][:, 0])
             for part in sets
         ]
 
@@ -173,6 +173,25 @@ def test_the_validation_set_is_spread_over_the_whole_text() -> None:
     fixed = FixedSet(np.arange(10_001), 10, batch_size=5, count=10)
     firsts = sorted(int(first) for i in range(2) for first in fixed[i][0].tokens[:, 0])
     assert firsts == list(range(0, 10_000, 1_000))
+
+
+@pytest.mark.parametrize("count", [None, 12])
+def test_of_a_mix_each_part_counts_as_its_share(count: int | None) -> None:
+    """However long it is."""
+    parts = [(31, 0.75), (301, 0.25)]
+    sets = [FixedSet(np.arange(332), 5, 4, count, rank, 2, parts=parts) for rank in range(2)]
+    found: list[tuple[int, float]] = []
+    for fixed in sets:
+        for i in range(len(fixed)):
+            batch, weights = fixed[i]
+            found += [(int(f), float(w)) for f, w in zip(batch.tokens[:, 0], weights, strict=True) if w]
+    first = [weight for start, weight in found if start < 31]
+    second = [weight for start, weight in found if start >= 31]
+    assert (len(first), len(second)) == ((6, 60) if count is None else (6, 3))  # of the first there are no nine
+    assert sum(first) == pytest.approx(3 * sum(second))
+    assert sum(first + second) == pytest.approx(len(found))
+    with pytest.raises(ConfigError, match="validation text of 5 tokens"):
+        FixedSet(np.arange(105), 5, 4, None, parts=[(100, 0.5), (5, 0.5)])
 
 
 def test_a_block_longer_than_the_validation_text_is_refused() -> None:

@@ -33,6 +33,16 @@ TELL_S = 5.0
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a mix has of one data set."""
+
+    train: Tokens
+    val: Tokens
+    share: float
+    """Of the mix; those of all parts make 1."""
+
+
+@dataclass(frozen=True)
 class Corpus:
     """The tokens that a run trains and is evaluated on."""
 
@@ -40,8 +50,8 @@ class Corpus:
     tokenizer: Tokenizer
     train: Array
     val: Array
-    mix: Sequence[tuple[Tokens, float]] = ()
-    """Of several data sets: the tokens of each for training, and its weight. Then ``train`` has them one by one."""
+    mix: Sequence[Part] = ()
+    """Of several data sets each one; ``train`` and ``val`` then have their tokens one after the other."""
 
 
 def load(data: DataConfig, source: Source) -> Corpus:
@@ -192,16 +202,19 @@ def _mixed(cfg: Config, world: World) -> Corpus:
                 f"data.mix: {name} has another tokenizer than {next(iter(cfg.data.mix))}: prepare all with the same "
                 "one, tokenizer=gpt2 or byte, or a learned one by tokenizer.path=FILE"
             )
-    trains = [corpus.train for corpus in corpora if isinstance(corpus.train, Tokens)]
-    vals = [corpus.val for corpus in corpora if isinstance(corpus.val, Tokens)]
+    mix = []
+    for corpus, share in zip(corpora, shares, strict=True):
+        assert isinstance(corpus.train, Tokens)
+        assert isinstance(corpus.val, Tokens)
+        mix.append(Part(corpus.train, corpus.val, share))
     origin = ", ".join(
         f"{share:.0%} {name} ({corpus.source.origin})"
         for share, name, corpus in zip(shares, cfg.data.mix, corpora, strict=True)
     )
     return Corpus(
         Source(None, f"mix of {origin}"), corpora[0].tokenizer,
-        Tokens([shard for part in trains for shard in part.shards]),
-        Tokens([shard for part in vals for shard in part.shards]), list(zip(trains, shares, strict=True)),
+        Tokens([shard for part in mix for shard in part.train.shards]),
+        Tokens([shard for part in mix for shard in part.val.shards]), mix,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ memory however long the corpus is.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -201,32 +202,49 @@ class FixedSet:
     """A fixed choice of ``count`` (None: all) validation sequences, dealt to the ranks in turn.
 
     Every rank gets the same number of batches, so that evaluation may contain collectives; the last ones
-    are filled up with sequences of weight 0.
+    are filled up with sequences of weight 0. Of a mix each part counts as much as its share says.
+
+    Args:
+        tokens: of the validation text.
+        block_size: T, the length of a sequence.
+        batch_size: sequences of a batch.
+        count: sequences in all.
+        rank: this rank's place among those that share out the data.
+        size: their number.
+        mark: of documents within which attention is to stay.
+        parts: of a mix the number of tokens and the share of each part of ``tokens``.
     """
 
     def __init__(
         self, tokens: Array, block_size: int, batch_size: int, count: int | None,
-        rank: int = 0, size: int = 1, mark: int | None = None,
+        rank: int = 0, size: int = 1, mark: int | None = None, parts: Sequence[tuple[int, float]] = (),
     ) -> None:  # fmt: skip
-        whole = (len(tokens) - 1) // block_size
-        if whole < 1:
-            raise ConfigError(
-                f"model.block_size={block_size} is longer than the validation text of {len(tokens)} tokens: "
-                "use a smaller model.block_size, a larger data.val_fraction, or more text"
-            )
-        count = whole if count is None else min(whole, count)
-        chosen = np.arange(count, dtype=np.int64) * whole // count * block_size  # spread evenly over the text
-        per_rank = -(-count // (size * batch_size)) * batch_size
+        starts, shares, begin = [], [], 0
+        for length, share in parts or [(len(tokens), 1.0)]:
+            whole = (length - 1) // block_size
+            if whole < 1:
+                raise ConfigError(
+                    f"model.block_size={block_size} is longer than the validation text of {length} tokens: "
+                    "use a smaller model.block_size, a larger data.val_fraction, or more text"
+                )
+            n = whole if count is None else min(whole, max(1, round(count * share)))
+            starts.append(begin + np.arange(n, dtype=np.int64) * whole // n * block_size)  # spread evenly over the text
+            shares.append(share)
+            begin += length
+        chosen = np.concatenate(starts)
+        weights = [np.full(len(s), len(chosen) * share / len(s)) for s, share in zip(starts, shares, strict=True)]
+        per_rank = -(-len(chosen) // (size * batch_size)) * batch_size
         mine = np.arange(per_rank, dtype=np.int64) * size + rank
-        self.weights = (mine < count).astype(np.float64)
-        self._starts = chosen[np.minimum(mine, count - 1)]
+        last = np.minimum(mine, len(chosen) - 1)
+        self.weights = np.where(mine < len(chosen), np.concatenate(weights)[last], 0.0)
+        self._starts = chosen[last]
         self._tokens, self._block_size, self._batch_size, self._mark = tokens, block_size, batch_size, mark
 
     def __len__(self) -> int:
         return len(self._starts) // self._batch_size
 
     def __getitem__(self, i: int) -> tuple[Batch, Tensor]:
-        """Return the i-th batch of this rank and the weight of each of its sequences, 1 or 0."""
+        """Return the i-th batch of this rank and the weight of each of its sequences, 1 on average."""
         part = slice(i * self._batch_size, (i + 1) * self._batch_size)
         batch = cut(self._tokens, self._starts[part], self._block_size, self._mark)
         return batch, torch.from_numpy(self.weights[part])

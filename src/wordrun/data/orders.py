@@ -23,7 +23,8 @@ def of_run(cfg: Config, corpus: Corpus) -> Order:
     seed = cfg.train.seed
     if not corpus.mix:
         return order(corpus.train, seed)
-    return Mix([order(tokens, seed + i) for i, (tokens, _) in enumerate(corpus.mix)], [w for _, w in corpus.mix], seed)
+    parts = [order(part.train, seed + number) for number, part in enumerate(corpus.mix)]
+    return Mix(parts, [part.share for part in corpus.mix], seed)
 
 
 def mark_for(option: str, cfg: Config, corpus: Corpus) -> int | None:

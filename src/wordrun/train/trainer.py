@@ -136,7 +136,14 @@ class Trainer:
         )  # fmt: skip
         wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
         self.validation = FixedSet(
-            self.corpus.val, cfg.model.block_size, cfg.model.batch_size, wanted, self.dp_rank, layout.dp, mark
+            self.corpus.val,
+            cfg.model.block_size,
+            cfg.model.batch_size,
+            wanted,
+            self.dp_rank,
+            layout.dp,
+            mark,
+            [(len(part.val), part.share) for part in self.corpus.mix],
         )
         # Of dropout, which strikes other elements on every rank: no two hold the same ones.
         self.rank_seed = cfg.train.seed + 1 + world.rank
