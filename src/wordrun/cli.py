@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import io
+import signal
 import sys
 import textwrap
+import threading
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hydra import main as hydra_main
@@ -26,7 +29,7 @@ from omegaconf import DictConfig
 from wordrun import dist, log
 from wordrun.composer import Tree, compose, register, to_config
 from wordrun.config import SCHEMAS, SECTIONS, Config, documentation
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import REQUEUE, ConfigError, UserError
 
 USAGE = """\
 Train a GPT-style language model.
@@ -57,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             compose(args.overrides, tree=_tree(args))  # our messages rather than Hydra's
         if args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
             return _once(world, lambda: _hydra(words, _print_nothing))
-        world = dist.identify()
-        status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
+        with leave_if_told(world):
+            world = dist.identify()
+            status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
             return int(status)
         return train(cfg, world)
@@ -66,13 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(cfg: Config, world: dist.World) -> int:
     """Train as ``cfg`` says, with this process as ``world.rank``; return the exit status."""
-    # Not at the top: --help should not wait for torch, and MPI has to start before it.
-    from wordrun.train.stop import REQUEUE, Interrupted
-    from wordrun.train.trainer import Trainer
+    with leave_if_told(world):
+        # Not at the top: --help should not wait for torch, and MPI has to start before it.
+        from wordrun.train.stop import Interrupted
+        from wordrun.train.trainer import Trainer
 
-    handle = log.start(world.rank)
+        handle = log.start(world.rank)
     try:
-        with Trainer(cfg, world, handle) as trainer:
+        with leave_if_told(world):
+            trainer = Trainer(cfg, world, handle)
+        with trainer:
             trainer.train()
     except Interrupted as error:
         dist.share(None, world)  # rank 0 may still have been drawing plots
@@ -82,6 +89,30 @@ def train(cfg: Config, world: dist.World) -> int:
     finally:
         handle.close()
     return 0
+
+
+@contextlib.contextmanager
+def leave_if_told(world: dist.World) -> Iterator[None]:
+    """Until the run itself listens to SIGTERM and SIGUSR1: end this process as one that can be started again.
+
+    It takes a run seconds to minutes to come to its first step, and a scheduler does not know when that is.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if world.rank == 0:
+            name = signal.Signals(number).name
+            print(f"stopped by {name} before the first step (exit status {REQUEUE})", file=sys.stderr, flush=True)
+        raise SystemExit(REQUEUE)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _tree(args: Namespace) -> Tree:

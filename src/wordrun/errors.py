@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# EX_TEMPFAIL of sysexits.h: the run was asked to stop, and can be continued.
+REQUEUE = 75
+
 
 class UserError(Exception):
     """Something outside the program is wrong; the message names it, its value and the remedy."""

@@ -153,6 +153,41 @@ def test_a_signal_ends_the_run_after_a_whole_step(number: signal.Signals, status
     assert "Traceback" not in rest
 
 
+SLOW = """
+import sys, time
+from wordrun import cli
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            sys.stdout.write("importing torch\\n")
+            sys.stdout.flush()
+            time.sleep(5)
+
+sys.meta_path.insert(0, Slow())
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_asks_for_another_start(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["launch", "-n", "2", "python", "slow.py", *SMOKE]
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    assert job.stdout is not None
+    begun = 0
+    for line in job.stdout:
+        begun += line.count("importing torch")
+        if begun == 2:
+            break
+    job.send_signal(number)
+    rest, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, rest
+    assert f"stopped by {number.name} before the first step (exit status 75)" in rest
+    assert "Traceback" not in rest
+
+
 def test_progress_bar_where_a_person_watches(ranks: Any) -> None:
     watched = ranks(2, "-m", "wordrun", *SMOKE, WORDRUN_TERMINAL="100x30", TERM="xterm-256color")
     assert watched.returncode == 0, watched.stdout + watched.stderr

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.errors import ConfigError
-from wordrun.launch.faults import REQUEUE
+from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch.identity import choose, file_name
 from wordrun.launch.job import Job
 

@@ -79,7 +79,8 @@ def _run(options: Options, plan: Plan) -> int:
     """Run the plan, once more with another port, and without the hosts that failed as often as --retries allows."""
     import time
 
-    from wordrun.launch.faults import REQUEUE, classify, port_taken
+    from wordrun.errors import REQUEUE
+    from wordrun.launch.faults import classify, port_taken
     from wordrun.launch.identity import Identity
     from wordrun.launch.run import run, say
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wordrun.errors import REQUEUE
+
 # A line, what it means, and which group of it (0: none) names the host that is to be left out.
 PATTERNS: tuple[tuple[str, str, int], ...] = (
     (r"srun: error: Node failure on (\S+)", "SLURM lost a node", 1),
@@ -24,8 +26,6 @@ PATTERNS: tuple[tuple[str, str, int], ...] = (
     (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
 )
 
-# EX_TEMPFAIL of sysexits.h: ranks that were asked to stop, have saved, and can be continued. wordrun's end so.
-REQUEUE = 75
 TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 

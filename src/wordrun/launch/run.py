@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from wordrun.errors import ConfigError
+from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.command import Plan, step_name
-from wordrun.launch.faults import REQUEUE
 from wordrun.launch.job import job_end
 from wordrun.launch.record import Record
 from wordrun.launch.tail import Tail, lines_of

@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from wordrun.errors import ConfigError, UserError, nearest
-from wordrun.launch.faults import REQUEUE
+from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
 from wordrun.launch.options import INNER, Options
 from wordrun.launch.site import Site
 

@@ -11,10 +11,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from wordrun.errors import REQUEUE
+
 # How long a signal may wait to be noticed: the ranks compare notes about this often.
 AGREE_EVERY_S = 0.5
-# EX_TEMPFAIL of sysexits.h: the run is not finished and can be continued. launch knows it too.
-REQUEUE = 75
 
 
 class StopSignal:
