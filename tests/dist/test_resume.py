@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from wordrun.export import ExportConfig, export
+
 pytestmark = pytest.mark.timeout(300)
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
@@ -75,17 +77,28 @@ if importlib.util.find_spec("deepspeed"):
     }
 
 
+# Two copies of two shards; shards of shards that do not divide, and a rank without some of them.
+SAME_ON_FOUR = {
+    "copies": ["train.backend=FSDP", "model.batch_size=2", "backend.replicate=2"],
+    "uneven": ["train.backend=FSDP", "model.batch_size=4", "backend.tp=2", "model.vocab_size=50"],
+}
+# Four ranks on two cores: a smaller model, and fewer steps.
+SHORT = ["model.n_layer=1", "train.max_iters=5", "train.eval_interval=0"]
+
+
 def test_the_same_ranks_go_on_to_the_bit(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runs = {}
-    for name, words in SAME.items():
-        words = words if "model=llama_debug" in words else [*words, *GPT]
-        runs |= {name: words, f"{name}-on": [*words, resume(name)]}
-    train(ranks, 2, runs, tmp_path)
-    for name in SAME:
+    for size, some in ((2, SAME), (4, SAME_ON_FOUR)):
+        runs = {}
+        for name, words in some.items():
+            words = words if "model=llama_debug" in words else [*words, *GPT]
+            words, step = ([*words, *SHORT], 3) if size == 4 else (words, 6)
+            runs |= {name: words, f"{name}-on": [*words, resume(name, step)]}
+        train(ranks, size, runs, tmp_path)
+    for name in SAME | SAME_ON_FOUR:
         assert figures(tmp_path / f"{name}-on") == figures(tmp_path / name), name
         record = json.loads((tmp_path / f"{name}-on" / "run.json").read_text())
-        assert record["resumed_from"]["step"] == 6
+        assert record["resumed_from"]["step"] == (6 if name in SAME else 3)
 
 
 FULL = """
@@ -129,6 +142,33 @@ def test_a_full_disk_on_one_rank_is_known_to_all(ranks: Any, tmp_path: Path, mon
         said = (tmp_path / name / "log.txt").read_text()
         assert f"the checkpoint after 3 steps could not be written (rank {rank}: [Errno 28] No space" in said
         assert sorted(path.name for path in (tmp_path / name / "checkpoints").glob("step-*"))[0] == "step-00000006"
+
+
+def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank reads its share of them, and the runs go as the one that begins with the checkpoint itself."""
+    monkeypatch.chdir(tmp_path)
+    models = {"gpt": GPT, "llama": LLAMA}
+    short = ["train.max_iters=3", "train.checkpoint_interval=0"]
+    whole = {m: [*model, "model.batch_size=8"] for m, model in models.items()}
+    begun = {f"{m}-begun": [*words, *short, f"train.init_from={m}"] for m, words in whole.items()}
+    train(ranks, 1, whole | begun, tmp_path)
+    for m in models:
+        export(ExportConfig(run=m, out=f"{m}-hf"))
+    two = {
+        f"{m}-{backend}": [*model, *short, f"train.backend={backend}", f"model.batch_size={size}", f"train.init_from=hf:{m}-hf"]
+        for m, model in models.items() for backend, size in (("FSDP", 4), ("TP", 8), ("PP", 8))
+    }  # fmt: skip
+    train(ranks, 2, two, tmp_path)
+    for name in two:
+        m = name.partition("-")[0]
+        ours, theirs, before = (
+            [line[1] for line in figures(tmp_path / each) if line[1]] for each in (name, f"{m}-begun", m)
+        )
+        assert ours == pytest.approx(theirs, rel=1e-5), name
+        assert len(theirs) == 3
+        assert theirs[0] < before[0] - 0.1, "it begins where the training has ended"
 
 
 def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

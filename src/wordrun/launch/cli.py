@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import REQUEUE, ConfigError, UserError
 from wordrun.launch.options import USAGE, Options, help_text, parse
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def _run(options: Options, plan: Plan) -> int:
     """Run the plan, once more with another port, and without the hosts that failed as often as --retries allows."""
     import time
 
-    from wordrun.errors import REQUEUE
     from wordrun.launch.faults import classify, port_taken
     from wordrun.launch.identity import Identity
     from wordrun.launch.run import run, say
