@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 import wordrun
 from wordrun import cli
+from wordrun.backend import precision
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint import pieces
 from wordrun.checkpoint.saved import find
@@ -306,6 +308,35 @@ def test_auto_is_the_default_after_a_requeue(
         train(small(*SAVING, "train.max_iters=4", "optimizer.lr_decay_iters=12"), folder)  # nothing there yet
         assert train(small(*SAVING, "optimizer.lr_decay_iters=12"), folder).start.step == 4
         monkeypatch.delenv(name)
+
+
+def test_the_log_has_no_step_twice(copy: Path, small: Words) -> None:
+    """But what else was said stays."""
+    shutil.rmtree(copy / "checkpoints/step-00000012")
+    shutil.rmtree(copy / "checkpoints/step-00000009")
+    before = (copy / "log.txt").read_text()
+    train(small(*SAVING, "train.resume=auto"), copy)
+    after = (copy / "log.txt").read_text()
+    told = re.findall(r"INFO step (\d+)/12 +(loss|val_loss)", after)
+    assert [step for step, what in told if what == "loss"] == [str(step) for step in range(1, 13)]
+    assert [step for step, what in told if what == "val_loss"] == ["4", "8", "12"]
+    assert before.count("INFO run directory") < after.count("INFO run directory")
+    assert after.count("checkpoint after 9 steps") == 2
+
+
+def test_the_loss_scaler_goes_on(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16, which a CPU computes, if slowly: the scale grows or falls with what has overflown."""
+    monkeypatch.setattr(precision, "_is_fast", lambda dtype, device: True)
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**24, backoff_factor=2.0**-4, growth_interval=2)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    words = small(*SAVING, "train.dtype=fp16", "train.on_nonfinite=skip")
+    train(words, tmp_path / "whole")
+    facts = [find(tmp_path / "whole", str(step)).manifest["backend"] for step in (3, 6)]
+    assert facts[0]["scaler"] != facts[1]["scaler"]
+    assert 0 < facts[1]["optimizer"]["step"] < 6, "some steps have overflown, and were left out"
+    went_on = train([*words, f"train.resume={tmp_path / 'whole/checkpoints/step-00000006'}"], tmp_path / "on")
+    assert went_on.backend.dtype == torch.float16
+    assert figures(tmp_path / "on") == figures(tmp_path / "whole")
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(small: Words, tmp_path: Path) -> None:

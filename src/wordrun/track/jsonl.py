@@ -84,6 +84,15 @@ def copy_until(source: Path, target: Path, step: int) -> int:
     return seen
 
 
+def forget_steps(log: Path, step: int) -> None:
+    """Take the lines of steps after ``step`` out of the file ``log``, if there is one; what else happened stays."""
+    if log.exists():
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        later = (re.search(r"\] INFO step (\d+)/", line) for line in lines)
+        kept = (line for line, match in zip(lines, later, strict=True) if not match or int(match[1]) <= step)
+        _replace(log, "".join(kept))
+
+
 def _replace(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")

@@ -27,7 +27,7 @@ from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
 from wordrun.track import Kept, Tracker, build
-from wordrun.track.jsonl import copy_until, finite, read
+from wordrun.track.jsonl import copy_until, finite, forget_steps, read
 from wordrun.track.plots import draw
 
 # A run that was killed a moment ago may still be on its way out when it is continued.
@@ -77,7 +77,9 @@ class Run:
         if start.source is not None:
             seen = copy_until(start.source, self.path, start.step)
             # A branch is a run of its own for the trackers, which are told what came before.
-            kept = Kept(start.trackers, seen) if start.source == self.path else kept
+            if start.source == self.path:
+                kept = Kept(start.trackers, seen)
+                forget_steps(self.path / "log.txt", start.step)
         (self.path / "config.yaml").write_text(as_yaml(cfg), encoding="utf-8")
         _adopt_launch_record(self.path)
         _point_latest_at(self.path)
