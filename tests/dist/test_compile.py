@@ -40,6 +40,48 @@ def test_a_compiled_model_has_the_same_losses(command: Command, ranks: Command, 
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
 
 
+SCRIPT = """
+import json, sys
+import torch
+import wordrun
+from wordrun import dist
+
+whole = torch.nn.Module.compile
+torch.nn.Module.compile = lambda module: whole(module, backend="aot_eager")  # as far as g++, which takes minutes
+with dist.session() as world:
+    torch.set_num_threads(1)
+    for words in json.load(open(sys.argv[1])):
+        with wordrun.Trainer(dist.share(wordrun.compose(words) if world.rank == 0 else None, world), world) as trainer:
+            trainer.train()
+            compiled = [block._compiled_call_impl is not None for block in trainer.backend.parts[0].blocks.values()]
+            assert all(compiled) == trainer.cfg.train.compile
+"""
+
+
+def test_compiled_blocks_of_every_backend_have_the_same_losses(
+    ranks: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With activation checkpointing around them, and attention within documents."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *SMALL, "tokenizer=byte", "data.mask_documents=true", "model.vocab_size=258", "model.n_layer=2",
+        "train.checkpoint_interval=0", "train.activation_checkpointing=full",
+    ]  # fmt: skip
+    backends = ("DDP", "FSDP", "TP", "PP")
+    runs = [
+        [*words, f"train.backend={backend}", f"train.compile={compile_}", f"hydra.run.dir={backend}-{compile_}"]
+        for backend in backends for compile_ in ("true", "false")
+    ]  # fmt: skip
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = ranks(2, "script.py", "runs.json", under="fork", timeout=170)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    for backend in backends:
+        compiled, plain = (losses(tmp_path / f"{backend}-{each}") for each in ("true", "false"))
+        assert len(plain) == 4
+        assert compiled == pytest.approx(plain, rel=1e-5), backend
+
+
 def test_without_a_compiler_it_says_what_to_do(command: Command, tmp_path: Path) -> None:
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "/nonexistent"}
     done = command("wordrun", *SMALL, "train.compile=true", "hydra.run.dir=run", **cache)
