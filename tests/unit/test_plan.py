@@ -54,6 +54,12 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
     return peak(passes)
 
 
+older = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="the RMSNorm of torch 2.8 keeps more on a CPU than that of 2.13"
+)
+
+
+@older
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -68,6 +74,7 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
         assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
 
 
+@older
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     cfg = Config(model=SHAPES[shape], backend=DDPConfig())

@@ -144,6 +144,7 @@ def write(folder: Path, pieces: Sequence[Piece], group: Group, *, alone: bool = 
     writer = FileSystemWriter(os.fspath(folder), single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # torch 2.8, of its own writer
         save({}, storage_writer=writer, planner=_Planner(pieces), process_group=group, no_dist=alone)
 
 
