@@ -65,9 +65,9 @@ def test_compiled_blocks_of_every_backend_have_the_same_losses(
     monkeypatch.chdir(tmp_path)
     words = [
         *SMALL, "tokenizer=byte", "data.mask_documents=true", "model.vocab_size=258", "model.n_layer=2",
-        "train.checkpoint_interval=0", "train.activation_checkpointing=full",
+        "train.checkpoint_interval=0", "train.activation_checkpointing=full", "train.max_iters=2",
     ]  # fmt: skip
-    backends = ("DDP", "FSDP", "TP", "PP")
+    backends = ("FSDP", "TP", "PP")
     runs = [
         [*words, f"train.backend={backend}", f"train.compile={compile_}", f"hydra.run.dir={backend}-{compile_}"]
         for backend in backends for compile_ in ("true", "false")
@@ -78,7 +78,7 @@ def test_compiled_blocks_of_every_backend_have_the_same_losses(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     for backend in backends:
         compiled, plain = (losses(tmp_path / f"{backend}-{each}") for each in ("true", "false"))
-        assert len(plain) == 4
+        assert len(plain) == 2
         assert compiled == pytest.approx(plain, rel=1e-5), backend
 
 

@@ -229,8 +229,8 @@ time.sleep(30)
 def test_last_lines_are_not_repeated_where_nothing_covers_them(tmp_path: Path) -> None:
     run = launch(tmp_path, "-n", "2", "sh", "-c", "[ $RANK = 0 ] || { echo boom >&2; exit 3; }")
     assert run.returncode == 3
-    assert run.stderr.count("boom") == 1
-    assert run.stderr.endswith("launch: rank 1 ended with exit status 3\n")
+    # In either order: mpiexec may pass the rank's line on after launch has heard of its end.
+    assert sorted(run.stderr.splitlines()) == ["boom", "launch: rank 1 ended with exit status 3"]
 
 
 @by_launcher
