@@ -33,6 +33,10 @@ SHARD_TOKENS = 2**26
 """Tokens of a shard that is written here, at most; the header's count would end at 2^31."""
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
+UNLIMITED = 2**20
+"""Open files, where the system sets no limit."""
+MAPPED = 256
+"""Files that are mapped at once, at most."""
 FORGET_AFTER = 128
 """Slices after which the pages that they touched are given back. Each may map 64 KiB (the kernel's fault-around)."""
 
@@ -173,16 +177,37 @@ def _mapped(shard: Shard) -> tuple[NDArray[np.integer], mmap.mmap | None]:
 class _File:
     """A file that is open for reading until it is forgotten."""
 
+    open = 0
+    """How many this process has."""
+
     def __init__(self, path: str) -> None:
         self.number = -1
         try:
             self.number = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise _unreadable(path, error) from None
+        _File.open += 1
 
     def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
+            _File.open -= 1
+
+
+def _may_open(files: int) -> int:
+    """Return how many files may be open for tokens: a quarter of the process's limit is for everybody else.
+
+    To open a file takes longer than to read a sequence, and on a parallel file system a thousand times as long, on a
+    server that all ranks share. So where there are more than the limit is made for, the limit is raised as far as the
+    process may by itself; it is low for the sake of select(), which neither torch nor MPI uses.
+    """
+    soft, hard = (UNLIMITED if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    wanted = min(files + files // 3 + 1, hard)
+    if wanted > soft:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return soft - soft // 4
 
 
 class Tokens:
@@ -190,8 +215,8 @@ class Tokens:
 
     Slices are views of memory maps. Rows are copied by ``pread`` from the same pages of the file system's cache: where
     each row lies elsewhere it takes a fifth of the time, because nothing is mapped that has to be given back again.
-    Files are opened when they are first needed, and no more are open at once than the process may have; the resident
-    memory stays small however much is read. Threads may share it.
+    Files are opened when they are first needed and stay open, as far as the process may have them open at once; the
+    resident memory stays small however much is read. Threads may share it.
     """
 
     def __init__(self, shards: Sequence[Shard], most_open: int | None = None) -> None:
@@ -199,8 +224,7 @@ class Tokens:
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
         self._places = [(shard.path, shard.offset, np.dtype(shard.dtype)) for shard in self.shards]
-        # A map keeps its file open, too. Half of the limit is for everybody else.
-        self._most = most_open or min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._most = most_open or _may_open(len({path for path, _, _ in self._places}))
         self._maps: dict[int, tuple[NDArray[np.integer], mmap.mmap | None]] = {}
         self._files: dict[str, _File] = {}
         self._touched: set[int] = set()
@@ -255,7 +279,7 @@ class Tokens:
         return Tokens(before), Tokens(after)
 
     def _open(self, path: str) -> _File:
-        while len(self._files) >= self._most:
+        while self._files and _File.open >= self._most:
             del self._files[next(iter(self._files))]
         file = self._files[path] = _File(path)
         return file
@@ -270,7 +294,7 @@ class Tokens:
         return entry[0][start - base : stop - base]
 
     def _map(self, number: int) -> tuple[NDArray[np.integer], mmap.mmap | None]:
-        while len(self._maps) >= self._most:
+        while len(self._maps) >= min(self._most, MAPPED):  # a map keeps its file open, too
             self._maps.pop(next(iter(self._maps)), None)
         entry = self._maps[number] = _mapped(self.shards[number])
         return entry

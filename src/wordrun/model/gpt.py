@@ -34,7 +34,8 @@ class Attention(nn.Module):
         """Return what each token gathers from itself and the tokens before it; as ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
-        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (B, N, T, H)
+        # Each (B, N, T, H); taken apart first, because the backward pass then puts the gradients together in one copy.
+        q, k, v = (each.transpose(1, 2) for each in heads.unbind(3))
         if past is not None:
             k, v = past.add(k, v)
         y = causal_attention(q, k, v, self.dropout if self.training else 0.0, seen)
