@@ -166,7 +166,8 @@ def memories(world: dist.World, folder: str) -> list[str]:
         backend, *more = words
         with trainer_of(world, folder, *SMALL, f"train.backend={backend}", *more) as trainer:
             step = step_of(trainer)
-            step()  # the optimizer's state is there from now on
+            step()  # the optimizer's state is there from now on,
+            step()  # and DDP's last buckets
             measured = peak(step)
             shape = memory.read(trainer.cfg.model, VOCABULARY, True)
             options = PlanConfig(devices=world.size, per_node=world.size, device="cpu")

@@ -122,18 +122,19 @@ def pipelines(*schedules: str) -> dict[str, list[str]]:
 FOUR = "model.n_layer=4"
 # Half as far: enough where a setting changes how the same sums are made.
 SHORT = ["train.max_iters=10", "train.eval_interval=5"]
-# Each with one micro-step and with two; with one it goes the whole way.
+# Each with one micro-step and with two, and the whole way.
 BOTH = {
     "ddp": ["train.backend=DDP", "backend.bucket_cap_mb=1"],
     "fsdp": ["train.backend=FSDP"],
-    "tp": ["train.backend=TP", "train.activation_checkpointing=full"],
+    "tp": ["train.backend=TP"],
     **pipelines("1F1B"),
 }
-# Two micro-steps, but for a static graph.
+# Two micro-steps, but for a static graph, and half as far.
 VARIANTS = {
     "gpt": {
         "ddp-static": ["train.backend=DDP", "backend.static_graph=true"],
         "fsdp-zero2": ["train.backend=FSDP", "backend.reshard_after_forward=false", "backend.prefetch=0"],
+        "tp-again": ["train.backend=TP", "train.activation_checkpointing=full"],
         "fsdp-offload": ["train.backend=FSDP", "backend.cpu_offload=true", "train.activation_checkpointing=2"],
         **pipelines("GPipe", *INTERLEAVED),
     },
@@ -147,7 +148,7 @@ MASKED = [
 EIGHT = {
     "gpt-3d": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective"],
     "llama-3d": ["train.backend=3D"],
-    "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", "backend.tp=2", FOUR],
+    "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", "backend.tp=2", FOUR, *SHORT],
 }
 
 
@@ -175,7 +176,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
                 if name.removeprefix("pp-") in INTERLEAVED:
                     runs[run].append(FOUR)
                     references[run] = f"{model}-four"
-                if gas == 2 or name not in BOTH:
+                if name not in BOTH:
                     runs[run] += SHORT
                     references[run] += "-short"
     for name in ("fsdp", "tp", "pp-1F1B"):
@@ -207,15 +208,15 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
 
 def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    alone = {f"{model}-alone-short": [*words, *SHORT] for model, words in MODELS.items()}
+    alone = {f"{model}-alone": words for model, words in MODELS.items()}
     train(ranks, 1, alone | {"gpt-four-alone-short": [*MODELS["gpt"], FOUR, *SHORT]}, home)
     runs = {
-        name: [*MODELS[name.partition("-")[0]], *more, *SHORT, f"model.batch_size={8 if FOUR in more else 4}"]
+        name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={8 if FOUR in more else 4}"]
         for name, more in EIGHT.items()
     }
     train(ranks, 8, runs, home)
     for name, words in runs.items():
-        compare(home, name, "gpt-four-alone-short" if FOUR in words else f"{name.partition('-')[0]}-alone-short")
+        compare(home, name, "gpt-four-alone-short" if FOUR in words else f"{name.partition('-')[0]}-alone")
 
 
 BUILD = """

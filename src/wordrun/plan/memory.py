@@ -199,15 +199,16 @@ class Memory:
     sent: float
     """Bytes that the rank sends per optimizer step."""
     late: bool = False
-    """Whether gradients come as the activations go, rather than being there from the step's beginning."""
+    """Whether gradients come as the activations go, rather than being there while there are most activations."""
+    left: float = 0
+    """Of the activations what there still is when all gradients have come late."""
 
     @property
     def total(self) -> float:
         """Bytes of the device at the peak: at the loss, in the first block's backward pass, or at the end."""
-        loss = self.activations + self.logits + self.at_loss
-        first = self.activations + self.block + self.buffers
-        last = self.block + self.buffers + self.gradients
-        rest = max(loss, first, last) if self.late else max(loss, first) + self.gradients
+        most = self.activations + max(self.logits + self.at_loss, self.block + self.buffers)
+        last = self.left + self.block + self.buffers + self.gradients
+        rest = max(most, last) if self.late else most + self.gradients
         return self.parameters + self.optimizer + rest
 
 
@@ -328,6 +329,8 @@ def _pipeline(model: Outline, way: Way, options: PPConfig, checkpointing: str, r
     return Memory(
         **_states(model, way, options, runs),
         activations=mean["activations"] * flying,
+        late=count * len(runs) <= flying,  # the last forward pass is before the first backward pass
+        left=mean["activations"] * (flying - 1),
         logits=logits,
         block=mean["block"],
         buffers=buffers,
