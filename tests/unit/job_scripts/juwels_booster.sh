@@ -14,7 +14,8 @@
 #SBATCH --output=wordrun-%j.out
 
 cd '/p/my runs' || exit
-export PATH=/no/venv/bin:$PATH
+module --force purge
+module load Stages/2025 GCC OpenMPI CUDA/12 MPI-settings/CUDA Python mpi4py
 source /repo/bin/setup.sh && setup_python && setup_job || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto

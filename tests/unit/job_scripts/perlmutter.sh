@@ -15,7 +15,7 @@
 #SBATCH --output=wordrun-%j.out
 
 cd '/p/my runs' || exit
-export PATH=/no/venv/bin:$PATH
+module load pytorch/2.8.0
 source /repo/bin/setup.sh && setup_python && setup_job || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
