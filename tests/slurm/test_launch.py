@@ -77,6 +77,20 @@ def test_in_sbatch_with_uneven_nodes(cluster: Cluster, tmp_path: Path) -> None:
     assert places == [("0", "0", "3", "0"), ("1", "1", "3", "0"), ("2", "2", "3", "0"), ("3", "0", "1", "1")]
 
 
+def test_ranks_are_where_a_hostfile_and_uneven_numbers_put_them(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("n2:1\nn1:3\n")
+    (tmp_path / "do").write_text(f"launch --hostfile hosts sh -c '{WHO}'; launch -N 2 -n 5 sh -c '{WHO}'\n")
+    got = cluster.run("salloc", "-N2", "--nodelist=n1,n2", "--ntasks-per-node=4", "sh", "do")
+    assert got.returncode == 0, got.stderr
+    assert "srun: warning" not in got.stderr
+    lines = sorted(got.stdout.splitlines())
+    place = "{}/{} {}/{} node {} on {} at {}".format
+    # In the order of the job, whatever the file's is.
+    listed = [place(rank, 4, rank, 3, 0, "n1", "n1") for rank in range(3)] + [place(3, 4, 0, 1, 1, "n2", "n1")]
+    spread = [place(rank, 5, rank, 4, 0, "n1", "n1") for rank in range(4)] + [place(4, 5, 0, 1, 1, "n2", "n1")]
+    assert lines == sorted(listed + spread)
+
+
 def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, tmp_path: Path, command: Any) -> None:
     together = cluster.run(
         "salloc", "-N2", "-n4", "launch", "-N", "2", "-n", "4", sys.executable, "-m", "wordrun", *SMALL,
@@ -268,10 +282,17 @@ def test_ranks_are_told_before_the_walltime_ends(cluster: Cluster, tmp_path: Pat
 
 def test_idle_ranks_show_their_stacks(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text("import time\ndef waits_for_ever():\n    time.sleep(60)\nwaits_for_ever()\n")
-    words = ("launch", "--idle-timeout", "6", "-N", "2", "-n", "2", sys.executable, "stuck.py")
-    got = cluster.run("salloc", "-N2", "-n2", *words)
+    for folder, does in (("none", "exit 1"), ("one", "echo stacks of $(tr '\\0' ' ' < /proc/$3/cmdline)")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "py-spy").write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / folder / "py-spy").chmod(0o755)
+    words = f"launch --idle-timeout 6 -N 2 -n 2 {sys.executable} stuck.py"
+    both = f"PATH=$PWD/none:$PATH {words}; PATH=$PWD/one:$PATH exec {words}"
+    got = cluster.run("salloc", "-N2", "-n2", "sh", "-c", both)
     assert got.returncode == 124, got.stderr
     assert got.stderr.count("in waits_for_ever") == 2, got.stderr
+    # The ranks are no children of srun; both of them are on this machine.
+    assert got.stderr.count(f"stacks of {sys.executable} stuck.py") == 2, got.stderr
 
 
 def test_doctor(cluster: Cluster) -> None:

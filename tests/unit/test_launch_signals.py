@@ -1,13 +1,18 @@
-"""Which signals launch passes on to the ranks of an srun."""
+"""Which signals launch passes on to the ranks of an srun, and how ranks are found that it did not start itself."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from wordrun.launch import processes
 from wordrun.launch.command import Decided, Ranks, build
 from wordrun.launch.job import Job
 from wordrun.launch.launcher import Launcher
@@ -44,3 +49,21 @@ def test_an_order_to_end_comes_once(
     _signal_step(plan, number)
     asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
     assert asked == (f"--signal={number.name} 17.3\n" if sent else "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_ranks_of_a_schedulers_daemon_are_found(tmp_path: Path) -> None:
+    """Neither below the launcher nor in its group or session, as under srun and PALS."""
+    code = "import os, subprocess, sys, time; print(os.getpid(), flush=True)\n"
+    rank = f"{code}subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    start = f"setsid {shlex.quote(sys.executable)} -c {shlex.quote(rank)} > pid 2>&1 &"
+    subprocess.run(["sh", "-c", start], check=True, env={**os.environ, "WORDRUN_LAUNCH_ID": "7-ab"})
+    told, end = tmp_path / "pid", time.monotonic() + 30
+    while not (told.exists() and told.read_text().endswith("\n")) and time.monotonic() < end:
+        time.sleep(0.05)
+    pid = int(told.read_text())
+    try:
+        assert processes.pythons(os.getpid(), "7-ab") == [pid]
+        assert processes.pythons(os.getpid(), "7-a") == []
+    finally:
+        os.killpg(pid, signal.SIGKILL)

@@ -230,7 +230,9 @@ def test_an_unknown_cluster_with_uneven_nodes(cluster: Cluster) -> None:
     env = slurm("n[1-2]", "3,1", SLURM_NTASKS="4", SLURM_TASKS_PER_NODE="3,1")
     plan = cluster.plan(env, "login", "srun")
     assert plan.site is None
-    assert words(plan) == "srun -u -N 2 -n 4 -c 1 " + STEP
+    assert words(plan) == "srun -u -N 2 -n 4 -c 1 --distribution=arbitrary " + STEP
+    assert plan.env_set["SLURM_HOSTFILE"] == f"{RUN}.hosts"
+    assert plan.files[f"{RUN}.hosts"] == "n1\nn1\nn1\nn2\n"
     part = cluster.plan(env, "login", "srun", np=2)
     assert words(part) == "srun -u -N 1 -n 2 --ntasks-per-node=2 -c 1 --nodelist=n1 " + STEP
 
@@ -260,7 +262,32 @@ def test_a_hostfile_of_the_users(cluster: Cluster, tmp_path: Path) -> None:
     assert words(plan) == f"hydra -n 4 -f {RUN}.hosts"
     assert plan.files[f"{RUN}.hosts"] == "b:3\na:1\n"
     in_slurm = cluster.plan(slurm("[a-b],c".replace("[a-b]", "a,b"), "4(x3)"), "c", "srun", hostfile=str(hosts))
-    assert words(in_slurm) == "srun -u -N 2 -n 4 -c 1 --nodelist=b,a " + STEP
+    assert words(in_slurm) == "srun -u -N 2 -n 4 -c 1 --distribution=arbitrary " + STEP
+    # In the job's order, in which srun numbers the nodes.
+    assert in_slurm.files[in_slurm.env_set["SLURM_HOSTFILE"]] == "a\nb\nb\nb\n"
+    assert in_slurm.hosts == ("a", "b")
+
+
+def test_gpus_that_a_login_nodes_shell_does_not_show(cluster: Cluster) -> None:
+    for text in ("4", "a100:4"):
+        env = slurm("n[1-2]", "64(x2)", SLURM_GPUS_PER_NODE=text)
+        assert words(cluster.plan(env, "login", "srun")).startswith(
+            "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 16 --gpu-bind=none "
+        )
+
+
+def test_hosts_that_pbs_names_many_times(cluster: Cluster) -> None:
+    hosts = [f"h{number:04d}" for number in range(5000) for _ in range(4)]
+    job, _ = cluster.job(cluster.pbs("server", hosts), "h0000")
+    assert (len(job.hosts), set(job.slots)) == (5000, {4})
+
+
+def test_open_mpi_hands_on_what_the_user_exported(cluster: Cluster) -> None:
+    env = cluster.pbs("sophia-pbs-01", ["sophia-gpu-01", "sophia-gpu-02"])
+    mine = {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO", "https_proxy": "http://mine", "WANDB_MODE": "disabled"}
+    text = words(cluster.plan({**env, **mine, "HISTSIZE": "7"}, "sophia-gpu-01", "openmpi"))
+    assert all(f" -x {name} " in text for name in mine)
+    assert "HISTSIZE" not in text
 
 
 def test_an_interactive_shell_of_salloc_is_no_rank(cluster: Cluster) -> None:
@@ -281,6 +308,13 @@ BAD_JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
     "no node file named": ({"PBS_JOBID": "1"}, ["PBS_NODEFILE is not set", "--hostfile"]),
     "node file missing": ({"PBS_JOBID": "1", "PBS_NODEFILE": "/none"}, ["PBS_NODEFILE=/none", "No such file"]),
     "node file empty": ({"PBS_JOBID": "1", "PBS_NODEFILE": "/dev/null"}, ["PBS_NODEFILE=/dev/null is empty"]),
+    "node file with something else": (
+        {"PBS_JOBID": "1", "PBS_NODEFILE": __file__}, ["should be the name of one host", __file__]
+    ),
+    "inside a rank": (
+        {"PBS_JOBID": "1", "PBS_NODEFILE": "/none", "PALS_RANKID": "3"},
+        ["rank 3 of a launch in PBS job 1", "PALS_RANKID"],
+    ),
     "node list does not parse": (slurm("n[1-", "4"), ["SLURM_JOB_NODELIST", "n[1-"]),
     "no node list": ({"SLURM_JOB_ID": "7"}, ["SLURM_JOB_NODELIST is not set"]),
     "counts do not parse": (slurm("n1", "4x2"), ["SLURM_JOB_CPUS_PER_NODE", "4x2"]),

@@ -47,3 +47,24 @@ def resolve(name: str) -> str | None:
         return str(socket.getaddrinfo(name.encode("ascii"), None, socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError):
         return None
+
+
+def strangers(hosts: Sequence[str], here: str, within_s: float = 2.0) -> list[str]:
+    """Return those of ``hosts`` whose names have no address, as far as that comes out in time.
+
+    Args:
+        hosts: names, thousands perhaps.
+        here: name of this machine, which need not resolve.
+        within_s: seconds after which those that nobody has answered for are believed.
+    """
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    others = [host for host in hosts if host.partition(".")[0] != here.partition(".")[0]]
+    if not others:
+        return []
+    pool = ThreadPoolExecutor(min(32, len(others)))
+    asked = {pool.submit(resolve, host): host for host in others}
+    answered = wait(asked, timeout=within_s).done
+    pool.shutdown(wait=False, cancel_futures=True)
+    unknown = {asked[answer] for answer in answered if answer.result() is None}
+    return [host for host in others if host in unknown]

@@ -152,6 +152,10 @@ def _find(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job
     if found:
         job = replace(job, reasons={**job.reasons, "site": why})
     ranks = command.decide_ranks(options, job)
+    crowded = [host for host, n, have in zip(job.hosts, ranks.layout, job.devices, strict=False) if n > have > 0]
+    if crowded:
+        note = f"{ranks.ppn} ranks share {min(job.devices)} devices on {crowded[0]} ({ranks.why}); NCCL allows one each"
+        job = replace(job, notes=(*job.notes, note))
     return job, found, ranks, launcher.choose(options.launcher, ranks.np, env, job, found)
 
 
@@ -212,6 +216,14 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site | None, same: I
         if problem and not options.dry_run:
             raise ConfigError(f"{job.reasons['hosts']}: {problem}")
         why = f"{why} (NOTE: {problem})" if problem else why
+    if job.scheduler != "slurm" and "MASTER_ADDR" not in asked and not options.dry_run:  # SLURM has a list of its own
+        absent = address.strangers(job.hosts[: ranks.nodes], socket.gethostname())
+        if absent:
+            raise ConfigError(
+                f"{job.reasons['hosts']}: {', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be found by name "
+                "from here: correct the list, or, if only the launcher knows them, name the first one's address by "
+                "--env MASTER_ADDR=ADDRESS"
+            )
     # Ranks on other hosts can report only through a folder that they share with this one.
     if ranks.nodes > 1 or job.scheduler != "none":
         status_dir = os.path.join(folder, f"{name}.status")

@@ -24,6 +24,8 @@ STALE = frozenset([
     "PALS_ENVLIST", "PALS_ENVALL", "PALS_TRANSFER", "PALS_LABEL", "PALS_LINE_BUFFER", "PALS_EXCLUSIVE", "PALS_WDIR",
     "PALS_PATH", "PALS_UMASK", "PALS_PMI", "PALS_RLIMITS", "PALS_ABORT_ON_FAILURE", "PALS_PROCINFO_FILE",
     "PALS_SSTARTUP",
+    # and what srun does
+    "SLURM_HOSTFILE",
     # an outer launch's own
     "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID", "WORDRUN_WORLD_SIZE",
     "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
@@ -31,6 +33,10 @@ STALE = frozenset([
 # Linux starts no program with a word or variable longer than 128 KiB. 10,000 hosts' names are that, and ranks can do
 # without: the names are for people.
 LONGEST = 100_000
+# What a user exports for the ranks, where a launcher passes on only what it is told to.
+FOR_RANKS = (
+    "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "UCX_", "WANDB_", "WORDRUN_",
+)  # fmt: skip
 STALE_PREFIXES = ("ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 
 
@@ -213,6 +219,8 @@ class Request:
     site: Site | None
     env: Mapping[str, str]
     """The environment that is set for the ranks."""
+    exported: tuple[str, ...] = ()
+    """What the user has exported for them instead, or besides."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -241,7 +249,9 @@ def build(
     """
     request = Request(job, options, ranks, launcher, decided, site, {})
     env_set, reasons = _environment(request, env)
-    request = replace(request, env=env_set)
+    known = {*site.env, *site.proxies} if site else set()
+    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and not is_stale(name))
+    request = replace(request, env=env_set, exported=tuple(exported))
     reasons = {
         **job.reasons,
         "ranks": ranks.why,
@@ -258,7 +268,9 @@ def build(
         env_unset=tuple(sorted(unset - set(env_set))),
         np=ranks.np, ppn=ranks.ppn, hosts=request.hosts, launcher=launcher, job=job, decided=decided, reasons=reasons,
         site=site.name if site else None,
-        files={hosts_file: _hosts_text(request)} if any(word.endswith(hosts_file) for word in argv) else {},
+        files={hosts_file: _hosts_text(request)}
+        if any(word.endswith(hosts_file) for word in (*argv, env_set.get("SLURM_HOSTFILE", "")))
+        else {},
     )  # fmt: skip
 
 
@@ -330,6 +342,9 @@ def _environment(request: Request, env: Mapping[str, str]) -> tuple[dict[str, st
     if launcher.kind == "srun":
         values["SRUN_CPUS_PER_TASK"] = str(request.cores_per_rank)
         reasons["SRUN_CPUS_PER_TASK"] = "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal"
+        if not ranks.even:
+            values["SLURM_HOSTFILE"] = decided.path("hosts")
+            reasons["SLURM_HOSTFILE"] = "a line for each rank, for --distribution=arbitrary"
     if request.site and job.scheduler == request.site.scheduler:
         _add_site(request.site, request, env, values, reasons)
     for name, value in request.options.env:
@@ -372,7 +387,7 @@ def _openmpi(r: Request) -> tuple[str, ...]:
     binding = ("--bind-to", r.options.cpu_bind or "none")
     crowd = ("--map-by", "slot:OVERSUBSCRIBE") if r.ranks.ppn > min(r.job.cores) and not where else ()
     # mpirun hands on what -x names, and on other hosts nothing else.
-    inherited = ("LD_LIBRARY_PATH", "PATH") if where else ()
+    inherited = ("LD_LIBRARY_PATH", "PATH", *r.exported) if where else ()
     exported = [word for name in sorted({*r.env, *inherited}) for word in ("-x", name)]
     return (
         r.launcher.path, "-n", str(r.ranks.np), *where, *binding, *crowd, *exported, *r.options.launcher_args,
@@ -404,14 +419,17 @@ def _srun(r: Request) -> tuple[str, ...]:
     args = tuple(word.format(devices=devices) for word in args if devices or ("gpu" not in word and "gres" not in word))
     if r.options.cpu_bind:
         args = (*(word for word in args if not word.startswith("--cpu-bind")), f"--cpu-bind={r.options.cpu_bind}")
-    per_node = (f"--ntasks-per-node={r.ranks.ppn}",) if r.ranks.even else ()
     # srun may take any of the job's nodes; rank 0 has to be where MASTER_ADDR says.
     hosts = ",".join(r.hosts)
     part = r.ranks.nodes < len(r.job.hosts) or r.options.hostfile or r.job.partial
-    chosen = (f"--nodelist={hosts if len(hosts) <= LONGEST else r.decided.path('hosts')}",) if part else ()
+    if not r.ranks.even:  # srun would level the numbers out
+        where: tuple[str, ...] = ("-c", str(r.cores_per_rank), "--distribution=arbitrary")
+    else:
+        chosen = (f"--nodelist={hosts if len(hosts) <= LONGEST else r.decided.path('hosts')}",) if part else ()
+        where = (f"--ntasks-per-node={r.ranks.ppn}", "-c", str(r.cores_per_rank), *chosen)
     return (
-        r.launcher.path, "-u", "-N", str(r.ranks.nodes), "-n", str(r.ranks.np), *per_node,
-        "-c", str(r.cores_per_rank), *chosen, *args, "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
+        r.launcher.path, "-u", "-N", str(r.ranks.nodes), "-n", str(r.ranks.np), *where, *args,
+        "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
         f"--job-name={step_name(r.decided)}", *r.options.launcher_args, "/bin/sh", RANK_ENV, *r.options.command,
     )  # fmt: skip
 
@@ -438,7 +456,8 @@ def step_name(decided: Decided) -> str:
 def _hosts_text(r: Request) -> str:
     between = {"hydra": ":", "openmpi": " slots="}.get(r.launcher.kind)
     if between is None:
-        return "".join(f"{host}\n" for host in r.hosts)
+        times = r.ranks.layout if r.launcher.kind == "srun" and not r.ranks.even else (1,) * len(r.hosts)
+        return "".join(f"{host}\n" * n for host, n in zip(r.hosts, times, strict=True))
     return "".join(f"{host}{between}{ranks}\n" for host, ranks in zip(r.hosts, r.ranks.layout, strict=True))
 
 

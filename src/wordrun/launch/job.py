@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +15,8 @@ from wordrun.slurm import expand_counts, expand_hosts, is_task
 
 # A scheduler's job is at work when its variable is set.
 JOB_VARIABLES = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}
+# What tells a rank of a launcher that may be at work in a PBS job which one it is.
+RANK_VARIABLES = ("PALS_RANKID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -110,8 +114,18 @@ def _pbs(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
             f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: launch in the job's own shell, "
             "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
         )
+    inside = next((name for name in RANK_VARIABLES if name in env), "")
+    if inside:
+        raise ConfigError(
+            f"this is already rank {env[inside]} of a launch in PBS job {env['PBS_JOBID']} ({inside}): call launch in "
+            "the job's own shell, or use --scheduler none for ranks on this node alone"
+        )
     lines = _hosts_in(path, "PBS_NODEFILE")
-    hosts = tuple(dict.fromkeys(lines))
+    strange = next((line for line in lines if len(line.split()) > 1), "")
+    if strange:
+        raise ConfigError(f"PBS_NODEFILE={path}: {strange!r} should be the name of one host")
+    listed = Counter(lines)  # in the file's order
+    hosts = tuple(listed)
     count = len(hosts)
     cores, cores_why = machine.cores, machine.cores_why
     if site and site.cores:
@@ -119,13 +133,12 @@ def _pbs(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
     elif env.get("NCPUS", "").isdigit() and machine.host.partition(".")[0] not in [h.partition(".")[0] for h in hosts]:
         cores, cores_why = int(env["NCPUS"]), "NCPUS"
     devices, devices_why = _devices(machine, site)
-    per_host = [lines.count(host) for host in hosts] if len(lines) > count and count < 1000 else [1] * count
     if site and site.ranks_per_node:
         slots = [site.ranks_per_node] * count
     elif devices:
         slots = [devices] * count
     else:
-        slots = per_host
+        slots = list(listed.values())
     return Job(
         hosts=hosts, cores=(cores,) * count, devices=(devices,) * count, slots=tuple(slots),
         scheduler="pbs", id=env["PBS_JOBID"], hostfile=path if len(lines) == count else "",
@@ -162,8 +175,12 @@ def _slurm(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
     elif site and site.cores:
         cores, cores_why = (site.cores,) * count, f"site {site.name}"
     devices, devices_why = _devices(machine, site)
-    if env.get("SLURM_GPUS_ON_NODE", "").isdigit():
-        devices, devices_why = int(env["SLURM_GPUS_ON_NODE"]), "SLURM_GPUS_ON_NODE"
+    # The first is set on a job's nodes alone; the second in salloc's shell on a login node, perhaps as a100:4.
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        gpus = re.fullmatch(r"(?:[^,]*:)?(\d+)", env.get(name, ""))
+        if gpus:
+            devices, devices_why = int(gpus[1]), name
+            break
     if site and site.ranks_per_node:
         slots = (site.ranks_per_node,) * count
     elif devices:
@@ -239,6 +256,8 @@ def _with_hostfile(job: Job, path: str, machine: Machine) -> Job:
                 f"--hostfile {path}: {', '.join(strangers[:5])} not in {job.scheduler.upper()} job {job.id}, "
                 f"which has {', '.join(job.hosts[:5])}{', ...' * (len(job.hosts) > 5)}"
             )
+    if job.scheduler == "slurm":  # srun numbers nodes, and ranks with them, in an order of its own
+        slots = dict(sorted(slots.items(), key=lambda item: known[item[0].partition(".")[0]]))
     index = [known.get(name.partition(".")[0], 0) for name in slots]
     return replace(
         job, hosts=tuple(slots), cores=tuple(job.cores[i] for i in index), devices=tuple(job.devices[i] for i in index),

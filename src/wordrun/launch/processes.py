@@ -55,18 +55,26 @@ def rank_groups(pid: int) -> list[int]:
     return ranks
 
 
-def pythons(pid: int) -> list[int]:
-    """Return the Python processes below ``pid`` that a launcher's daemon or shell started, not those below them."""
-    found: list[int] = []
-    inside = {pid}
-    for process in descendants(pid):
-        if process.parent not in inside:
-            continue
-        if process.name.startswith(("python", "pypy")) and not _is_launcher(process.pid):
-            found.append(process.pid)
-        else:
-            inside.add(process.pid)
-    return found
+def pythons(pid: int, launch_id: str) -> list[int]:
+    """Return the Python processes on this host that are ranks of a launch, not those below them.
+
+    Args:
+        pid: the launcher, below which they are unless a scheduler's daemon has started them.
+        launch_id: what all ranks of this launch have as WORDRUN_LAUNCH_ID, by which the others are found (Linux).
+    """
+    table = {process.pid: process for process in _table()}
+    mine = {process.pid for process in descendants(pid)}
+    found = {
+        process.pid for process in table.values()
+        if process.name.startswith(("python", "pypy")) and not _is_launcher(process.pid)
+        and (process.pid in mine or _has(process.pid, f"WORDRUN_LAUNCH_ID={launch_id}"))
+    }  # fmt: skip
+
+    def is_below_another(process: Process) -> bool:
+        above = table.get(process.parent)
+        return above is not None and (above.pid in found or is_below_another(above))
+
+    return [number for number in sorted(found) if not is_below_another(table[number])]
 
 
 def abort_in_turn(launcher: int, ranks: list[int]) -> None:
@@ -93,6 +101,15 @@ def _is_launcher(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"torch.distributed.run" in file.read()
+    except OSError:
+        return False
+
+
+def _has(pid: int, setting: str) -> bool:
+    """Say whether a process of ours was started with ``setting``, NAME=VALUE, in its environment."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return setting.encode() in file.read().split(b"\0")
     except OSError:
         return False
 

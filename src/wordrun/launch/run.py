@@ -289,16 +289,17 @@ class _Running:
         faulthandler, which PYTHONFAULTHANDLER has switched on, prints all threads' stacks on SIGABRT and lets the
         process end.
         """
-        looked = False
-        for rank in processes.pythons(self.child.pid):
+        looked, ranks = False, processes.pythons(self.child.pid, self.plan.decided.launch_id)
+        for rank in ranks:
             looked = _spy(rank) or looked
         if looked:
             self.give_up()
             return
         say("py-spy is not installed or may not look, so each rank prints its stacks and ends (SIGABRT)")
         if self.plan.launcher.kind == "srun":
-            _signal_step(self.plan, signal.SIGABRT)
-        processes.abort_in_turn(self.child.pid, processes.pythons(self.child.pid))
+            _signal_step(self.plan, signal.SIGABRT)  # on all hosts
+        else:
+            processes.abort_in_turn(self.child.pid, ranks)
         self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def give_up(self) -> None:
