@@ -168,6 +168,14 @@ def test_names_that_do_not_resolve_are_refused_before_anything_starts(
     assert not (tmp_path / "outputs").exists()
 
 
+def test_a_host_that_nobody_knows_is_named(job: str, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "nodefile").write_text("localhost\nnosuchhost.invalid\n")
+    done = command("launch", "--ppn", "1", "true")
+    assert done.returncode == 2
+    assert f"PBS_NODEFILE {tmp_path}/nodefile: nosuchhost.invalid cannot be found by name from here" in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_a_mpich_that_comes_first_in_path_is_passed_over(
     job: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -161,8 +161,13 @@ def _find(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job
 
 def _info(options: Options) -> int:
     from wordrun.launch import show
+    from wordrun.launch.job import job_end
 
-    print(show.info(*_find(options), as_json=options.json))
+    job, known, ranks, chosen = _find(options)
+    if job.ends_at is None and job.scheduler != "none":
+        asked = {"pbs": "qstat", "slurm": "squeue"}[job.scheduler]
+        job = replace(job, ends_at=job_end(job), reasons={**job.reasons, "time_left": asked})
+    print(show.info(job, known, ranks, chosen, as_json=options.json))
     return 0
 
 

@@ -143,7 +143,10 @@ def _pbs(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
         hosts=hosts, cores=(cores,) * count, devices=(devices,) * count, slots=tuple(slots),
         scheduler="pbs", id=env["PBS_JOBID"], hostfile=path if len(lines) == count else "",
         queue=env.get("PBS_QUEUE", ""), array_index=env.get("PBS_ARRAY_INDEX", ""),
-        reasons={"scheduler": "PBS_JOBID", "hosts": f"PBS_NODEFILE {path}", "cores": cores_why, "devices": devices_why},
+        reasons={
+            "scheduler": "PBS_JOBID", "hosts": f"PBS_NODEFILE {path}", "cores": cores_why, "devices": devices_why,
+            "job": "PBS_JOBID", "queue": "PBS_QUEUE",
+        },
     )  # fmt: skip
 
 
@@ -199,6 +202,7 @@ def _slurm(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
         ends_at=float(end) if end.isdigit() else None,
         reasons={
             "scheduler": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST", "cores": cores_why, "devices": devices_why,
+            "job": "SLURM_JOB_ID", "queue": "SLURM_JOB_PARTITION", "time_left": "SLURM_JOB_END_TIME",
         },
         notes=tuple(notes),
     )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
+from datetime import timedelta
 from typing import Any
 
 import wordrun
@@ -56,6 +58,7 @@ def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_js
         "scheduler": job.scheduler,
         "job": job.id or None,
         "queue": job.queue or None,
+        "time_left": None if job.ends_at is None else str(timedelta(seconds=max(0, int(job.ends_at - time.time())))),
         "hosts": list(job.hosts),
         "cores": list(job.cores),
         "devices": list(job.devices),
