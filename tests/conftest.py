@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = item.path.relative_to(ROOT / "tests").parts[0]
         item.add_marker(getattr(pytest.mark, tier))
-        # What one worker of pytest-xdist takes as a whole: a file, or all that use the one cluster.
-        item.add_marker(pytest.mark.xdist_group(tier if tier == "slurm" else item.path.name))
+        # What one worker of pytest-xdist takes as a whole: a file, or all that use the one cluster or many ranks.
+        item.add_marker(pytest.mark.xdist_group(tier if tier in ("dist", "slurm") else item.path.name))
         if missing[tier]:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing[tier]}"))
 

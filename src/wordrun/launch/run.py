@@ -96,7 +96,7 @@ def run(
                 job.repeat_what_failed()
                 if status == REQUEUE:
                     run_id = plan.env_set["WORDRUN_RUN_ID"]
-                    say(f"stopped before its end, and saved (exit status {REQUEUE}): run {run_id} can be continued")
+                    say(f"stopped before its end, nothing lost (exit status {REQUEUE}): run {run_id} can be continued")
                 if last_lines is not None and not job.stopped_by:
                     last_lines += job.tail.lines()
     finally:
