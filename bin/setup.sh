@@ -74,11 +74,19 @@ EOF
   return 1
 }
 
-# Run the module lines of the site file "$1", if it has any; what they return says little, so their effect is checked
-# afterwards.
+# Run the module lines of the site file "$1", if it has any: 'modules: [LINE, LINE]', or '- LINE' each on a line below.
+# What they return says little, so their effect is checked afterwards.
 _wordrun_modules() {
-  local line
+  local line lines
   grep -q '^modules:' "$1" || return 0
+  lines=$(sed -n 's/[[:space:]]#.*//; /^modules:[[:space:]]*$/,/^[^ #-]/s/^ *- *//p; s/^modules: *\[\(.*\)\] *$/[\1/p' "$1" |
+    sed '/^\[/{s/^\[ *//; s/ *, */\n/g;}' | sed "s/ *\$//; s/^\"\\(.*\\)\"\$/\\1/; s/^'\\(.*\\)'\$/\\1/")
+  if [ -z "$lines" ] && grep -q '^modules: *\[ *\]' "$1"; then
+    return 0
+  elif [ -z "$lines" ]; then
+    _wordrun_say "$1: cannot read its modules without Python: write 'modules: [LINE, LINE]' on one line, or '- LINE' each below it"
+    return 1
+  fi
   if ! command -v module >/dev/null; then
     _wordrun_say "$1 has modules to load, but this shell has no 'module': start it as a login shell (bash -l)"
     return 1
@@ -87,7 +95,7 @@ _wordrun_modules() {
     printf 'module     %s\n' "$line"
     eval "$line" || _wordrun_say "'$line' returned $?"
   done <<EOF
-$(sed -n 's/^modules: *\[\(.*\)\].*/\1/p' "$1" | sed 's/, /\n/g')
+$lines
 EOF
 }
 

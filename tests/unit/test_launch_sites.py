@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from wordrun.launch.command import RANK_ENV, Decided, Plan, build, decide_ranks
 from wordrun.launch.job import Job, Machine, find_job
 from wordrun.launch.launcher import Launcher, choose
 from wordrun.launch.options import Options
+from wordrun.launch.site_check import SHAPES
 
 Env = Mapping[str, str]
 RUN = "/p/outputs/launches/R"
@@ -367,6 +369,7 @@ def test_every_site_file_is_right_for_any_number_of_ranks() -> None:
     assert len(paths) >= 10
     for path in paths:
         known = site.load(path)
+        assert known == site.load(path, trusted=True)
         assert known.description
         assert known.scheduler
         assert known.launcher
@@ -392,28 +395,96 @@ def test_a_users_own_site_needs_no_python(cluster: Cluster, tmp_path: Path) -> N
     assert by_file.site == "mine"
 
 
-BAD_SITES = {
-    "devises: 4": ["unknown key 'devises'", "did you mean 'devices'?"],
+# Lines of a site file that is right otherwise, and what is said of them.
+BAD_VALUES = {
+    "devises: 4": ["unknown key 'devises'; did you mean 'devices'?"],
     "devices: four": ["devices: 'four' should be a whole number"],
-    "scheduler: lsf": ["scheduler: 'lsf' should be one of pbs, slurm"],
+    "devices: -1": ["devices: -1 should be a whole number from 0 up"],
+    "cores: 0": ["cores: 0 should be a whole number from 1 up"],
+    "ranks_per_node: 0": ["ranks_per_node: 0 should be a whole number from 1 up"],
+    "launcher: mpich": ["launcher: 'mpich' should be one of pals, srun, openmpi, hydra"],
     "env: {A: 1}": ["env.A: 1 should be [value, reason]"],
-    "recognise: {hosts: 'x['}": ["'x[' is no regular expression"],
-    "recognise: {host: x}": ["recognise: unknown key 'host'"],
-    "cores_near_device: [a]": ["cores_near_device: 'a' should be cores"],
-    "- a": ["should hold keys and values"],
-    "a: [": ["a: ["],
+    "env: {1: [a, b]}": ["env: the name 1 should be text"],
+    "env: {A-B: [a, b]}": ["env: 'A-B' should be the name of a variable"],
+    "env: {A: ['{device}', b]}": ["env.A", "{device}, for which nothing is filled in; did you mean '{devices}'?"],
+    "unset: {A: }": ["unset.A: None should be text"],
+    "recognise: {host: x}": ["recognise: unknown key 'host'; did you mean 'hosts'?"],
+    "recognise: {hosts: 'x['}": ["recognise.hosts: 'x[' is no regular expression"],
+    "recognise: {hosts: [x]}": ["recognise.hosts: ['x'] should be text"],
+    "recognise: {env: {A: 'x['}}": ["recognise.env.A: 'x[' is no regular expression"],
+    "recognise: {env: [A]}": ["recognise.env: ['A'] should be names and values"],
+    "recognise: {env: foo}": ["recognise.env: 'foo' should be names and values"],
+    "cores_near_device: [a]": ["cores_near_device: 'a' should be cores such as 8-15"],
+    "cores_near_device: [8-1]": ["cores_near_device: '8-1' should name the lower core first"],
+    "{devices: 4, cores_near_device: [0-7, 8-15]}": ["cores_near_device: 2 entries for devices: 4"],
+    "{launcher: srun, srun_args: ['--gpus={device}']}": ["srun_args: '--gpus={device}' has", "mean '{devices}'?"],
+    "{launcher: srun, srun_args: ['--gpus={devices']}": ["has {devices, for which nothing is filled in"],
+    "srun_args: [--exact]": ["srun_args goes with launcher: srun, and the file says no launcher"],
+    "{launcher: srun, pals_binding: depth}": ["pals_binding goes with launcher: pals", "says launcher: srun"],
+    "{launcher: srun, scheduler: pbs}": ["launcher: srun is SLURM's own", "scheduler: pbs"],
+    "master_addr: '{hst}.x'": ["master_addr: '{hst}.x' has {hst}", "did you mean '{host}'?"],
+    "master_addr: node1": ["master_addr: 'node1' should hold {host}"],
+    "proxies: {http_proxy: 8080}": ["proxies.http_proxy: 8080 should be text"],
+    "modules: [module load a: b]": ["modules: {'module load a': 'b'} should be one line of text"],
+    "queues: {debug: }": ["queues.debug: None should be names and values ({} for none)"],
+    "queues: {debug: {hour: 1}}": ["queues.debug: unknown key 'hour'; did you mean 'hours'?"],
+    "queues: {debug: {hours: one}}": ["queues.debug.hours: 'one' should be a number above 0"],
+    "queues: {debug: {nodes: 4}}": ["queues.debug.nodes: 4 should be [least, most] nodes"],
+    "queues: {debug: {nodes: [4, 1]}}": ["queues.debug.nodes: [4, 1] should be [least, most] nodes"],
+    "submit: {filesytems: home, acount_needed: true}": [
+        "unknown key 'filesytems'; did you mean 'filesystems'?", "unknown key 'acount_needed'",
+    ],
+    "submit: {queue_needed: 1}": ["submit.queue_needed: 1 should be true or false"],
+    "submit: {queue_option: qos}": ["submit.queue_option: 'qos' should be an option of sbatch"],
+    "submit: {directives: --exclusive}": ["submit.directives: '--exclusive' should be a list, such as [--exclusive]"],
+    "submit: {directives: ['--gres=gpu:{n}']}": ["submit.directives: '--gres=gpu:{n}' has {n}", "known is {devices}"],
+    "{scheduler: pbs, submit: {directives: ['-l n={devices}']}}": ["nothing is filled in for pbs"],
     "{devises: 4, devices: four}": ["unknown key 'devises'", "should be a whole number"],
+    "{devises: 4, cores: 0, submit: {a: 1}}": ["unknown key 'devises'", "cores: 0", "submit: unknown key 'a'"],
+}  # fmt: skip
+BAD_FILES = {
+    "scheduler: lsf": [": scheduler: 'lsf' should be one of pbs, slurm"],
+    "devices: 4": [": scheduler is missing: it should be pbs or slurm"],
+    "- a": [" should hold keys and values"],
+    "a: [b,\nc: d": [", line 3, column 1: did not find", "in what begins at line 1"],
+    "description: our: cluster": [", line 1, column 17: mapping values are not allowed"],
+    "description: 2024-13-45": [": month must be in 1..12"],
+    "description: '\x01'": [": unacceptable character"],
 }
 
 
-@pytest.mark.parametrize(("text", "says"), BAD_SITES.items(), ids=BAD_SITES)
-def test_a_site_file_with_a_mistake(tmp_path: Path, text: str, says: list[str]) -> None:
-    (tmp_path / "mine.yaml").write_text(text)
+def check_refused(path: Path, text: str, says: list[str]) -> None:
+    path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        site.find(str(tmp_path / "mine.yaml"), "host", {})
-    assert f"site file {tmp_path / 'mine.yaml'}" in str(caught.value)
-    if text != "a: [":
-        assert all(word in str(caught.value) for word in says), caught.value
+        site.find(str(path), "host", {})
+    assert all(line.startswith(f"site file {path}") for line in str(caught.value).splitlines()), caught.value
+    assert all(word in str(caught.value) for word in says), caught.value
+
+
+@pytest.mark.parametrize(("text", "says"), BAD_VALUES.items(), ids=BAD_VALUES)
+def test_a_site_file_with_a_mistake(tmp_path: Path, text: str, says: list[str]) -> None:
+    if text.startswith("{"):
+        text = text if "scheduler" in text else "{scheduler: slurm, " + text[1:]
+    else:
+        text = f"scheduler: slurm\n{text}\n"
+    check_refused(tmp_path / "mine.yaml", text, says)
+
+
+@pytest.mark.parametrize(("text", "says"), BAD_FILES.items(), ids=range(len(BAD_FILES)))
+def test_a_file_that_is_no_site(tmp_path: Path, text: str, says: list[str]) -> None:
+    check_refused(tmp_path / "mine.yaml", text, says)
+
+
+def test_every_key_of_a_site_that_holds_more_than_one_value_is_checked_inside() -> None:
+    mixed = {f.name for f in fields(site.Site) if f.default in (MISSING, ())}
+    assert mixed <= set(SHAPES) <= {f.name for f in fields(site.Site)}
+
+
+def test_braces_of_a_variables_own_stay(cluster: Cluster, tmp_path: Path) -> None:
+    own = '{"a": {"devices": {devices}}, "b": "${HOME}{0}"}'
+    (tmp_path / "mine.yaml").write_text(f"scheduler: slurm\ndevices: 3\nenv:\n  A: ['{own}', why]\n")
+    plan = cluster.plan(slurm("n1", "8"), "n1", "srun", site=str(tmp_path / "mine.yaml"))
+    assert plan.env_set["A"] == '{"a": {"devices": 3}, "b": "${HOME}{0}"}'
 
 
 # Launchers

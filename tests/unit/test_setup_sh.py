@@ -181,6 +181,34 @@ def test_a_sites_modules_and_an_environment_over_them(shell: str, tmp_path: Path
 
 
 @in_each_shell
+@pytest.mark.parametrize(
+    ("modules", "lines"),
+    [
+        ('modules:  # two\n  - module load a  # one\n  - "module load b, c"\ndevices: 4\n', ["load a", "load b, c"]),
+        ("modules:\n- module load a\n\n# more\n- 'module load b'\nenv:\n  X: [a, - b]\n", ["load a", "load b"]),
+        ("modules: [ module load a,module load b , 'module load c' ]\n", ["load a", "load b", "load c"]),
+        ("modules: []\n", []),
+        ("modules: [module load a,\n  module load b]\n", None),
+        ("modules: module load a\n", None),
+        ("modules:\ndevices: 4\n", None),
+    ],
+)
+def test_ways_to_write_modules(
+    shell: str, tmp_path: Path, repository: Path, modules: str, lines: list[str] | None
+) -> None:
+    """A list in one line, or below; another form is refused and not taken for an empty one."""
+    (tmp_path / "mine.yaml").write_text(f"scheduler: slurm\n{modules}")
+    script = 'module() { echo "$*"; }\nset -eu\n_wordrun_modules mine.yaml || echo status $?'
+    done = run(shell, script, tmp_path, repository / "bin" / "setup.sh")
+    said = [line for line in done.stdout.splitlines() if not line.startswith("module ")]
+    if lines is None:
+        assert said == ["status 1"]
+        assert "mine.yaml: cannot read its modules without Python: write 'modules: [LINE, LINE]'" in done.stderr
+    else:
+        assert (said, done.stderr) == (lines, "")
+
+
+@in_each_shell
 def test_a_site_in_a_shell_without_modules(shell: str, tmp_path: Path, repository: Path) -> None:
     env = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "MADE_UP": "cluster"}
     done = run(shell, "setup_python", tmp_path, repository / "bin" / "setup.sh", **env)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from wordrun.launch.site import Site
+from wordrun.launch.site import Site, fill
 
 
 def decide(
@@ -25,7 +25,7 @@ def decide(
     short = first.partition(".")[0]
     names: dict[str, str] = {}
     if site:
-        names[site.master_addr.format(host=short)] = f"first host of the job, by its name on {site.name}'s network"
+        names[fill(site.master_addr, host=short)] = f"first host of the job, by its name on {site.name}'s network"
     names[first] = names.get(first, "first host of the job")
     for name, why in names.items():
         if resolve(name) is not None:

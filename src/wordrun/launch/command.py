@@ -10,7 +10,7 @@ from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.launcher import Launcher
 from wordrun.launch.options import Options
-from wordrun.launch.site import Site
+from wordrun.launch.site import Site, fill
 
 RANK_ENV = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_env.sh")
 
@@ -364,7 +364,7 @@ def _add_site(
     for name, (value, why) in asked.items():
         # The scheduler's own list of devices is nobody's wish.
         if name not in env or name == "CUDA_VISIBLE_DEVICES":
-            values[name], reasons[name] = value.format(**words), f"site {site.name}: {why}"
+            values[name], reasons[name] = fill(value, **words), f"site {site.name}: {why}"
 
 
 Builder = Callable[[Request], "tuple[str, ...]"]
@@ -416,7 +416,7 @@ def _pals(r: Request) -> tuple[str, ...]:
 def _srun(r: Request) -> tuple[str, ...]:
     devices = min(r.job.devices[: r.ranks.nodes])
     args = r.site.srun_args if r.site and r.site.launcher == "srun" else ("--gpu-bind=none",) if devices else ()
-    args = tuple(word.format(devices=devices) for word in args if devices or ("gpu" not in word and "gres" not in word))
+    args = tuple(fill(word, devices=devices) for word in args if devices or ("gpu" not in word and "gres" not in word))
     if r.options.cpu_bind:
         args = (*(word for word in args if not word.startswith("--cpu-bind")), f"--cpu-bind={r.options.cpu_bind}")
     # srun may take any of the job's nodes; rank 0 has to be where MASTER_ADDR says.

@@ -12,6 +12,13 @@ from typing import Any
 from wordrun.errors import ConfigError, nearest
 
 KINDS = {int: "a whole number", list: "a list", dict: "names and values", str: "text", bool: "true or false"}
+# The words in braces that are filled in where a site's texts are used. Other braces stay, as JSON's in a variable.
+PLACEHOLDERS = {
+    "srun_args": ("devices",),
+    "master_addr": ("host",),
+    "env": ("devices", "devices_reversed"),
+    "submit.directives": ("devices",),
+}
 OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sites")
 
 
@@ -101,6 +108,13 @@ class Site:
         return min(len(numbers(cores)) for cores in parts.split(":"))
 
 
+def fill(text: str, **words: object) -> str:
+    """Return ``text`` with each {word} of ``words`` replaced by its value; all other braces stay as they are."""
+    for word, value in words.items():
+        text = text.replace(f"{{{word}}}", str(value))
+    return text
+
+
 def _split(cores: str, parts: int, site: str) -> list[str]:
     if parts == 1:
         return [cores]
@@ -161,7 +175,7 @@ def load(path: str, *, trusted: bool = False) -> Site:
 
     Args:
         path: the file.
-        trusted: leave out the checks of single values, which compile every pattern; a test makes them for our own.
+        trusted: leave out site_check.py, which compiles every pattern; a test makes them for our own.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value of it cannot be used; names all of them.
@@ -171,8 +185,17 @@ def load(path: str, *, trusted: bool = False) -> Site:
     try:
         with open(path) as file:
             content = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"site file {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"site file {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark, begin = error.problem_mark or error.context_mark, error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        since = f", in what begins at line {begin.line + 1}" if begin and mark and begin.line < mark.line else ""
+        why = f"{error.problem or error.context}{since}"
+        raise ConfigError(f"site file {path}{where}: {why} (a text with any of : # [ {{ needs quotes)") from None
+    except (ValueError, yaml.YAMLError) as error:
+        # Not UTF-8, characters that YAML does not have, a date that does not exist.
+        raise ConfigError(f"site file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"site file {path} should hold keys and values")
     known = {f.name: f for f in fields(Site) if f.name != "name"}
@@ -189,33 +212,18 @@ def load(path: str, *, trusted: bool = False) -> Site:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             problems.append(f"{key}: {value!r} should be {KINDS[kind]}")
             continue
-        values[key] = tuple(str(word) for word in value) if isinstance(value, list) else value
-    problems += [] if trusted else _check(values)
+        values[key] = value
+    if not trusted:
+        from wordrun.launch import site_check
+
+        if "scheduler" not in content:
+            problems.append("scheduler is missing: it should be pbs or slurm")
+        problems += site_check.mismatches(values)
+        problems = problems or site_check.contradictions(values)
     if problems:
         raise ConfigError("\n".join(f"site file {path}: {problem}" for problem in problems))
-    return Site(name=os.path.splitext(os.path.basename(path))[0], **values)
-
-
-def _check(values: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for key, names in (("scheduler", ("pbs", "slurm")), ("launcher", ("pals", "srun", "openmpi", "hydra"))):
-        if key in values and values[key] not in names:
-            problems.append(f"{key}: {values[key]!r} should be one of {', '.join(names)}")
-    for name, entry in values.get("env", {}).items():
-        if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(word, str) for word in entry)):
-            problems.append(f"env.{name}: {entry!r} should be [value, reason], both of them text")
-    recognise = values.get("recognise", {})
-    problems += [f"recognise: unknown key '{key}'" for key in set(recognise) - {"hosts", "env"}]
-    patterns = {"hosts": recognise.get("hosts", ""), **recognise.get("env", {})}
-    for name, pattern in patterns.items():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            problems.append(f"recognise: {name}: {pattern!r} is no regular expression: {error}")
-    for cores in values.get("cores_near_device", ()):
-        if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
-            problems.append(f"cores_near_device: {cores!r} should be cores such as 8-15")
-    return problems
+    lists = {key: tuple(map(str, value)) for key, value in values.items() if isinstance(value, list)}
+    return Site(name=os.path.splitext(os.path.basename(path))[0], **{**values, **lists})
 
 
 def _yaml(folder: str) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
 from wordrun.launch.options import INNER, Options
-from wordrun.launch.site import Site
+from wordrun.launch.site import Site, fill
 
 SUBMITTERS = {"pbs": "qsub", "slurm": "sbatch"}
 CANCELLERS = {"pbs": "qdel", "slurm": "scancel"}
@@ -237,9 +237,7 @@ def _slurm(options: Options, site: Site | None) -> Sequence[str]:
     queue = site.queues.get(options.queue or "", {}) if site else {}
     devices = (site.devices if site else None) or (_per_node(options) if queue.get("device_per_rank") else 0)
     ppn = options.ppn or devices
-    given = [
-        word.format(devices=devices) for word in wishes.get("directives", []) if devices or "{devices}" not in word
-    ]
+    given = [fill(word, devices=devices) for word in wishes.get("directives", []) if devices or "{devices}" not in word]
     lines = [
         f"--job-name={options.job_name}",
         *([f"--account={options.account}"] if options.account else []),

@@ -1,0 +1,177 @@
+"""What may stand in a site file: a table of its keys, and the search for everything in it that would go wrong later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from wordrun.errors import nearest
+from wordrun.launch.site import PLACEHOLDERS
+
+# A kind returns what is wrong with a value, or an empty string.
+Kind = Callable[[Any], str]
+# The names of a dict are free (ANY) or those of variables; else they are the dict's own.
+ANY, VARIABLE = "any name", "a variable"
+LAUNCHERS = ("pals", "srun", "openmpi", "hydra")
+# Keys that only one launcher heeds.
+ONLY_WITH = {"srun_args": "srun", "pals_binding": "pals", "launcher_paths": "pals"}
+
+
+def _should(words: str, holds: Callable[[Any], bool]) -> Kind:
+    return lambda value: "" if holds(value) else f"should be {words}"
+
+
+def _text(words: str, pattern: str = ".*") -> Kind:
+    return _should(words, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value, re.DOTALL)))
+
+
+def _one_of(*names: str) -> Kind:
+    return lambda value: "" if value in names else f"should be one of {', '.join(names)}{nearest(str(value), names)}"
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_range(value: Any) -> bool:
+    whole = isinstance(value, list) and len(value) == 2 and all(_whole(number, 1) for number in value)
+    return whole and value[0] <= value[1]
+
+
+def _pattern(value: Any) -> str:
+    if not isinstance(value, str):
+        return f"should be {QUOTED}"
+    try:
+        re.compile(value)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    return ""
+
+
+def _cores(value: Any) -> str:
+    text = str(value)
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        return "should be cores such as 8-15"
+    ranges = [part.split("-") for part in text.split(",")]
+    return "" if all(int(part[0]) <= int(part[-1]) for part in ranges) else "should name the lower core first: 8-15"
+
+
+def _unfilled(text: str, known: Sequence[str], *, slips_only: bool = False) -> str:
+    """Return which braces would be left as they stand; with ``slips_only`` those that resemble a known placeholder."""
+    names = [f"{{{word}}}" for word in known]
+    for found in re.findall(r"(?<!\$){\w+}" if slips_only else r"{[^{}]*}?|}", text):
+        hint = "" if found in names else nearest(found, names)
+        if hint or (found not in names and not slips_only):
+            return f"has {found}, for which nothing is filled in{hint or f'; known is {names[0]}'}"
+    return ""
+
+
+def _filled(key: str, kind: Kind) -> Kind:
+    return lambda value: kind(value) or _unfilled(str(value), PLACEHOLDERS[key])
+
+
+def _address(value: str) -> str:
+    wrong = _unfilled(value, PLACEHOLDERS["master_addr"])
+    return wrong or ("" if "{host}" in value else "should hold {host}, a node's short name")
+
+
+def _reasoned(value: Any) -> str:
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)):
+        return "should be [value, reason], both of them text (numbers in quotes)"
+    # A value may hold braces of its own, such as JSON's.
+    return _unfilled(value[0], PLACEHOLDERS["env"], slips_only=True)
+
+
+QUOTED = "text (in quotes, where it looks like a number)"
+TEXT = _text(QUOTED)
+WORD = _should("text", lambda value: isinstance(value, str) or _whole(value, 0))
+LINE = _text("one line of text, in quotes where it holds ': '", r"[^\n]+")
+DIRECTIVE = _text("an option with its value, such as -l place=scatter", r"-[^\n]+")
+FLAG = _should("true or false", lambda value: isinstance(value, bool))
+FROM_0 = _should("a whole number from 0 up", lambda value: _whole(value, 0))
+FROM_1 = _should("a whole number from 1 up", lambda value: _whole(value, 1))
+HOURS = _should("a number above 0", lambda value: _whole(value, 1) or (isinstance(value, float) and value > 0))
+QUEUE = {
+    "nodes": _should("[least, most] nodes, such as [1, 2]", _is_range),
+    "hours": HOURS,
+    "rerunnable": FLAG,
+    "device_per_rank": FLAG,
+}  # fmt: skip
+# The keys whose values need more than a look at their type; a list stands for many of its one kind.
+SHAPES: dict[str, Any] = {
+    "recognise": {"hosts": _pattern, "env": {VARIABLE: _pattern}},
+    "scheduler": _one_of("pbs", "slurm"),
+    "launcher": _one_of(*LAUNCHERS),
+    "launcher_paths": [TEXT],
+    "devices": FROM_0,
+    "ranks_per_node": FROM_1,
+    "cores": FROM_1,
+    "cores_near_device": [_cores],
+    "srun_args": [_filled("srun_args", WORD)],
+    "master_addr": _address,
+    "env": {VARIABLE: _reasoned},
+    "unset": {VARIABLE: TEXT},
+    "proxies": {VARIABLE: TEXT},
+    "modules": [LINE],
+    "submit": {
+        "filesystems": TEXT,
+        "select": TEXT,
+        "account_needed": FLAG,
+        "queue_needed": FLAG,
+        "queue_option": _text("an option of sbatch, such as --partition", r"--[a-z-]+"),
+        "directives": [_filled("submit.directives", DIRECTIVE)],
+    },
+    "queues": {ANY: QUEUE},
+}
+
+
+def mismatches(values: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with single values of a site file; its keys are known and their values of the right type."""
+    return [
+        problem for key, value in values.items() if key in SHAPES for problem in _mismatches(key, value, SHAPES[key])
+    ]
+
+
+def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
+    if callable(shape):
+        complaint = shape(value)
+        return [f"{key}: {value!r} {complaint}"] if complaint else []
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return [f"{key}: {value!r} should be a list, such as [{value}]"]
+        return [problem for item in value for problem in _mismatches(key, item, shape[0])]
+    if not isinstance(value, dict):
+        return [f"{key}: {value!r} should be names and values ({{}} for none)"]
+    free = next((word for word in (ANY, VARIABLE) if word in shape), None)
+    problems = []
+    for name, inner in value.items():
+        if free is None and name not in shape:
+            problems.append(f"{key}: unknown key '{name}'{nearest(str(name), shape)}; known are {', '.join(shape)}")
+        elif free is not None and not isinstance(name, str):
+            problems.append(f"{key}: the name {name!r} should be {QUOTED}")
+        elif free == VARIABLE and not re.fullmatch(r"[A-Za-z_]\w*", name):
+            problems.append(f"{key}: {name!r} should be the name of a variable")
+        else:
+            problems += _mismatches(f"{key}.{name}", inner, shape[free or name])
+    return problems
+
+
+def contradictions(values: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with values that are right one by one."""
+    scheduler, launcher, problems = values["scheduler"], values.get("launcher", ""), []
+    for key, needed in ONLY_WITH.items():
+        if values.get(key) and launcher != needed:
+            says = f"launcher: {launcher}" if launcher else "no launcher"
+            problems.append(f"{key} goes with launcher: {needed}, and the file says {says}")
+    if launcher == "srun" and scheduler != "slurm":
+        problems.append(f"launcher: srun is SLURM's own, and the file says scheduler: {scheduler}")
+    near, devices = values.get("cores_near_device"), values.get("devices")
+    if near and devices is not None and len(near) != devices:
+        problems.append(f"cores_near_device: {len(near)} entries for devices: {devices}; each device needs its own")
+    if scheduler == "pbs":
+        # Its directives are written as they stand.
+        for text in values.get("submit", {}).get("directives", ()):
+            if "{" in text:
+                problems.append(f"submit.directives: {text!r}: nothing is filled in for pbs; write the value itself")
+    return problems
