@@ -3,7 +3,8 @@
 #
 #   source bin/setup.sh && setup_python && setup_job
 #
-# setup_python   loads the site's modules, finds or makes the Python environment, checks it, and puts it first in PATH
+# setup_python   loads the site's modules, finds or makes the Python environment (or takes the one it is given as
+#                argument), checks it, and puts it first in PATH
 # setup_job      prints who, where, when, and what launch would use
 #
 # Each returns non-zero and says why when something is missing. Nothing here exits the shell, sets its options, or
@@ -110,12 +111,14 @@ _wordrun_loaded() {
   return 1
 }
 
-# Find or make the environment: an active one; on a known site one of its own over what is loaded there; else the
+# Find or make the environment: the one that "$1" names; an active one; on a known site one of its own over what is loaded there; else the
 # repository's .venv. Puts its bin first in PATH.
 setup_python() {
   local home why python problems line site name
   site=$(_wordrun_site) || site=
-  if [ -n "${VIRTUAL_ENV:-}" ]; then
+  if [ -n "${1:-}" ]; then
+    home=$1 why="the one asked for"
+  elif [ -n "${VIRTUAL_ENV:-}" ]; then
     home=$VIRTUAL_ENV why="active virtual environment"
   elif [ -n "$site" ]; then
     # An active conda environment is what the user has made of the modules.

@@ -91,7 +91,7 @@ def test_every_option_is_read() -> None:
         (["--idle-timeout", "0", "x"], "--idle-timeout 0 should be a number of seconds above 0"),
         (["--idle-timeout", "nan", "x"], "should be a number of seconds above 0"),
         (["--dry-run=1", "x"], "--dry-run takes no value"),
-        (["--json", "x"], "--json goes with --dry-run, --info or --doctor"),
+        (["--json", "x"], "--json goes with --dry-run, --info, --doctor or --submit"),
     ],
 )
 def test_refusals_name_the_option_and_the_way_out(words: list[str], message: str) -> None:
@@ -105,6 +105,14 @@ def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["-n", "0", "--ppn", "x", "--env", "A", "run"])
     assert len(str(caught.value).splitlines()) == 3
+    with pytest.raises(ConfigError) as caught:
+        parse(["--submit", "--job-name", "a b", "--account", "x\ny", "--queue", "", "--filesystems", "a,b", "run"])
+    assert str(caught.value).splitlines() == [
+        "--job-name 'a b' should be up to 100 letters, digits and . _ + -, the first a letter or digit",
+        r"--account 'x\ny' should be a name of letters, digits and . _ + - @ : /",
+        "--queue '' should be a name (several: with commas) of letters, digits and . _ + - @ : /",
+        "--filesystems a,b should be names with colons between them, such as home:eagle",
+    ]
 
 
 def test_help_explains_every_option() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from wordrun.errors import ConfigError
 from wordrun.launch import site
 from wordrun.launch.options import parse
-from wordrun.launch.submit import Place, SubmitError, commands, margin, script, seconds, submit
+from wordrun.launch.submit import Place, SubmitError, command, commands, margin, script, seconds, submit
 
 PLACE = Place("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
 RUN_ID = "20260102-030405-abcd"
@@ -131,6 +133,127 @@ def test_every_site_has_its_script(name: str) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
+def directives(text: str) -> list[str]:
+    return [line.partition(" ")[2] for line in text.splitlines() if line.startswith(("#PBS", "#SBATCH"))]
+
+
+SELECTS = {
+    "-n 8 --ppn 4": "2:mpiprocs=4",
+    "-N 2": "2",
+    "-N 2 --gpus 4": "2:ngpus=4:mpiprocs=4",
+    "-n 8 --gpus 4": "2:ngpus=4:mpiprocs=4",
+    "-N 2 --ppn 1 --gpus 4 --cores 32": "2:ncpus=32:ngpus=4:mpiprocs=1",
+    "-n 6 --cores 16": "1:ncpus=16:mpiprocs=6",
+}
+
+
+@pytest.mark.parametrize(("words", "select"), SELECTS.items())
+def test_pbs_is_asked_for_what_is_known_of_a_node(words: str, select: str) -> None:
+    options = parse(["--submit", "--walltime", "2-01:30:00", *words.split(), "--", "true"])
+    asked = directives(script(options, None, "pbs", PLACE, RUN_ID))
+    assert asked == ["-N wordrun", f"-l select={select}", "-l walltime=49:30:00", "-j oe", "-r n"]
+
+
+def test_a_site_file_says_what_a_node_has(tmp_path: Path) -> None:
+    for text, select in (
+        ("", "2:mpiprocs=4"),
+        ("devices: 4\ncores: 64", "2:ncpus=64:ngpus=4:mpiprocs=4"),
+        ("devices: 4\ncores: 64\nsubmit: {select: 'ngpus=4:gpu_type=a100'}", "2:ngpus=4:gpu_type=a100"),
+    ):
+        (tmp_path / "mine.yaml").write_text(f"scheduler: pbs\n{text}\n")
+        asked = directives(written(str(tmp_path / "mine.yaml"), "-n", "8", "--ppn", "4", "--walltime", "1:00:00"))
+        assert f"-l select={select}" in asked
+
+
+SHARES = {
+    "-N 2 --gpus 4": ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"],
+    "-N 2 --gpus 4 --cores 64": ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=16", "--gpus-per-node=4"],
+    "-N 2 --ppn 1 --gpus 4": ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4"],
+    "-n 8 --gpus 4": ["--nodes=2", "--ntasks=8", "--gpus-per-node=4"],
+    "-n 4 --cores 8": ["--nodes=1", "--ntasks=4", "--cpus-per-task=2"],
+    "--cores 8": ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8"],
+}
+
+
+@pytest.mark.parametrize(("words", "shares"), SHARES.items())
+def test_slurm_is_asked_for_what_is_known_of_a_node(words: str, shares: list[str]) -> None:
+    options = parse(["--submit", "--walltime", "1:00:00", *words.split(), "--", "true"])
+    asked = directives(script(options, None, "slurm", PLACE, RUN_ID))
+    assert [line for line in asked if re.match("--(nodes|ntasks|cpus|gpus)", line)] == shares
+
+
+PARTS = {
+    "perlmutter": ("-N 1 --queue regular --gpus 2", ["--gpus-per-node=2", "--cpus-per-task=32"]),
+    "baskerville": ("-N 1 --queue arc --gpus 1", ["--gpus-per-node=1", "--cpus-per-gpu=36"]),
+    "engaging": ("-N 1 --queue mit_normal_gpu --gpus 3 --cores 12", ["--gres=gpu:3", "--cpus-per-task=4"]),
+    "sophia": ("--queue by-gpu --gpus 4", ["-l select=4"]),
+    "polaris": ("-n 8 --queue debug --gpus 4", ["-l select=2"]),
+    "crux": ("-n 16 --queue debug", ["-l select=2:system=crux"]),
+}
+
+
+@pytest.mark.parametrize(("name", "words", "asked"), [(name, *part) for name, part in PARTS.items()], ids=PARTS)
+def test_parts_of_a_sites_node(name: str, words: str, asked: list[str]) -> None:
+    assert set(asked) <= set(directives(written(name, *words.split(), "--walltime", "0:30:00", "--account", "X")))
+
+
+def test_a_python_that_is_no_environment(tmp_path: Path) -> None:
+    """A module's is the job's too; the system's would hide what the modules bring."""
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin", "python", "true")
+    setup = "source /s.sh && setup_python{} && setup_job || exit"
+    (tmp_path / "mine.yaml").write_text("modules: [module load Python]\n")
+    for where, prefix, lines in (
+        (None, str(tmp_path), [f"export PATH={tmp_path}/bin:$PATH", setup.format(f" {tmp_path}")]),
+        (str(tmp_path / "mine.yaml"), str(tmp_path), [
+            "module load Python", f"export PATH={tmp_path}/bin:$PATH", setup.format(f" {tmp_path}")
+        ]),
+        (str(tmp_path / "mine.yaml"), "/usr", ["module load Python", setup.format("")]),
+    ):  # fmt: skip
+        known = site.find(where, "", {"HOME": "/nobody"})[0]
+        options = parse(["--submit", "--walltime", "1:00:00", "true"])
+        text = script(options, known, "slurm", Place("/p", prefix, "/s.sh"), RUN_ID)
+        assert f"\ncd /p || exit\n{chr(10).join(lines)}\nexport WORDRUN_RUN_ID" in text
+
+
+@pytest.fixture
+def conda(tmp_path: Path) -> Path:
+    """An environment of conda's kind whose python says that it has all that is needed."""
+    prefix = tmp_path / "my envs" / "torch"
+    (prefix / "conda-meta").mkdir(parents=True)
+    (prefix / "bin").mkdir()
+    program(prefix / "bin", "python", '[ "$1" = - ] || echo Python 3.12.0')
+    program(prefix / "bin", "launch", 'echo "$1: $(command -v python) $CONDA_PREFIX $MODULES"')
+    return prefix
+
+
+@pytest.mark.parametrize("site_text", ["", "modules: [export MODULES=loaded]"], ids=["no modules", "modules"])
+@pytest.mark.parametrize("has_conda", [True, False])
+def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_text: str, has_conda: bool) -> None:
+    """On a known site and off it, with another environment active where the job was submitted."""
+    sites = tmp_path / "config" / "wordrun" / "sites"
+    sites.mkdir(parents=True)
+    (sites / "mine.yaml").write_text(f"scheduler: slurm\nrecognise:\n  env: {{WHERE: here}}\n{site_text}\n")
+    (tmp_path / "bin").mkdir()
+    if has_conda:
+        program(tmp_path / "bin", "conda", f'echo "conda $*"; [ "$2" = "{conda}" ]')
+    env = {
+        "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config"), "WHERE": "here", "VIRTUAL_ENV": "/other",
+        "CONDA_PREFIX": "", "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+    }  # fmt: skip
+    known, _ = site.find(None, "", env)
+    assert known
+    place = Place(str(tmp_path), str(conda), str(Path(__file__).parents[2] / "bin" / "setup.sh"))
+    text = script(parse(["--submit", "--walltime", "1:00:00", "true"]), known, "slurm", place, RUN_ID)
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (f"conda activate {conda}" in lines) == has_conda
+    assert f"python     {conda}/bin/python (Python 3.12.0; the one asked for)" in lines
+    found = f"{conda}/bin/python {'' if has_conda else conda} {'loaded' * bool(site_text)}"
+    assert lines[-1] == f"--: {found}"
+
+
 MARGINS = {
     "a long walltime": ("--walltime 1:00:00 -- python -m wordrun", 120),
     "a short one": ("--walltime 0:05:00 -- /venv/bin/wordrun data=sample", 15),
@@ -193,6 +316,16 @@ MISTAKES = {
     "nodes": (
         ["--walltime", "1:00:00", "--account", "X", "--queue", "debug", "-N", "3"], ["debug takes 1 to 2 nodes"]
     ),
+    "gpus and cores": (
+        ["--walltime", "1:00:00", "--account", "X", "--gpus", "2", "--cores", "99"],
+        [
+            "--gpus 2: the file of polaris says what jobs have of a node (submit.select)",
+            "--cores 99: a node of polaris has 64 cores",
+        ],
+    ),
+    "ranks": (
+        ["--walltime", "1:00:00", "--account", "X", "-n", "5", "--ppn", "4"], ["-n 5 on 2 nodes is not --ppn 4"]
+    ),
     "hours": (["--walltime", "2:00:00", "--account", "X", "--queue", "debug"], ["ends jobs after 1 h"]),
 }  # fmt: skip
 
@@ -202,6 +335,24 @@ def test_what_the_site_does_not_allow(words: list[str], says: list[str]) -> None
     with pytest.raises(ConfigError) as caught:
         written("polaris", *words)
     assert all(word in str(caught.value) for word in says), caught.value
+
+
+@pytest.mark.parametrize(("nodes", "hours"), [(91, 2), (92, 6), (183, 6), (184, 12)])
+def test_hours_by_nodes(nodes: int, hours: int) -> None:
+    words = ["-N", str(nodes), "--account", "X", "--queue", "batch", "--walltime"]
+    assert f"#SBATCH --time={hours}:00:00" in written("frontier", *words, f"{hours}:00:00")
+    with pytest.raises(ConfigError, match=f"frontier's queue batch ends jobs of {nodes} nodes after {hours} h"):
+        written("frontier", *words, f"{hours}:00:01")
+
+
+def test_cores_that_the_site_has_fixed() -> None:
+    with pytest.raises(ConfigError, match=r"--cores 18: the file of baskerville says --cpus-per-gpu=36"):
+        written("baskerville", "--walltime", "1:00:00", "--account", "X", "--queue", "arc", "--cores", "18")
+
+
+def test_no_gpus_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="--gpus 1: a node of crux has no GPUs"):
+        written("crux", "--walltime", "1:00:00", "--account", "X", "--queue", "debug", "--gpus", "1")
 
 
 def test_a_queue_that_is_needed() -> None:
@@ -233,7 +384,10 @@ def test_a_chain_of_pbs_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (tmp_path / "calls").read_text().splitlines() == [
         "job.sh", "-W depend=afterany:1.server job.sh", "-W depend=afterany:2.server job.sh"
     ]  # fmt: skip
-    assert commands("slurm", "job.sh", "17") == ["sbatch", "--parsable", "--dependency=afterany:17", "job.sh"]
+    assert [shlex.join(words) for words in commands("pbs", "job.sh", ["1.server", "2.server"])] == [
+        "qsub job.sh", "qsub -W depend=afterany:1.server job.sh"
+    ]  # fmt: skip
+    assert command("slurm", "job.sh", "17") == ["sbatch", "--parsable", "--dependency=afterany:17", "job.sh"]
 
 
 def test_a_scheduler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,3 +405,38 @@ def test_a_scheduler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     env = {**os.environ, "WORDRUN_RUN_ID": RUN_ID}
     dry = subprocess.run([*words[:2], "--dry-run", *words[2:]], capture_output=True, text=True, env=env)
     assert f"\nexport WORDRUN_RUN_ID={RUN_ID}\n" in dry.stdout
+
+
+def test_json_for_scripts(tmp_path: Path) -> None:
+    program(tmp_path, "qsub", 'echo "$*" >> calls; echo "$(wc -l < calls).server"')
+    env = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "WORDRUN_RUN_ID": RUN_ID}
+    words = [LAUNCH, "--submit", "--json", "--scheduler", "pbs", "--walltime", "1:00:00", "--chain", "2"]
+    got = []
+    for more in (["--dry-run", "true"], ["true"]):
+        done = subprocess.run([*words, *more], capture_output=True, text=True, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        got.append(json.loads(done.stdout))
+        assert (tmp_path / "calls").exists() == (more == ["true"])
+    dry, real = got
+    assert dry.keys() == real.keys()
+    assert {name: dry[name] for name in ("site", "scheduler", "run_id", "jobs")} == {
+        "site": None, "scheduler": "pbs", "run_id": RUN_ID, "jobs": []
+    }  # fmt: skip
+    assert dry["commands"] == [["qsub", dry["path"]], ["qsub", "-W", "depend=afterany:JOB1", dry["path"]]]
+    assert real["jobs"] == ["1.server", "2.server"]
+    assert [shlex.join(words[1:]) for words in real["commands"]] == (tmp_path / "calls").read_text().splitlines()
+    assert (tmp_path / real["path"]).read_text() == real["script"] == dry["script"]
+
+
+@pytest.mark.parametrize("name", ["outputs", "outputs/jobs"])
+def test_a_file_where_the_script_should_go(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    words = [LAUNCH, "--submit", "--scheduler", "pbs", "--walltime", "1:00:00", "true"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"launch: cannot write the job script outputs/jobs/\S+: {name} is no folder; move it away, or call launch "
+        rf"from another folder \(this is {tmp_path}\)\n",
+        done.stderr,
+    )

@@ -64,6 +64,15 @@ def test_active_environment(shell: str, tmp_path: Path, stub: str) -> None:
 
 
 @in_each_shell
+def test_environment_by_argument(shell: str, tmp_path: Path, stub: str) -> None:
+    done = run(shell, f"set -eu\nsetup_python {stub} && command -v python", tmp_path, VIRTUAL_ENV="/other")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"python     {stub}/bin/python (Python 3.12.0; the one asked for)", f"{stub}/bin/python"
+    ]  # fmt: skip
+
+
+@in_each_shell
 def test_shell_is_left_as_it_was(shell: str, tmp_path: Path, stub: str) -> None:
     """Only PATH has changed, and that only once."""
     show = "env | cut -d= -f1 | sort; set -o; echo ${_wordrun_root-unset} ${home-unset} ${launch-unset} ${line-unset}"

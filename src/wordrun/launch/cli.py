@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wordrun.errors import REQUEUE, ConfigError, UserError
 from wordrun.launch.options import USAGE, Options, help_text, parse
@@ -173,6 +173,7 @@ def _info(options: Options) -> int:
 
 def _submit(options: Options) -> int:
     """Write a job script and submit it, or print it."""
+    import json
     import shutil
     import socket
     import time
@@ -189,14 +190,25 @@ def _submit(options: Options) -> int:
     place = submit.Place(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
     run_id = identity.exported_id(os.environ) or identity.new_id()
     text = submit.script(options, known, scheduler, place, run_id)
-    if options.dry_run:
-        print(text, end="")
-        return 0
     path = os.path.join("outputs", "jobs", f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh")
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w") as file:
-        file.write(text)
+    facts: dict[str, Any] = {
+        "site": known.name if known else None,
+        "site_why": why,
+        "scheduler": scheduler,
+        "run_id": run_id,
+        "path": path,
+        "script": text,
+    }
+    if options.dry_run:
+        to_come = [f"JOB{i + 1}" for i in range(options.chain)]
+        facts |= {"commands": submit.commands(scheduler, path, to_come), "jobs": []}
+        print(json.dumps(facts, indent=2) if options.json else text.rstrip("\n"))
+        return 0
+    submit.write(path, text)
     jobs = submit.submit(scheduler, path, options.chain, os.environ)
+    if options.json:
+        print(json.dumps({**facts, "commands": submit.commands(scheduler, path, jobs), "jobs": jobs}, indent=2))
+        return 0
     print(f"submitted {' then '.join(jobs)} (site {known.name if known else 'unknown'}: {why}; script {path})")
     print(f"run {run_id}; {submit.CANCELLERS[scheduler]} {' '.join(jobs)} ends {'all of them' if jobs[1:] else 'it'}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,10 @@ class Options:
     account: str | None = None
     job_name: str = "wordrun"
     filesystems: str | None = None
+    gpus: int | None = None
+    """Of a node, for the job script."""
+    cores: int | None = None
+    """Of a node, for the job script."""
     chain: int = 1
     walltime_margin: float | None = None
     """Seconds before the walltime ends at which ranks get SIGUSR1; 0: they get none."""
@@ -77,6 +82,24 @@ def _walltime(text: str) -> str:
 
     seconds(text)
     return text
+
+
+def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
+    """Return a reader of what goes into a directive as it stands, where a blank or a line's end would begin another."""
+
+    def read(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise ValueError(f"should be {meaning}")
+        return text
+
+    return read
+
+
+# The job's name is part of file names too.
+_job_name = _matching(r"[A-Za-z0-9][\w.+-]{0,99}", "up to 100 letters, digits and . _ + -, the first a letter or digit")
+_name = _matching(r"\w[\w.+@:/-]*", "a name of letters, digits and . _ + - @ : /")
+_names = _matching(r"\w[\w.+@:/,-]*", "a name (several: with commas) of letters, digits and . _ + - @ : /")
+_filesystems = _matching(r"\w[\w.+-]*(:\w[\w.+-]*)*", "names with colons between them, such as home:eagle")
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -147,17 +170,19 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "As a job (--submit writes a job script with these and launch inside, and hands it to qsub or sbatch)": (
         Option(("--submit",), "submit", "submit instead of starting here; with --dry-run: print the script"),
         Option(("--walltime",), "walltime", "time limit, H:MM:SS", "T", _walltime),
-        Option(("--queue",), "queue", "queue, partition or QOS", "Q"),
-        Option(("--account",), "account", "project that pays", "A"),
-        Option(("--job-name",), "job_name", "name of the job (wordrun)", "J"),
-        Option(("--filesystems",), "filesystems", "PBS: file systems that must be up", "F"),
+        Option(("--queue",), "queue", "queue, partition or QOS", "Q", _names),
+        Option(("--account",), "account", "project that pays", "A", _name),
+        Option(("--job-name",), "job_name", "name of the job (wordrun)", "J", _job_name),
+        Option(("--filesystems",), "filesystems", "PBS: file systems that must be up", "F", _filesystems),
+        Option(("--gpus",), "gpus", "GPUs of a node, where no site file says, or a part of them", "N", _count),
+        Option(("--cores",), "cores", "cores of a node, where no site file says, or a part of them", "N", _count),
         Option(("--chain",), "chain", "jobs in a row, each after the one before", "N", _count),
     ),
     "What would happen": (
         Option(("--dry-run",), "dry_run", "print what would run, and why; run nothing"),
         Option(("--info",), "info", "print the job, hosts, devices, launcher and python"),
         Option(("--doctor",), "doctor", "start a probe on the ranks and say what is wrong, with remedies"),
-        Option(("--json",), "json", "print --dry-run, --info or --doctor as JSON"),
+        Option(("--json",), "json", "print --dry-run, --info, --doctor or --submit as JSON"),
         Option(("-h", "--help"), "help", "this text"),
         Option(("--version",), "version", "print the version"),
     ),
@@ -229,14 +254,15 @@ def parse(words: Sequence[str]) -> Options:
         try:
             read = option.read(value)
         except ValueError as error:
-            problems.append(f"{name} {value}: {error}" if option.repeat else f"{name} {value} {error}")
+            shown = value if value.isprintable() and value and " " not in value else repr(value)
+            problems.append(f"{name} {shown}: {error}" if option.repeat else f"{name} {shown} {error}")
             continue
         values[option.field] = (*values.get(option.field, ()), read) if option.repeat else read
     if problems:
         raise ConfigError("\n".join(problems))
     options = Options(**values, command=tuple(rest))
-    if options.json and not (options.dry_run or options.info or options.doctor):
-        raise ConfigError("--json goes with --dry-run, --info or --doctor")
+    if options.json and not (options.dry_run or options.info or options.doctor or options.submit):
+        raise ConfigError("--json goes with --dry-run, --info, --doctor or --submit")
     if not options.submit:
         given = [name for name, option in OPTIONS.items() if option in SUBMISSION and option.field in values]
         if given:
