@@ -202,7 +202,7 @@ def test_a_python_that_is_no_environment(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin", "python", "true")
     setup = "source /s.sh && setup_python{} && setup_job || exit"
-    (tmp_path / "mine.yaml").write_text("modules: [module load Python]\n")
+    (tmp_path / "mine.yaml").write_text("scheduler: slurm\nmodules: [module load Python]\n")
     for where, prefix, lines in (
         (None, str(tmp_path), [f"export PATH={tmp_path}/bin:$PATH", setup.format(f" {tmp_path}")]),
         (str(tmp_path / "mine.yaml"), str(tmp_path), [

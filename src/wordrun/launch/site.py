@@ -67,9 +67,11 @@ class Site:
     modules: tuple[str, ...] = ()
     """Shell lines that bring torch and MPI, for setup_python."""
     submit: Mapping[str, Any] = field(default_factory=dict)
-    """For job scripts: filesystems, select, account_needed, queue_needed, queue_option, directives."""
+    """For job scripts: filesystems, select (empty: whole nodes, of which nothing need be asked), account_needed,
+    queue_needed, queue_option, directives."""
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name to nodes [least, most], hours, rerunnable, and device_per_rank where a job asks for devices one by one."""
+    """Name to nodes [least, most], hours (or most nodes to hours, from the fewest on), rerunnable, and device_per_rank
+    where a job asks for devices one by one."""
 
     @property
     def way_out(self) -> str:

@@ -39,6 +39,10 @@ def _is_range(value: Any) -> bool:
     return whole and value[0] <= value[1]
 
 
+def _is_hours(value: Any) -> bool:
+    return _whole(value, 1) or (isinstance(value, float) and value > 0)
+
+
 def _pattern(value: Any) -> str:
     if not isinstance(value, str):
         return f"should be {QUOTED}"
@@ -91,7 +95,14 @@ DIRECTIVE = _text("an option with its value, such as -l place=scatter", r"-[^\n]
 FLAG = _should("true or false", lambda value: isinstance(value, bool))
 FROM_0 = _should("a whole number from 0 up", lambda value: _whole(value, 0))
 FROM_1 = _should("a whole number from 1 up", lambda value: _whole(value, 1))
-HOURS = _should("a number above 0", lambda value: _whole(value, 1) or (isinstance(value, float) and value > 0))
+HOURS = _should(
+    "a number above 0, or {most nodes: hours, ...}",
+    lambda value: (
+        all(map(_is_hours, value.values())) and all(_whole(most, 1) for most in value)
+        if isinstance(value, dict) and value
+        else _is_hours(value)
+    ),
+)
 QUEUE = {
     "nodes": _should("[least, most] nodes, such as [1, 2]", _is_range),
     "hours": HOURS,
