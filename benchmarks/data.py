@@ -35,8 +35,8 @@ from wordrun.data.shards import Tokens, examine
 from wordrun.data.sources import locate
 from wordrun.dist import World
 
-COPIES = 16
-"""Times that the text is repeated for the characters: a second of work for nanoGPT."""
+COPIES = 48
+"""Times that the text is repeated for the characters: some seconds of work for nanoGPT, and one piece for us."""
 BLOCK, BATCH = 1024, 16
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -261,7 +262,7 @@ def made(folder: Path, count: int = 2) -> Manifest:
     """Write shards of bytes with their manifest."""
     words = ByteTokenizer()
     shards.write_bytes(folder / "tokenizer.json", words.to_json().encode())
-    digest = shards.hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     entries = []
     for number in range(count):
         name = f"train_{number:06d}_00.bin"

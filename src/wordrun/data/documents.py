@@ -159,9 +159,15 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
     return text
 
 
-def _of_text(piece: Piece) -> Iterator[Document]:
+def extent(piece: Piece) -> tuple[int, int]:
+    """Return where the piece of a text begins and ends, in bytes: with whole lines, if they are not too long."""
     with open(piece.path, "rb") as file:
-        start, stop = _line(file, piece.start, LOOK_FOR_LINE), _line(file, piece.stop, LOOK_FOR_LINE)
+        return _line(file, piece.start, LOOK_FOR_LINE), _line(file, piece.stop, LOOK_FOR_LINE)
+
+
+def _of_text(piece: Piece) -> Iterator[Document]:
+    start, stop = extent(piece)
+    with open(piece.path, "rb") as file:
         file.seek(start)
         text = decoded(file.read(stop - start), piece.path, start)
         if text and not text.isspace():

@@ -17,12 +17,15 @@ from wordrun.data.documents import files
 from wordrun.data.sources import Source
 from wordrun.data.tokenizers import build
 
+FORMAT = 2
+"""Of manifests; data that was prepared with another one is not looked at."""
+
 
 def folder_of(data: DataConfig, tokenizer: TokenizerConfig, source: Source) -> Path:
     """Return where the shards of ``data`` are or belong: another folder for every text and every setting."""
     if data.prepared:
         return Path(os.path.expanduser(data.prepared)).absolute()
-    told = json.dumps(settings(data, tokenizer, source), sort_keys=True)
+    told = json.dumps({**settings(data, tokenizer, source), "format": FORMAT}, sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=5).hexdigest()
     return Path(data_home()).absolute() / "prepared" / f"{data.name}-{tokenizer.name}-{digest}"
 

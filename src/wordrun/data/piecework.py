@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wordrun.config import DataConfig
-from wordrun.data import shards
+from wordrun.data import plain, shards
 from wordrun.data.documents import Document, Piece, documents
 from wordrun.data.manifest import TOKENIZER, Entry
 from wordrun.data.shards import Tokens
-from wordrun.data.tokenizers import Tokenizer, distinct, from_json
+from wordrun.data.tokenizers import CharTokenizer, Tokenizer, distinct, from_json
 from wordrun.errors import ConfigError, UserError
 
 CHUNK = 2**18
@@ -45,17 +45,22 @@ def record_of(folder: Path, task: str, number: int) -> Path:
 def run(task: str, piece: Piece, data: DataConfig, folder: Path, tell: Tell) -> None:
     """Do ``task`` (characters or shards) for ``piece``, and leave a record of it, last of all."""
     if task == "characters":
-        found: set[str] = set()
-        read = 0
-        for document in documents(piece, data):
-            found |= set(distinct(document.text))
-            read += len(document.text)
-            tell(0, 0, read)
-        record: dict[str, Any] = {"characters": "".join(sorted(found))}
+        found = plain.characters(piece) if piece.kind == "text" else None
+        record: dict[str, Any] = {"characters": found or _characters(piece, data, tell)}
     else:
         tokenizer = _loaded((folder / TOKENIZER).read_text(encoding="utf-8"))
         record = write_shards(piece, data, tokenizer, folder, tell)
     shards.write_bytes(record_of(folder, task, piece.number), json.dumps(record, ensure_ascii=False).encode())
+
+
+def _characters(piece: Piece, data: DataConfig, tell: Tell) -> str:
+    found: set[str] = set()
+    read = 0
+    for document in documents(piece, data):
+        found |= set(distinct(document.text))
+        read += len(document.text)
+        tell(0, 0, read)
+    return "".join(sorted(found))
 
 
 @lru_cache(maxsize=1)
@@ -108,6 +113,10 @@ class _Split:
 
 def write_shards(piece: Piece, data: DataConfig, tokenizer: Tokenizer, folder: Path, tell: Tell) -> dict[str, Any]:
     """Write the shards of ``piece`` and return their entries, by split."""
+    if piece.kind == "text" and isinstance(tokenizer, CharTokenizer):
+        entries = plain.write(piece, data.val_fraction, tokenizer, folder, tell)
+        if entries is not None:
+            return {name: [asdict(entry) for entry in written] for name, written in entries.items()}
     train, val = (_Split(name, piece, tokenizer, folder) for name in ("train", "val"))
     if piece.kind in ("train", "val"):
         _rewrite(piece, train if piece.kind == "train" else val, tokenizer, tell)

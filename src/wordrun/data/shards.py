@@ -9,18 +9,19 @@ version 7, then uint32. Also read, as they are: nanoGPT's ``train.bin`` and ``va
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
 import resource
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from wordrun.errors import ConfigError
@@ -129,16 +130,33 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def write(path: Path, tokens: NDArray[np.integer], dtype: str) -> str:
-    """Write ``tokens`` as a shard, all of it or nothing, and return the file's sha256."""
+    """Write ``tokens`` as a shard, all of it or nothing, and return the file's checksum."""
+    return write_parts(path, [np.ascontiguousarray(tokens, dtype=dtype).data], len(tokens), dtype)
+
+
+def write_parts(path: Path, parts: Iterable[memoryview], count: int, dtype: str) -> str:
+    """Write ``count`` tokens, which come in ``parts`` of type ``dtype``, as a shard; return the file's checksum."""
     (kind,) = (key for key, value in FORMATS.items() if value == dtype)
     header = np.zeros(HEADER, dtype="<i4")
-    header[:3] = (*kind, len(tokens))
-    return write_bytes(path, header.tobytes(), np.ascontiguousarray(tokens, dtype=dtype).data)
+    header[:3] = (*kind, count)
+    return _write(path, chain([header.data], parts))
 
 
-def write_bytes(path: Path, *parts: bytes | memoryview) -> str:
-    """Write a file that is there as a whole or not at all; return its sha256."""
-    digest = hashlib.sha256()
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    _write(path, [content])
+
+
+def checksum() -> xxhash.xxh3_128:
+    """Return what a shard's checksum is computed with: XXH3 of 128 bits, which is as fast as memory.
+
+    It finds what disks and networks break. It is no signature.
+    """
+    return xxhash.xxh3_128()
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    digest = checksum()
     new = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
     try:
         with open(new, "wb") as file:
@@ -294,7 +312,7 @@ class Tokens:
         return entry[0][start - base : stop - base]
 
     def _map(self, number: int) -> tuple[NDArray[np.integer], mmap.mmap | None]:
-        while len(self._maps) >= min(self._most, MAPPED):  # a map keeps its file open, too
+        while len(self._maps) >= max(1, min(MAPPED, self._most // 6)):  # a map keeps its file open, too
             self._maps.pop(next(iter(self._maps)), None)
         entry = self._maps[number] = _mapped(self.shards[number])
         return entry

@@ -66,7 +66,7 @@ def copy(folder: Path, to: Path, show: Callable[[Progress], None] = lambda progr
         for entry in entries:
             docs = Path(entry.file).with_suffix(".docs").name
             _copy(folder / docs, to / docs, None)
-            _copy(folder / entry.file, to / entry.file, entry.sha256)
+            _copy(folder / entry.file, to / entry.file, entry.xxh3)
             progress.read += size[entry.file]
             progress.done += 1
             show(progress)
@@ -91,17 +91,17 @@ def _missing(manifest: manifests.Manifest, to: Path) -> list[Entry]:
     return [e for e in [*manifest.train, *manifest.val] if there.get(e.file) != _size(manifest, e)]
 
 
-def _copy(source: Path, to: Path, sha256: str | None) -> None:
+def _copy(source: Path, to: Path, checksum: str | None) -> None:
     """Copy a file, all of it or nothing."""
-    digest = hashlib.sha256()
+    digest = shards.checksum()
     new = to.with_name(f".{to.name}")
     with open(source, "rb") as read, open(new, "wb") as write:
         while block := read.read(BLOCK):
             digest.update(block)
             write.write(block)
-    if sha256 is not None and digest.hexdigest() != sha256:
+    if checksum is not None and digest.hexdigest() != checksum:
         raise UserError(
-            f"the shard {source} is damaged: its sha256 is {digest.hexdigest()[:12]}, the manifest says {sha256[:12]}; "
-            "prepare the data again"
+            f"the shard {source} is damaged: its checksum is {digest.hexdigest()[:12]}, the manifest says "
+            f"{checksum[:12]}; prepare the data again"
         )
     new.replace(to)

@@ -162,11 +162,19 @@ def distinct(text: str) -> str:
     """Return the characters that occur in ``text``, in the order of their code points."""
     if not text.isascii():
         return "".join(sorted(set(text)))
-    rest, known = text.encode("ascii"), b""
-    while rest:  # what is known already is dropped by Python's own translation, ten times as fast as a set
+    return bytes(sorted(drop_known(text.encode("ascii"), b""))).decode()
+
+
+def drop_known(text: bytes | bytearray, known: bytes) -> bytes:
+    """Return ``known`` and the bytes of ``text`` that are not in it.
+
+    What is known already is dropped by Python's own translation, ten times as fast as a set.
+    """
+    rest = text.translate(None, known)
+    while rest:
         known += bytes(set(rest[:4096]))
         rest = rest.translate(None, known)
-    return bytes(sorted(known)).decode()
+    return known
 
 
 def from_json(text: str) -> Tokenizer:
