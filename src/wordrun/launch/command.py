@@ -163,9 +163,13 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
 def _spread(np: int, nodes: int | None, job: Job, asked: str, place: str) -> tuple[int, ...]:
     """Return the ranks of each host for ``np`` ranks: the fewest hosts whose slots hold them, filled in order.
 
-    With -N, or where the slots are too few, all hosts share the ranks evenly, as far as their cores go.
+    With -N, or where the slots are too few, all hosts share the ranks evenly, as far as their cores go. Devices are not
+    shared unless --ppn says so.
     """
     slots, room = job.slots[: nodes or None], _room(job)[: nodes or None]
+    shared = job.scheduler != "none" and any(job.devices)
+    if shared:
+        room = slots
     if np < (nodes or 1):
         raise ConfigError(f"{asked}: {np} ranks cannot be on {nodes} nodes; -N {np}, or -n {nodes}, would fit")
     if np <= sum(slots) and not (nodes and np % nodes == 0 and all(np // nodes <= most for most in room)):
@@ -181,7 +185,8 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str, place: str) -> tup
     if any(ranks > most for ranks, most in zip(layout, room, strict=False)):
         raise ConfigError(
             f"{asked}: {place} has room for {sum(room)} ranks on {hosts} node{'s' * (hosts > 1)} "
-            f"({_list(room)} by devices and cores); -n {sum(room)} would fit"
+            f"({_list(room)} by {'devices' if shared else 'devices and cores'}); -n {sum(room)} would fit"
+            + (f", or --ppn {-(-np // hosts)} to let ranks share devices" if shared else "")
         )
     return tuple(layout)
 
