@@ -395,3 +395,23 @@ def test_a_mistake_is_one_message(words: list[str], says: str, capfd: pytest.Cap
         main([*words, "tokenizer=byte"])
     assert caught.value.code == 2
     assert says in capfd.readouterr().err
+
+
+def test_what_a_tokenizer_learns_from_is_not_read_with_all_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("Grüße an alle.\n" * 100_000)
+    data = DataConfig("text", path=str(tmp_path / "text.txt"), shard_mb=1)
+    parts, read = pieces(data, locate(data)), []
+
+    def decoded(content: bytes, path: str, at: int) -> str:
+        read.append(len(content))
+        return content.decode()
+
+    monkeypatch.setattr("wordrun.data.documents.decoded", decoded)
+    plan = preparing.Plan(data, BPETokenizerConfig(), locate(data), tmp_path, parts, None)
+    sample = "".join(preparing._sample(plan, 1000))
+    assert len(parts) == 2
+    assert 900 < len(sample) <= 1000
+    assert len(read) == 2
+    assert max(read) < 4 * 1000

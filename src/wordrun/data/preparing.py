@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wordrun.config import BPETokenizerConfig, DataConfig, TokenizerConfig
@@ -218,6 +218,8 @@ def _sample(plan: Plan, size: int) -> Iterator[str]:
     chosen = plan.pieces[::step]
     for piece in chosen:
         left = size // len(chosen)
+        if piece.kind == "text":  # which is read as a whole; no character has more than four bytes
+            piece = replace(piece, stop=min(piece.stop, piece.start + 4 * left))
         for document in documents(piece, plan.data):
             yield from (text for text, _ in piecework.chunks(document, 0, min(left, len(document.text))))
             left -= len(document.text)
