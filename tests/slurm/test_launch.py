@@ -286,7 +286,7 @@ def test_idle_ranks_show_their_stacks(cluster: Cluster, tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "py-spy").write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / folder / "py-spy").chmod(0o755)
-    words = f"launch --idle-timeout 6 -N 2 -n 2 {sys.executable} stuck.py"
+    words = f"launch --idle-timeout 8 -N 2 -n 2 {sys.executable} stuck.py"
     both = f"PATH=$PWD/none:$PATH {words}; PATH=$PWD/one:$PATH exec {words}"
     got = cluster.run("salloc", "-N2", "-n2", "sh", "-c", both)
     assert got.returncode == 124, got.stderr

@@ -62,8 +62,10 @@ def test_ranks_of_a_schedulers_daemon_are_found(tmp_path: Path) -> None:
     while not (told.exists() and told.read_text().endswith("\n")) and time.monotonic() < end:
         time.sleep(0.05)
     pid = int(told.read_text())
-    try:
-        assert processes.pythons(os.getpid(), "7-ab") == [pid]
-        assert processes.pythons(os.getpid(), "7-a") == []
-    finally:
-        os.killpg(pid, signal.SIGKILL)
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        try:
+            assert processes.pythons(launcher.pid, "7-ab") == [pid]
+            assert processes.pythons(launcher.pid, "7-a") == []
+        finally:
+            launcher.kill()
+            os.killpg(pid, signal.SIGKILL)

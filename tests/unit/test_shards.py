@@ -104,10 +104,13 @@ import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 import numpy as np
 from wordrun.data.shards import Tokens, examine
-tokens = Tokens([examine(f"{tmp_path}/{{n}}.bin") for n in range(500)])
-starts = np.arange(0, 1500, 3)[::-1] * 7 % 1500 // 3 * 3
-assert (tokens.rows(starts, 2)[:, 1] == starts // 3 + 1).all()
-assert all(tokens[s : s + 1][0] == s // 3 for s in starts.tolist())
+# As of a mix of data: two sets, each of them with too many files.
+sets = [Tokens([examine(f"{tmp_path}/{{n}}.bin") for n in range(500)]) for _ in range(2)]
+starts = np.arange(0, 1494, 3)[::-1] * 7 % 1494 // 3 * 3
+for tokens in sets * 2:
+    assert (tokens.rows(starts, 2)[:, 1] == starts // 3 + 1).all()
+    assert (tokens.rows(starts + 2, 5)[:, 4] == starts // 3 + 2).all()  # over the ends of shards
+    assert all(tokens[s : s + 1][0] == s // 3 for s in starts.tolist())
 print("well")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -18,7 +18,7 @@ from wordrun.data.sources import Source
 from wordrun.data.tokenizers import build
 
 FORMAT = 2
-"""Of manifests; data that was prepared with another one is not looked at."""
+"""Of manifests; data prepared with another one is in a folder of another name, unless data.prepared names one."""
 
 
 def folder_of(data: DataConfig, tokenizer: TokenizerConfig, source: Source) -> Path:

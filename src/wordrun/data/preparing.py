@@ -19,7 +19,7 @@ from pathlib import Path
 from wordrun.config import BPETokenizerConfig, DataConfig, TokenizerConfig
 from wordrun.data import identity, opening, piecework, shards, tokenizers, workers
 from wordrun.data import manifest as manifests
-from wordrun.data.documents import Piece, documents, pieces
+from wordrun.data.documents import Piece, documents, extent, pieces
 from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.sources import Source
 from wordrun.dist import World
@@ -219,7 +219,8 @@ def _sample(plan: Plan, size: int) -> Iterator[str]:
     for piece in chosen:
         left = size // len(chosen)
         if piece.kind == "text":  # which is read as a whole; no character has more than four bytes
-            piece = replace(piece, stop=min(piece.stop, piece.start + 4 * left))
+            start, stop = extent(piece)
+            piece = replace(piece, start=start, stop=min(stop, start + 4 * left))
         for document in documents(piece, plan.data):
             yield from (text for text, _ in piecework.chunks(document, 0, min(left, len(document.text))))
             left -= len(document.text)

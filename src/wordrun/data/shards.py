@@ -9,6 +9,7 @@ version 7, then uint32. Also read, as they are: nanoGPT's ``train.bin`` and ``va
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import resource
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -34,10 +35,10 @@ SHARD_TOKENS = 2**26
 """Tokens of a shard that is written here, at most; the header's count would end at 2^31."""
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
-UNLIMITED = 2**20
-"""Open files, where the system sets no limit."""
-MAPPED = 256
-"""Files that are mapped at once, at most."""
+MACOS = 10_240
+"""Open files that macOS allows at most, whatever the limit says."""
+MAPPED = 8
+"""Files that are mapped at once, at most, for each set of tokens."""
 FORGET_AFTER = 128
 """Slices after which the pages that they touched are given back. Each may map 64 KiB (the kernel's fault-around)."""
 
@@ -193,10 +194,13 @@ def _mapped(shard: Shard) -> tuple[NDArray[np.integer], mmap.mmap | None]:
 
 
 class _File:
-    """A file that is open for reading until it is forgotten."""
+    """A file that is open for reading until it is forgotten, and what is known of all of them."""
 
+    lock = threading.RLock()  # the end of one may be noticed anywhere, also where it is held
     open = 0
     """How many this process has."""
+    wanted = 0
+    """How many there are to be opened, as far as anybody has said."""
 
     def __init__(self, path: str) -> None:
         self.number = -1
@@ -204,28 +208,39 @@ class _File:
             self.number = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise _unreadable(path, error) from None
-        _File.open += 1
+        with _File.lock:
+            _File.open += 1
 
     def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
-            _File.open -= 1
+            with _File.lock:
+                _File.open -= 1
 
 
-def _may_open(files: int) -> int:
-    """Return how many files may be open for tokens: a quarter of the process's limit is for everybody else.
+def _will_open(files: int) -> None:
+    """Raise the process's limit of open files, as far as it may by itself, so that ``files`` more can be.
 
     To open a file takes longer than to read a sequence, and on a parallel file system a thousand times as long, on a
-    server that all ranks share. So where there are more than the limit is made for, the limit is raised as far as the
-    process may by itself; it is low for the sake of select(), which neither torch nor MPI uses.
+    server that all ranks share. The limit is often low for the sake of select(), which neither torch nor MPI uses.
     """
-    soft, hard = (UNLIMITED if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    wanted = min(files + files // 3 + 1, hard)
-    if wanted > soft:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return soft - soft // 4
+    with _File.lock:
+        _File.wanted += files
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _File.wanted + _File.wanted // 3 + 1  # see _may_open
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and wanted > soft:
+            for limit in (wanted, MACOS):
+                with contextlib.suppress(OSError, ValueError):
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+                    break
+
+
+def _may_open() -> float:
+    """Return how many files may be open for tokens: a quarter of the process's limit is for everybody else."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return float("inf") if soft == resource.RLIM_INFINITY else max(1, soft - soft // 4)
 
 
 class Tokens:
@@ -242,7 +257,8 @@ class Tokens:
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
         self._places = [(shard.path, shard.offset, np.dtype(shard.dtype)) for shard in self.shards]
-        self._most = most_open or _may_open(len({path for path, _, _ in self._places}))
+        self._most = most_open
+        _will_open(len({path for path, _, _ in self._places}))
         self._maps: dict[int, tuple[NDArray[np.integer], mmap.mmap | None]] = {}
         self._files: dict[str, _File] = {}
         self._touched: set[int] = set()
@@ -275,15 +291,20 @@ class Tokens:
                 number = bisect_right(self._ends, start)
                 end = self._ends[number]
                 path, offset, dtype = self._places[number]
-                if width > end - start:  # it goes on in the next shard
-                    out[row] = self[start : start + width]
-                    continue
                 file = self._files.get(path) or self._open(path)
                 at = offset + (start - end + self.shards[number].count) * dtype.itemsize
-                content = os.pread(file.number, width * dtype.itemsize, at)
-                if len(content) != width * dtype.itemsize:
-                    raise _cut_short(path)
-                out[row] = np.frombuffer(content, dtype=dtype)
+                if width <= end - start:
+                    out[row] = _read(file, path, at, width, dtype)
+                    continue
+                filled = end - start
+                out[row, :filled] = _read(file, path, at, filled, dtype)
+                while filled < width:  # it goes on in the next shards
+                    number += 1
+                    path, offset, dtype = self._places[number]
+                    file = self._files.get(path) or self._open(path)
+                    more = min(width - filled, self.shards[number].count)
+                    out[row, filled : filled + more] = _read(file, path, offset, more, dtype)
+                    filled += more
         return out
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
@@ -297,7 +318,7 @@ class Tokens:
         return Tokens(before), Tokens(after)
 
     def _open(self, path: str) -> _File:
-        while self._files and _File.open >= self._most:
+        while self._files and _File.open >= (self._most or _may_open()):
             del self._files[next(iter(self._files))]
         file = self._files[path] = _File(path)
         return file
@@ -312,7 +333,7 @@ class Tokens:
         return entry[0][start - base : stop - base]
 
     def _map(self, number: int) -> tuple[NDArray[np.integer], mmap.mmap | None]:
-        while len(self._maps) >= max(1, min(MAPPED, self._most // 6)):  # a map keeps its file open, too
+        while len(self._maps) >= (self._most or MAPPED):  # a map keeps its file open, too
             self._maps.pop(next(iter(self._maps)), None)
         entry = self._maps[number] = _mapped(self.shards[number])
         return entry
@@ -326,7 +347,16 @@ class Tokens:
                 pages.madvise(mmap.MADV_DONTNEED)
 
 
+def _read(file: _File, path: str, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[np.integer]:
+    content = os.pread(file.number, count * dtype.itemsize, at)
+    if len(content) != count * dtype.itemsize:
+        raise _cut_short(path)
+    return np.frombuffer(content, dtype=dtype)
+
+
 def _unreadable(path: str, error: OSError) -> ConfigError:
+    if error.errno == errno.EMFILE:
+        return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Raise the limit by ulimit -n")
     return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Prepare the data again")
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from wordrun.launch.site import Site, fill
+
+ASKED_AT_ONCE = 32
+"""Names."""
 
 
 def decide(
@@ -49,22 +56,40 @@ def resolve(name: str) -> str | None:
         return None
 
 
-def strangers(hosts: Sequence[str], here: str, within_s: float = 2.0) -> list[str]:
-    """Return those of ``hosts`` whose names have no address, as far as that comes out in time.
+def is_unknown(name: str) -> bool:
+    """Say whether there is no machine of this name; a name service that is out of order says nothing."""
+    try:
+        socket.getaddrinfo(name.encode("ascii"), None)
+    except socket.gaierror as error:
+        return error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+    except (OSError, UnicodeError):
+        return False
+    return False
+
+
+def strangers(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], within_s: float = 2.0) -> list[str]:
+    """Return those of ``hosts`` that are unknown, as far as that comes out in time.
 
     Args:
         hosts: names, thousands perhaps.
-        here: name of this machine, which need not resolve.
+        here: name of this machine, which need not be known.
+        unknown: says it of a name, and may take its time.
         within_s: seconds after which those that nobody has answered for are believed.
     """
-    from concurrent.futures import ThreadPoolExecutor, wait
+    todo = deque(host for host in hosts if host.partition(".")[0] != here.partition(".")[0])
+    found: set[str] = set()
+    end = time.monotonic() + within_s
 
-    others = [host for host in hosts if host.partition(".")[0] != here.partition(".")[0]]
-    if not others:
-        return []
-    pool = ThreadPoolExecutor(min(32, len(others)))
-    asked = {pool.submit(resolve, host): host for host in others}
-    answered = wait(asked, timeout=within_s).done
-    pool.shutdown(wait=False, cancel_futures=True)
-    unknown = {asked[answer] for answer in answered if answer.result() is None}
-    return [host for host in others if host in unknown]
+    def ask() -> None:
+        with contextlib.suppress(IndexError):  # all have been asked for
+            while time.monotonic() < end:
+                host = todo.popleft()
+                if unknown(host):
+                    found.add(host)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(min(ASKED_AT_ONCE, len(todo)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [host for host in hosts if host in found]

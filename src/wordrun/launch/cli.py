@@ -152,9 +152,10 @@ def _find(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job
     if found:
         job = replace(job, reasons={**job.reasons, "site": why})
     ranks = command.decide_ranks(options, job)
-    crowded = [host for host, n, have in zip(job.hosts, ranks.layout, job.devices, strict=False) if n > have > 0]
-    if crowded:
-        note = f"{ranks.ppn} ranks share {min(job.devices)} devices on {crowded[0]} ({ranks.why}); NCCL allows one each"
+    shared = [each for each in zip(job.hosts, ranks.layout, job.devices, strict=False) if each[1] > each[2] > 0]
+    if shared:
+        host, n, have = shared[0]
+        note = f"{n} ranks share {have} device{'s' * (have > 1)} on {host} ({ranks.why}); NCCL allows one rank each"
         job = replace(job, notes=(*job.notes, note))
     return job, found, ranks, launcher.choose(options.launcher, ranks.np, env, job, found)
 
@@ -165,8 +166,10 @@ def _info(options: Options) -> int:
 
     job, known, ranks, chosen = _find(options)
     if job.ends_at is None and job.scheduler != "none":
-        asked = {"pbs": "qstat", "slurm": "squeue"}[job.scheduler]
-        job = replace(job, ends_at=job_end(job), reasons={**job.reasons, "time_left": asked})
+        end = job_end(job, within_s=3)
+        if end is not None:
+            asked = {"pbs": "qstat", "slurm": "squeue"}[job.scheduler]
+            job = replace(job, ends_at=end, reasons={**job.reasons, "time_left": asked})
     print(show.info(job, known, ranks, chosen, as_json=options.json))
     return 0
 
@@ -234,7 +237,7 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site | None, same: I
             raise ConfigError(f"{job.reasons['hosts']}: {problem}")
         why = f"{why} (NOTE: {problem})" if problem else why
     if job.scheduler != "slurm" and "MASTER_ADDR" not in asked and not options.dry_run:  # SLURM has a list of its own
-        absent = address.strangers(job.hosts[: ranks.nodes], socket.gethostname())
+        absent = address.strangers(job.hosts[: ranks.nodes], socket.gethostname(), address.is_unknown)
         if absent:
             raise ConfigError(
                 f"{job.reasons['hosts']}: {', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be found by name "

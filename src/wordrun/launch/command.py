@@ -35,7 +35,8 @@ STALE = frozenset([
 LONGEST = 100_000
 # What a user exports for the ranks, where a launcher passes on only what it is told to.
 FOR_RANKS = (
-    "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "UCX_", "WANDB_", "WORDRUN_",
+    "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_", "WANDB_",
+    "WORDRUN_",
 )  # fmt: skip
 STALE_PREFIXES = ("ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 
@@ -183,10 +184,11 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str, place: str) -> tup
     hosts = len(slots)
     layout = [np // hosts + (host < np % hosts) for host in range(min(hosts, np))]
     if any(ranks > most for ranks, most in zip(layout, room, strict=False)):
+        may_share = np % hosts == 0 and all(np // hosts <= most for most in _room(job)[:hosts])
         raise ConfigError(
             f"{asked}: {place} has room for {sum(room)} ranks on {hosts} node{'s' * (hosts > 1)} "
-            f"({_list(room)} by {'devices' if shared else 'devices and cores'}); -n {sum(room)} would fit"
-            + (f", or --ppn {-(-np // hosts)} to let ranks share devices" if shared else "")
+            f"({_list(room)}{'' if shared else ' by devices and cores'}); -n {sum(room)} would fit"
+            + (f", or -n {np} --ppn {np // hosts} to let ranks share devices" if shared and may_share else "")
         )
     return tuple(layout)
 
@@ -254,8 +256,9 @@ def build(
     """
     request = Request(job, options, ranks, launcher, decided, site, {})
     env_set, reasons = _environment(request, env)
+    unset = {name for name in env if is_stale(name)} | {name for name in (site.unset if site else ()) if name in env}
     known = {*site.env, *site.proxies} if site else set()
-    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and not is_stale(name))
+    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
     request = replace(request, env=env_set, exported=tuple(exported))
     reasons = {
         **job.reasons,
@@ -263,7 +266,6 @@ def build(
         "launcher": launcher.why,
         **reasons,
     }
-    unset = {name for name in env if is_stale(name)} | {name for name in (site.unset if site else ()) if name in env}
     argv = BUILDERS[launcher.kind](request)
     hosts_file = decided.path("hosts")
     return Plan(

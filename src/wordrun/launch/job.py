@@ -298,10 +298,13 @@ def hold_back(job: Job, spares: int, left_out: frozenset[str] = frozenset()) -> 
     )  # fmt: skip
 
 
-def job_end(job: Job, before_exec: Callable[[], None] | None = None) -> float | None:
+def job_end(job: Job, before_exec: Callable[[], None] | None = None, within_s: float = 20) -> float | None:
     """Return when the walltime of ``job`` ends, in seconds since 1970, as qstat or squeue say; None: nobody does.
 
-    ``before_exec`` runs in the new process before it becomes one of those.
+    Args:
+        job: the scheduler's.
+        before_exec: runs in the new process before it becomes one of those.
+        within_s: seconds that it may take to answer.
     """
     import json
     import subprocess
@@ -310,7 +313,7 @@ def job_end(job: Job, before_exec: Callable[[], None] | None = None) -> float | 
     ask = {"pbs": ["qstat", "-f", "-F", "json", job.id], "slurm": ["squeue", "-h", "-j", job.id, "-o", "%e"]}
     try:
         text = subprocess.run(
-            ask[job.scheduler], capture_output=True, text=True, timeout=20, check=True, preexec_fn=before_exec
+            ask[job.scheduler], capture_output=True, text=True, timeout=within_s, check=True, preexec_fn=before_exec
         ).stdout
         if job.scheduler == "slurm":
             return time.mktime(time.strptime(text.split()[0], "%Y-%m-%dT%H:%M:%S"))

@@ -259,7 +259,8 @@ def _problems(options: Options, site: Site | None, scheduler: str) -> list[str]:
     queue = site.queues.get(options.queue or "", {})
     least, most = queue.get("nodes", (1, nodes))
     if not least <= nodes <= most:
-        problems.append(f"-N {nodes}: {site.name}'s queue {options.queue} takes {least} to {most} nodes")
+        asked = f"-N {nodes}" if options.nodes else f"{nodes} nodes (for -n {np})"
+        problems.append(f"{asked}: {site.name}'s queue {options.queue} takes {least} to {most} nodes")
     hours = queue.get("hours", float("inf"))
     jobs = "jobs"
     if isinstance(hours, Mapping):
