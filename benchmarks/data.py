@@ -64,8 +64,7 @@ def row(name: str, value: str, wanted: str = "") -> None:
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, folder: Path) -> None:
-    """Prepare ``data`` in ``folder`` from nothing."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Prepare ``data`` in ``folder``, where nothing is."""
     preparing.execute(preparing.plan(data, tokenizer, locate(data), folder), World())
 
 
@@ -88,9 +87,12 @@ def characters(scratch: Path, nanogpt: Path, text: str, rounds: int) -> None:
                 sys.stdout = before
 
     data = DataConfig("chars", path=str(scratch / "input.txt"))
-    ours_s, theirs_s = in_turns(
-        rounds, lambda: cpu_seconds(lambda: prepare(data, TokenizerConfig("char"), scratch / "chars")), theirs
-    )
+
+    def ours() -> float:
+        shutil.rmtree(scratch / "chars", ignore_errors=True)
+        return cpu_seconds(lambda: prepare(data, TokenizerConfig("char"), scratch / "chars"))
+
+    ours_s, theirs_s = in_turns(rounds, ours, theirs)
     same = np.fromfile(scratch / "train.bin", dtype=np.uint16)
     _, train, _ = opening.open_prepared(scratch / "chars", data, TokenizerConfig("char"))
     assert np.array_equal(train[:], same)  # the same tokens
