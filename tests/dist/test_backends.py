@@ -267,8 +267,10 @@ with dist.session() as world:
 """
 
 
-@pytest.mark.parametrize(("backend", "under"), [("FSDP", "fork"), ("TP", "fork"), ("PP", "mpiexec")])
+@pytest.mark.parametrize(("backend", "under"), [("FSDP", "fork"), ("TP", "fork"), ("PP", "mpiexec"), ("deepspeed", "mpiexec")])
 def test_a_rank_that_dies_ends_the_job(backend: str, under: str, ranks: Any, tmp_path: Path) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'")
     (tmp_path / "text.txt").write_text(TEXT * 60)
     (tmp_path / "dying.py").write_text(DYING)
     words = [*SMALL, *MODELS["gpt"], f"train.backend={backend}", "model.batch_size=4", "hydra.run.dir=run"]
