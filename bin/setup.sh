@@ -111,8 +111,8 @@ _wordrun_loaded() {
   return 1
 }
 
-# Find or make the environment: the one that "$1" names; an active one; on a known site one of its own over what is loaded there; else the
-# repository's .venv. Puts its bin first in PATH.
+# Find or make the environment: the one that "$1" names; an active one; on a known site one of its own over what is
+# loaded there; else the repository's .venv. Puts its bin first in PATH.
 setup_python() {
   local home why python problems line site name
   site=$(_wordrun_site) || site=

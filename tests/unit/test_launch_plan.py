@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import show
+from wordrun.launch.address import strangers
 from wordrun.launch.command import RANK_ENV, Decided, Plan, build, decide_ranks, is_stale, threads
 from wordrun.launch.job import Job, count_cores, count_devices, find_job, this_machine
 from wordrun.launch.launcher import Launcher, choose, find_command, flavour, free_port, is_free
@@ -251,6 +255,29 @@ def test_dry_run_and_info_as_json(tmp_path: Path) -> None:
     table = subprocess.run([launch, "--info"], capture_output=True, text=True, check=True).stdout
     assert table.splitlines()[0].split()[:2] == ["scheduler", "none"]
     assert not list(tmp_path.iterdir())
+
+
+def test_info_says_how_much_time_is_left(tmp_path: Path) -> None:
+    end = time.time() + 5000
+    stub = make(tmp_path / "squeue", time.strftime("#!/bin/sh\necho %Y-%m-%dT%H:%M:%S\n", time.localtime(end)))
+    stub.chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "4"}
+    words = [str(Path(sys.prefix) / "bin" / "launch"), "--info", "--json", "--launcher", "torchrun"]
+    for more, why in (({"SLURM_JOB_END_TIME": str(int(end))}, "SLURM_JOB_END_TIME"), ({}, "squeue")):
+        env = {**os.environ, **job, **more, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        told = json.loads(subprocess.run(words, capture_output=True, check=True, env=env).stdout)
+        assert re.fullmatch(r"1:2\d:\d\d", told["time_left"])
+        assert told["reasons"]["time_left"] == why
+
+
+def test_hosts_that_nobody_knows_are_found_without_waiting_for_those_that_nobody_answers_for() -> None:
+    never = threading.Event()
+    answers = {"a": lambda: False, "b": lambda: True, "slow": never.wait, "c": lambda: True}
+    begin = time.monotonic()
+    found = strangers(["me.site", *answers], "me", lambda name: answers[name](), within_s=0.5)
+    assert found == ["b", "c"]
+    assert time.monotonic() - begin < 30
+    never.set()
 
 
 def make(path: Path, text: str = "") -> Path:

@@ -117,6 +117,22 @@ print("well")
     assert (done.stdout, done.stderr) == ("well\n", "")
 
 
+def test_the_limit_of_open_files_is_raised_for_those_that_are_there(tmp_path: Path) -> None:
+    for number in range(500):
+        llm_c(tmp_path / f"{number}.bin", [number, number + 1, number + 2])
+    script = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))
+import numpy as np
+from wordrun.data.shards import Tokens, examine
+tokens = Tokens([examine(f"{tmp_path}/{{n}}.bin") for n in range(500)])
+tokens.rows(np.arange(0, 1500, 3), 2)
+print(len(tokens._files), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("500 1000\n", "")
+
+
 def test_the_resident_memory_stays_small_however_much_is_read(tmp_path: Path) -> None:
     """256 MB of shards read twice, as rows and as slices, in a process that has no torch."""
     for number in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ class Manifest:
     def documents(self, split: str) -> int:
         """Return the number of documents that begin in a split."""
         return sum(entry.documents for entry in getattr(self, split))
+
+
+def write_shard(path: Path, starts: Sequence[int], parts: Iterable[memoryview], count: int, dtype: str) -> Entry:
+    """Write a shard and where its documents begin, and return its entry.
+
+    Args:
+        path: of the shard.
+        starts: tokens before each document that begins in it.
+        parts: its tokens, of type ``dtype``.
+        count: how many there are.
+        dtype: as ``shards.dtype_for`` says.
+    """
+    # Written last, so that no shard is without its documents.
+    shards.write_bytes(path.with_suffix(".docs"), np.array(starts, dtype="<u4").tobytes())
+    return Entry(path.name, count, len(starts), shards.write_parts(path, parts, count, dtype))
 
 
 def save(folder: Path, manifest: Manifest) -> None:

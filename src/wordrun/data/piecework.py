@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wordrun.config import DataConfig
 from wordrun.data import plain, shards
 from wordrun.data.documents import Document, Piece, documents
-from wordrun.data.manifest import TOKENIZER, Entry
+from wordrun.data.manifest import TOKENIZER, Entry, write_shard
 from wordrun.data.shards import Tokens
 from wordrun.data.tokenizers import CharTokenizer, Tokenizer, distinct, from_json
 from wordrun.errors import ConfigError, UserError
@@ -104,10 +104,8 @@ class _Split:
         if not self._count:
             return
         path = self.folder / f"{self.name}_{self.piece.number:06d}_{len(self.entries):02d}.bin"
-        # Written last, so that no shard is without its documents.
-        shards.write_bytes(path.with_suffix(".docs"), np.array(self._starts, dtype="<u4").tobytes())
-        digest = shards.write(path, np.concatenate(self._parts, dtype=self.dtype, casting="unsafe"), self.dtype)
-        self.entries.append(Entry(path.name, self._count, len(self._starts), digest))
+        tokens = np.concatenate(self._parts, dtype=self.dtype, casting="unsafe")
+        self.entries.append(write_shard(path, self._starts, [tokens.data], self._count, self.dtype))
         self._parts, self._starts, self._count = [], [], 0
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from wordrun.data import shards
 from wordrun.data.documents import Piece, extent
-from wordrun.data.manifest import Entry
+from wordrun.data.manifest import Entry, write_shard
 from wordrun.data.tokenizers import CharTokenizer, drop_known
 
 BUFFER = 2**16
@@ -70,9 +69,7 @@ def write(
 def _shard(piece: Piece, split: str, start: int, stop: int, pairs: NDArray[np.uint32], folder: Path) -> Entry:
     path = folder / f"{split}_{piece.number:06d}_00.bin"
     begins = [0] if start == 0 and split == "train" else []
-    shards.write_bytes(path.with_suffix(".docs"), np.array(begins, dtype="<u4").tobytes())
-    digest = shards.write_parts(path, _tokens(piece.path, start, stop, pairs), stop - start, "<u2")
-    return Entry(path.name, stop - start, len(begins), digest)
+    return write_shard(path, begins, _tokens(piece.path, start, stop, pairs), stop - start, "<u2")
 
 
 def _pairs(tokenizer: CharTokenizer) -> NDArray[np.uint32]:

@@ -202,7 +202,8 @@ def _slurm(env: Mapping[str, str], machine: Machine, site: Site | None) -> Job:
         ends_at=float(end) if end.isdigit() else None,
         reasons={
             "scheduler": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST", "cores": cores_why, "devices": devices_why,
-            "job": "SLURM_JOB_ID", "queue": "SLURM_JOB_PARTITION", "time_left": "SLURM_JOB_END_TIME",
+            "job": "SLURM_JOB_ID", "queue": "SLURM_JOB_PARTITION",
+            **({"time_left": "SLURM_JOB_END_TIME"} if end.isdigit() else {}),
         },
         notes=tuple(notes),
     )  # fmt: skip
