@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wordrun.model.attention import causal_attention
+from wordrun.model.attention import SHORT, causal_attention
 from wordrun.model.dropout import Dropout, dropout, keep_mask
 
 
@@ -58,6 +58,21 @@ def test_attention_with_dropout_is_torchs_attention_on_average(heads_of_keys: in
     assert torch.allclose(causal_attention(q, k, v, 1e-9), right, atol=1e-6)  # nothing dropped
     mean = torch.stack([causal_attention(q, k, v, 0.3) for _ in range(4000)]).mean(0)
     assert torch.allclose(mean, right, atol=0.08)
+
+
+@pytest.mark.parametrize("heads_of_keys", [2, 6])
+@pytest.mark.parametrize("tokens", [SHORT // 8, SHORT + 8])  # without the fused kernel and with it
+def test_attention_in_bf16_is_that_in_fp32_within_its_precision(tokens: int, heads_of_keys: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 6, tokens, 8, requires_grad=True)
+    k, v = (torch.randn(1, heads_of_keys, tokens, 8, requires_grad=True) for _ in range(2))
+    up = torch.randn_like(q)
+    half = causal_attention(*(x.bfloat16() for x in (q, k, v)), 0.0)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert half.dtype == torch.bfloat16
+    ours, exact = (torch.autograd.grad(y, (q, k, v), up.to(y.dtype)) for y in (half, right))
+    for a, b in zip((half.float(), *ours), (right, *exact), strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
 
 
 def test_heads_of_queries_that_share_keys_are_those_that_follow_each_other() -> None:

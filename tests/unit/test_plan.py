@@ -67,7 +67,7 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
     for vocab_size in (128, 4096):
         cfg = Config(model=SHAPES[shape], backend=DDPConfig())
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
-        model = memory.read(cfg.model, vocab_size, on_cpu=True)
+        model = memory.read(cfg.model, vocab_size, on_cpu=True, bf16=dtype == "bf16")
         need = memory.memory(model, memory.Way("DDP", cfg, Layout(), on_cpu=True), checkpointing)
         # One process has buckets beside its gradients; both are there before.
         planned = need.total - need.parameters - need.optimizer - need.gradients - 4 * model.parameters

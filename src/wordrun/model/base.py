@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
-from wordrun.model.attention import within
+from wordrun.model.attention import keeps_weights, within
 from wordrun.model.cache import Past
 
 
@@ -111,26 +111,27 @@ class Transformer(nn.Module):
         """Return the floating-point operations of one token's forward and backward pass of the whole model."""
         raise NotImplementedError
 
-    def kept_by_block(self, on_cpu: bool) -> list[Kept]:
+    def kept_by_block(self, on_cpu: bool, bf16: bool) -> list[Kept]:
         """Return what one block keeps for its backward pass, besides its input.
 
         Args:
             on_cpu: on a CPU rather than an accelerator, where other kernels keep other things.
+            bf16: computed in bf16.
         """
         raise NotImplementedError
 
-    def kept_by_attention(self, on_cpu: bool) -> list[Kept]:
+    def kept_by_attention(self, on_cpu: bool, bf16: bool) -> list[Kept]:
         """Return what the softmax of a block's attention and its dropout keep.
 
-        A fused attention has no T x T matrix. On a CPU there is none with dropout, and ``causal_attention`` keeps the
-        weights, which of them dropout keeps, and their product.
+        A fused attention has no T x T matrix. Where there is none (``keeps_weights``) the weights are kept, and with
+        dropout also which of them it keeps, and their product.
         """
         C, N, T = self.cfg.n_embd, self.cfg.n_head, self.cfg.block_size
-        sums = Kept(N, of="fp32", product=True)
-        if not self.cfg.dropout:
-            return [sums]
-        masks = [Kept(C, of="compute" if on_cpu else "byte")] * 2
-        return [*masks, *([Kept(N * T)] * 3 if on_cpu else [sums])]
+        p = self.cfg.dropout
+        masks = [Kept(C, of="compute" if on_cpu else "byte")] * 2 if p else []
+        if on_cpu and keeps_weights(p, T, bf16=bf16):
+            return [*masks, *[Kept(N * T)] * (3 if p else 1)]
+        return [*masks, Kept(N, of="fp32", product=True)]
 
     def initial_std(self, name: str) -> float:
         """Return the deviation of the normal distribution from which the matrix ``name`` is drawn.

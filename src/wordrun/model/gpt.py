@@ -94,7 +94,7 @@ class GPT(Transformer):
             "blocks.*.mlp.up": tp.ColwiseParallel(),
         }
 
-    def kept_by_block(self, on_cpu: bool) -> list[Kept]:
+    def kept_by_block(self, on_cpu: bool, bf16: bool) -> list[Kept]:
         """Return what one block keeps for its backward pass, besides its input.
 
         With 2 bytes everywhere that is 32 C bytes per token with the input, or the 34 C of Korthikanti et al. 2022
@@ -114,7 +114,7 @@ class GPT(Transformer):
             Kept(4 * C, product=True),  # up, for the GELU
             Kept(4 * C),  # the GELU's result, for the projection
             Kept(C, product=True, needed=False),  # the projection
-            *self.kept_by_attention(on_cpu),
+            *self.kept_by_attention(on_cpu, bf16),
         ]
 
     def flops_per_token(self) -> int:

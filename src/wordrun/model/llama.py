@@ -151,7 +151,7 @@ class Llama(Transformer):
         begin = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
         return {**super().tensor_parallel_plan(), **{f"blocks.*.{name}": tp.ColwiseParallel() for name in begin}}
 
-    def kept_by_block(self, on_cpu: bool) -> list[Kept]:
+    def kept_by_block(self, on_cpu: bool, bf16: bool) -> list[Kept]:
         """Return what one block keeps for its backward pass, besides its input."""
         C, hidden = self.cfg.n_embd, self.cfg.n_hidden
         shared = C * (self.cfg.n_kv_head or self.cfg.n_head) // self.cfg.n_head
@@ -171,7 +171,7 @@ class Llama(Transformer):
             *[Kept(hidden, product=True)] * 2,  # gate and up
             *[Kept(hidden)] * 2,  # the gate's SiLU, and what it lets through
             Kept(C, product=True, needed=False),  # the projection
-            *self.kept_by_attention(on_cpu),
+            *self.kept_by_attention(on_cpu, bf16),
         ]
 
     def flops_per_token(self) -> int:

@@ -61,7 +61,7 @@ def _plan(words: Sequence[str], *, as_json: bool) -> None:
     if cfg.train.dtype in ("auto", "bf16"):
         cfg.train.dtype = "bf16" if bf16 else "fp32"  # as a run chooses it
     size, note = vocabulary(cfg)
-    planner = Planner(cfg, memory.read(cfg.model, size, devices.on_cpu), devices)
+    planner = Planner(cfg, memory.read(cfg.model, size, devices.on_cpu, bf16=cfg.train.dtype == "bf16"), devices)
     rows = planner.rows()
     advice = advise(planner, rows)
     line = command(overrides, advice, cfg)

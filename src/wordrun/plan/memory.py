@@ -101,13 +101,14 @@ class Outline:
         return numel(self.weights(self.layers))
 
 
-def read(cfg: ModelConfig, vocab_size: int, on_cpu: bool) -> Outline:
+def read(cfg: ModelConfig, vocab_size: int, on_cpu: bool, *, bf16: bool = False) -> Outline:
     """Return what the plan has to know of the model that ``cfg`` describes.
 
     Args:
         cfg: shapes.
         vocab_size: rows of the embedding, where ``cfg`` does not say.
         on_cpu: on a CPU rather than an accelerator.
+        bf16: computed in bf16.
     """
     from wordrun.model import outline
 
@@ -116,7 +117,7 @@ def read(cfg: ModelConfig, vocab_size: int, on_cpu: bool) -> Outline:
     first = [each for name in _outside(whole, is_first=True) for each in _weights(whole, name)]
     last = [each for name in _outside(whole, is_first=False) for each in _weights(whole, name)]
     block = _weights(whole, "blocks")
-    return Outline(cfg, whole.vocab_size, first, block, last, shared or [], whole.kept_by_block(on_cpu))
+    return Outline(cfg, whole.vocab_size, first, block, last, shared or [], whole.kept_by_block(on_cpu, bf16))
 
 
 def _outside(model: Transformer, *, is_first: bool) -> list[str]:
