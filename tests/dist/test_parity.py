@@ -11,7 +11,7 @@ import pytest
 SMALL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.global_batch_size=8", "train.max_iters=20",
     "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3", "train.sample_tokens=0", "train.save_best=false",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=5e-3", "model.n_layer=2", "model.n_head=2",
+    "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3", "model.n_layer=2", "model.n_head=2",
     "model.n_embd=32", "model.block_size=32",
 ]  # fmt: skip
 
@@ -28,7 +28,7 @@ def losses(ranks: Any, n: int, batch_size: int, run_dir: Path) -> list[tuple[str
 def test_losses_are_those_of_one_process(ranks: Any, tmp_path: Path) -> None:
     one = losses(ranks, 1, 8, tmp_path / "one")
     assert len(one) == 22
-    assert one[0][1] > one[-1][1] + 0.5, "the model should have learned something to compare"
+    assert one[0][1] > one[-1][1] + 0.4, "the model should have learned something to compare"
     # ranks x sequences per micro-step; the rest of the 8 are micro-steps
     for n, batch_size in ((2, 1), (4, 2)):
         many = losses(ranks, n, batch_size, tmp_path / f"{n}x{batch_size}")

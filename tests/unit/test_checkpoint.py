@@ -267,18 +267,20 @@ def test_a_failed_last_save_is_not_called_saved(small: Words, tmp_path: Path, mo
 def test_a_slow_save_is_waited_for(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next one, and by a run that fails."""
     writing: list[str] = []
-    failed = threading.Event()
+    last, failed = threading.Event(), threading.Event()
 
     def slowly(folder: Path, *args: Any, write: Any = pieces.write) -> None:
         assert not writing, "one at a time"
         writing.append(folder.name)
         if "00000009" in folder.name:
+            last.set()
             assert failed.wait(60)
         time.sleep(0.5)
         write(folder, *args)
         writing.clear()
 
     def fail(trainer: Trainer) -> None:
+        assert last.wait(60)
         assert writing == [".step-00000009.new"], "training goes on meanwhile"
         failed.set()
         raise RuntimeError("on purpose")

@@ -184,7 +184,13 @@ def test_the_command_writes_what_the_model_does(
     prompt = torch.from_numpy(tokenizer.encode("fox")).expand(2, 3)
     options: dict[str, Any] = {"top_k": 5, "top_p": 0.9, "temperature": 0.9, "seed": 3}
     texts = generate(lambda x: model(x, at=-1), prompt, 20, block_size=model.cfg.block_size, **options)
-    words = [f"run={run}", "prompt=fox", "length=20", *(f"{key}={value}" for key, value in options.items())]
+    words = [
+        f"run={run}",
+        "prompt=fox",
+        "length=20",
+        "dtype=fp32",
+        *(f"{key}={value}" for key, value in options.items()),
+    ]
     one, two = (tokenizer.decode(text.numpy()) for text in texts)
     assert one != two
     assert written(capsys, *words, "num_samples=2") == f"--- 1 of 2 ---\n{one}\n--- 2 of 2 ---\n{two}\n"

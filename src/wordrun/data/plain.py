@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wordrun.data.documents import Piece, extent
 from wordrun.data.manifest import Entry, write_shard
 from wordrun.data.tokenizers import CharTokenizer, drop_known
 
 BUFFER = 2**16
-"""Bytes read at once: even, as two characters are looked up together."""
-ABSENT = 0xFFFF
-"""What stands in the table for a character that the vocabulary lacks."""
+"""Bytes read at once; with their tokens they fit into a core's second-level cache."""
+ABSENT = 0xFF
+"""What stands in a table of all bytes for one that is not in the vocabulary."""
 
 
 class NotPlainError(Exception):
@@ -29,10 +28,12 @@ class NotPlainError(Exception):
 
 def characters(piece: Piece) -> str | None:
     """Return the characters of ``piece`` in the order of their code points; None: it has to go the general way."""
-    known = b""
+    known, table = b"", bytes([ABSENT]) * 256
     try:
         for chunk in _chunks(piece.path, *extent(piece)):
-            known = drop_known(chunk, known)
+            if ABSENT in chunk.translate(table):
+                known = drop_known(chunk, known)
+                table = bytes(0 if byte in known else ABSENT for byte in range(256))
     except NotPlainError:
         return None
     return None if not known or known.isspace() else bytes(sorted(known)).decode()
@@ -50,49 +51,46 @@ def write(
         folder: of the shards.
         tell: called with the documents, tokens and characters so far.
     """
-    if tokenizer.vocab_size >= ABSENT:
+    table = _table(tokenizer)
+    if table is None:
         return None
     start, stop = extent(piece)
     cut = start + int((stop - start) * (1 - share))
-    pairs, entries = _pairs(tokenizer), {}
+    entries: dict[str, list[Entry]] = {}
     try:
         if next(_chunks(piece.path, start, stop), b" ").isspace():
             return None
         for split, first, last in (("train", start, cut), ("val", cut, stop)):
-            entries[split] = [] if first == last else [_shard(piece, split, first, last, pairs, folder)]
+            entries[split] = [] if first == last else [_shard(piece, split, first, last, table, folder)]
             tell(int(start == 0), last - start, last - start)
     except NotPlainError:
         return None
     return entries
 
 
-def _shard(piece: Piece, split: str, start: int, stop: int, pairs: NDArray[np.uint32], folder: Path) -> Entry:
+def _shard(piece: Piece, split: str, start: int, stop: int, table: bytes, folder: Path) -> Entry:
     path = folder / f"{split}_{piece.number:06d}_00.bin"
     begins = [0] if start == 0 and split == "train" else []
-    return write_shard(path, begins, _tokens(piece.path, start, stop, pairs), stop - start, "<u2")
+    return write_shard(path, begins, _tokens(piece.path, start, stop, table), stop - start, "<u2")
 
 
-def _pairs(tokenizer: CharTokenizer) -> NDArray[np.uint32]:
-    """Return for every two bytes, as a number, the two tokens that they become, as another."""
-    single = np.full(256, ABSENT, dtype=np.uint32)
-    for token, character in enumerate(tokenizer.characters):
-        if character.isascii():
-            single[ord(character)] = token
-    return (single[None, :] | single[:, None] << np.uint32(16)).ravel()
+def _table(tokenizer: CharTokenizer) -> bytes | None:
+    """Return the token of each byte, ABSENT where there is none; None: one of them does not fit into a byte."""
+    tokens = {ord(character): token for token, character in enumerate(tokenizer.characters) if character.isascii()}
+    if max(tokens.values(), default=0) >= ABSENT:
+        return None
+    return bytes(tokens.get(byte, ABSENT) for byte in range(256))
 
 
-def _tokens(path: str, start: int, stop: int, pairs: NDArray[np.uint32]) -> Iterator[memoryview]:
+def _tokens(path: str, start: int, stop: int, table: bytes) -> Iterator[memoryview]:
     """Yield the tokens of the bytes from ``start`` to ``stop``; each is gone when the next one is asked for."""
-    out = np.empty(BUFFER // 2, dtype="<u4")
+    out = np.empty(BUFFER, dtype="<u2")
     for chunk in _chunks(path, start, stop):
-        count = len(chunk)
-        if count % 2:
-            chunk.append(chunk[0])
-        found = out[: len(chunk) // 2]
-        np.take(pairs, np.frombuffer(chunk, dtype="<u2"), out=found, mode="clip")
-        tokens = found.view("<u2")[:count]
-        if tokens.max() == ABSENT:
+        found = chunk.translate(table)
+        if ABSENT in found:
             raise NotPlainError
+        tokens = out[: len(found)]
+        tokens[:] = np.frombuffer(found, dtype=np.uint8)
         yield tokens.data
 
 
