@@ -22,6 +22,8 @@ import wordrun
 from wordrun.train.hooks import Hook
 from wordrun.train.trainer import Trainer
 
+SAME = "train.dtype=fp32"
+"""Where results are compared: in bf16 every rank rounds its own gradients, and a bare loop would have to as well."""
 QUIET = ["data=sample", "tracker=jsonl", "train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0"]
 
 
@@ -41,12 +43,12 @@ def train(out: Path, ranks: int, threads: int, *overrides: str) -> list[dict[str
 
 
 def parity(scratch: Path) -> None:
-    """The first 20 losses at 1, 2 and 4 ranks with the same global batch."""
+    """The first 20 losses at 1, 2 and 4 ranks with the same global batch, in fp32."""
     losses = {}
     for ranks in (1, 2, 4):
         lines = train(
             scratch / f"parity{ranks}", ranks, 1, "train.max_iters=20", "train.log_interval=1",
-            f"model.batch_size={12 // ranks}", "optimizer.warmup_iters=5",
+            f"model.batch_size={12 // ranks}", "optimizer.warmup_iters=5", SAME,
         )  # fmt: skip
         losses[ranks] = [m["loss"] for m in lines]
     for ranks in (2, 4):
@@ -112,7 +114,7 @@ class BareStep(Hook):
 def loop(scratch: Path, steps: int) -> None:
     """The trainer's loop, with logging as it is by default, against a bare one, step by step in turns."""
     bare = BareStep()
-    cfg = wordrun.compose([*QUIET, f"train.max_iters={steps}", f"hydra.run.dir={scratch / 'loop'}"])
+    cfg = wordrun.compose([*QUIET, SAME, f"train.max_iters={steps}", f"hydra.run.dir={scratch / 'loop'}"])
     with Trainer(cfg, hooks=[bare]) as trainer:
         trainer.train()
     ours, theirs = statistics.median(bare.trainer_s[10:]), statistics.median(bare.bare_s[10:])
