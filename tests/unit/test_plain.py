@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wordrun.config import DataConfig
@@ -50,6 +50,7 @@ def _entries(records: dict[str, str]) -> list[dict[str, str]]:
 
 
 @settings(max_examples=80, deadline=None)
+@example(text="\x1f", number=1, lacks=False)  # blank as a str, but not as bytes
 @given(text=ASCII | LINES, number=st.integers(1, 3), lacks=st.booleans())
 def test_the_same_as_in_the_general_way(
     tmp_path_factory: pytest.TempPathFactory, text: str, number: int, lacks: bool

@@ -38,7 +38,8 @@ def characters(piece: Piece) -> str | None:
                 table = bytes(0 if byte in known else ABSENT for byte in range(256))
     except NotPlainError:
         return None
-    return None if not known or known.isspace() else bytes(sorted(known)).decode()
+    found = bytes(sorted(known)).decode()
+    return None if not found or found.isspace() else found
 
 
 def write(
@@ -60,7 +61,8 @@ def write(
     cut = start + int((stop - start) * (1 - share))
     entries: dict[str, list[Entry]] = {}
     try:
-        if next(_chunks(piece.path, start, stop), b" ").isspace():
+        begin = next(_chunks(piece.path, start, stop), b"").decode("latin-1")
+        if not begin.strip():  # what str calls blank, which is more than what bytes do
             return None
         for split, first, last in (("train", start, cut), ("val", cut, stop)):
             entries[split] = [] if first == last else [_shard(piece, split, first, last, table, folder)]
