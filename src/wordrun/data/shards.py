@@ -15,9 +15,8 @@ import os
 import resource
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,8 +30,6 @@ HEADER = 256
 """int32 numbers before the tokens."""
 FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """Magic and version to the type of the tokens."""
-SHARD_TOKENS = 2**26
-"""Tokens of a shard that is written here, at most; the header's count would end at 2^31."""
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
 MACOS = 10_240
@@ -130,48 +127,12 @@ def dtype_for(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-def write(path: Path, tokens: NDArray[np.integer], dtype: str) -> str:
-    """Write ``tokens`` as a shard, all of it or nothing, and return the file's checksum."""
-    return write_parts(path, [np.ascontiguousarray(tokens, dtype=dtype).data], len(tokens), dtype)
-
-
-def write_parts(path: Path, parts: Iterable[memoryview], count: int, dtype: str) -> str:
-    """Write ``count`` tokens, which come in ``parts`` of type ``dtype``, as a shard; return the file's checksum."""
-    (kind,) = (key for key, value in FORMATS.items() if value == dtype)
-    header = np.zeros(HEADER, dtype="<i4")
-    header[:3] = (*kind, count)
-    return _write(path, chain([header.data], parts))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
-    _write(path, [content])
-
-
 def checksum() -> xxhash.xxh3_128:
     """Return what a shard's checksum is computed with: XXH3 of 128 bits, which is as fast as memory.
 
     It finds what disks and networks break. It is no signature.
     """
     return xxhash.xxh3_128()
-
-
-def _write(path: Path, parts: Iterable[bytes | memoryview]) -> str:
-    digest = checksum()
-    new = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
-    try:
-        with open(new, "wb") as file:
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
-    return digest.hexdigest()
 
 
 def _mapped(shard: Shard) -> tuple[NDArray[np.integer], mmap.mmap | None]:
@@ -345,6 +306,10 @@ class Tokens:
             pages = self._maps.get(number, (None, None))[1]
             if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
                 pages.madvise(mmap.MADV_DONTNEED)
+
+
+Array = NDArray[np.integer] | Tokens
+"""Tokens in memory or on disk, which have a length and slices."""
 
 
 def _read(file: _File, path: str, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[np.integer]:
