@@ -62,8 +62,8 @@ class CharTokenizer(Tokenizer):
     def _refuse(self, text: str) -> None:
         absent = "".join(character for character in dict.fromkeys(text) if character not in self.characters)
         raise ConfigError(
-            f"the text {text[:40]!r} has characters that are not among the {self.vocab_size} of the vocabulary: "
-            f"{absent!r}. Leave them out; the vocabulary is {self.characters!r}."
+            f"the text {text[:40]!r} has characters that the vocabulary of {self.vocab_size} lacks: {absent!r}. "
+            f"Leave them out; the vocabulary is {self.characters!r}."
         )
 
     def decode(self, tokens: Ids) -> str:
