@@ -177,7 +177,7 @@ def refusal(path: Path, expected: int | None = None) -> str:
 def test_a_shard_that_was_cut_short_is_refused(left: int, tmp_path: Path) -> None:
     path = llm_c(tmp_path / "train_0.bin", list(range(100)))
     os.truncate(path, left)
-    assert "cut short" in refusal(path)
+    assert "truncated" in refusal(path)
 
 
 def test_a_shard_with_too_much_is_refused(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_a_shard_that_the_manifest_does_not_know_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("train_1.bin", b"no shard at all, but a text", "is no shard"),
-        ("train_1.bin", b"", "is no shard"),
+        ("train_1.bin", b"no shard at all, but a text", "is not a shard"),
+        ("train_1.bin", b"", "is not a shard"),
         ("train.bin", b"odd", "nanoGPT's tokens have 2 each"),
-        ("train.npy", b"no numpy", "is no .npy file"),
+        ("train.npy", b"no numpy", "is not a valid .npy file"),
     ],
 )
 def test_what_is_no_shard_is_refused(name: str, content: bytes, says: str, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_what_is_no_shard_is_refused(name: str, content: bytes, says: str, tmp_p
 @pytest.mark.parametrize("array", [np.zeros((2, 2), int), np.zeros(3)])
 def test_arrays_that_are_no_tokens_are_refused(array: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", array)
-    assert "tokens should be whole numbers in one row" in refusal(tmp_path / "a.npy")
+    assert "tokens should be integers in one dimension" in refusal(tmp_path / "a.npy")
 
 
 def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> None:
@@ -217,9 +217,9 @@ def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> No
     tokens.rows(np.array([0]), 10)
     for path in paths:
         os.truncate(path, 2000)
-    with pytest.raises(ConfigError, match=r"0\.bin has been cut short"):
+    with pytest.raises(ConfigError, match=r"0\.bin has been truncated"):
         tokens.rows(np.array([2900]), 10)  # open already
-    with pytest.raises(ConfigError, match=r"1\.bin has been cut short"):
+    with pytest.raises(ConfigError, match=r"1\.bin has been truncated"):
         tokens[5000:5010]  # opened now: touching what is not there would be a SIGBUS
 
 
@@ -326,7 +326,7 @@ def test_a_damaged_shard_is_found_by_its_checksum(tmp_path: Path) -> None:
         ("manifest.json", b"{}", "cannot be read"),
         ("tokenizer.json", b'{"kind": "char", "characters": "ab"}', "is not the tokenizer of the shards beside it"),
         ("tokenizer.json", None, "cannot be read"),
-        ("train_000001_00.bin", b"", "is no shard"),
+        ("train_000001_00.bin", b"", "is not a shard"),
         ("train_000001_00.bin", None, "cannot be read"),
     ],
 )
