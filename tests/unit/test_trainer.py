@@ -319,14 +319,26 @@ def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path, basel
     assert clipped[1:] != of(baseline, "grad_norm")[1:]
 
 
+BF16_INSTRUCTIONS = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # in torch.cpu
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
+    flags = Path("/proc/cpuinfo").read_text()
+    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    assert any(getattr(torch.cpu, name)() for name in BF16_INSTRUCTIONS) == has_bf16
+
+
+@pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
 @pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32", "auto"])
 def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
-    asked: str, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    asked: str, has_bf16: bool, small: Words, tmp_path: Path,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in BF16_INSTRUCTIONS:
+        monkeypatch.setattr(torch.cpu, name, lambda: has_bf16)
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
     computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"
     assert record(folder)["dtype"] == computed
     said = capfd.readouterr().out.count(f"train.dtype={asked}: this processor has no fast {asked}")
