@@ -11,10 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,6 +30,9 @@ from wordrun.data.sources import locate
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
 from wordrun.prepare.cli import main
+
+if TYPE_CHECKING:
+    from conftest import Command, Start
 
 BYTE = TokenizerConfig("byte")
 
@@ -195,14 +197,14 @@ def test_a_shard_that_was_damaged_in_between_is_made_again(texts: Path, tmp_path
     assert preparing.plan(other, BYTE, locate(other), folder).todo["shards"] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_killed_preparation_goes_on(texts: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_a_killed_preparation_goes_on(texts: Path, tmp_path: Path, start: Start, command: Command) -> None:
     """The command is killed without warning when some shards are there, and started again."""
     for number in range(20):
         (tmp_path / "in" / f"{number:02d}").mkdir(parents=True)
         (tmp_path / "in" / f"{number:02d}" / "a.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
     words = [sys.executable, "-m", "wordrun.prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
              f"data.prepared={tmp_path / 'out'}", "data.workers=1"]  # fmt: skip
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start(*words, stderr=subprocess.STDOUT)
     while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.001)

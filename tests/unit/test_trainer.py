@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -34,6 +33,9 @@ from wordrun.errors import ConfigError, WorldError
 from wordrun.track.jsonl import read
 from wordrun.train.metrics import LEGEND
 from wordrun.train.trainer import Summary, Trainer
+
+if TYPE_CHECKING:
+    from conftest import Start
 
 Words = Callable[..., list[str]]
 
@@ -436,14 +438,14 @@ def test_a_bug_is_a_traceback_with_its_host(
     assert record(tmp_path / "run")["exit_reason"] == "ZeroDivisionError: a bug of ours"
 
 
-def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "run"
     metrics = folder / "metrics.jsonl"
     words = small("train.max_iters=1_000_000", "train.log_interval=1", f"hydra.run.dir={folder}")
-    with subprocess.Popen(["wordrun", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+    process = start("wordrun", *words)
+    _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     told = record(folder)
     assert told["exit_reason"] == "stopped by SIGINT, saved"
