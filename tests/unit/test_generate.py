@@ -15,7 +15,7 @@ import torch
 
 from wordrun import model as models
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.data.tokenizers import CharTokenizer
+from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.generate import Screen, main
 from wordrun.model import Transformer
 from wordrun.model.cache import Cached, Past

@@ -28,8 +28,8 @@ import wordrun
 from wordrun import cli
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
-from wordrun.data.sample import sample_text
 from wordrun.errors import ConfigError, WorldError
+from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
 from wordrun.train.metrics import LEGEND
 from wordrun.train.trainer import Summary, Trainer
