@@ -232,8 +232,8 @@ def test_the_other_precision_and_the_model_are_named_beside_the_text(
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
         (["prompt="], 2, "prompt= has no value"),
         (["lenght=3", "top_k=x"], 2, "unknown option 'lenght'; did you mean 'length'?\ntop_k=x should be a whole"),
-        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for the likeliest"),
-        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for all tokens, use top_k="),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for greedy"),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for no limit use top_k="),
         (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_p=1.5 should be above 0 and at most 1\n"),
         (["length=-1", "num_samples=0"], 2, "length=-1 should be at least 0\nnum_samples=0 should be at least 1\n"),
         (["slide=0", "device=gpu", "dtype=fp8"], 2, "slide=0 should be at least 1\ndevice=gpu should be auto, cpu,"),
@@ -251,7 +251,7 @@ def test_mistakes_are_named(
 def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert "  num_samples=1           Texts to write" in said
+    assert "  num_samples=1           Number of texts" in said
     assert max(map(len, said.splitlines())) <= 120
 
 
