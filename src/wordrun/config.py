@@ -695,6 +695,11 @@ BACKENDS = tuple(part.options.name for part in PARTS["backend"].values())
 """The names that train.backend takes."""
 
 
+def value_text(value: Any) -> str:
+    """Return ``value`` as it is written on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def part_of(kind: str, options: Section) -> Part:
     """Return the entry of ``PARTS[kind]`` whose options these are."""
     found = {name: part for name, part in PARTS[kind].items() if part.options is type(options)}

@@ -85,7 +85,7 @@ def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.Ca
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert main(["run=run", "checkpoint=100"]) == 2
-    assert capsys.readouterr().err == f"{folder} is there already: remove it, or choose another folder by out=DIR\n"
+    assert capsys.readouterr().err == f"{folder} already exists: remove it, or choose another folder with out=DIR\n"
     assert main(["run=run"]) == 0
     assert capsys.readouterr().out == f"{folder.with_name('step-00000200')}\n"
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.Ca
         (["checkpoint=7"], 1, "has no checkpoint 7: there are latest and those after 100 steps"),
         (["dtyp=fp32"], 2, "unknown option 'dtyp'; did you mean 'dtype'?"),
         (["dtype=auto", "shard_gb=0", "out=run"], 2, "dtype=auto should be fp32, bf16 or fp16\nshard_gb=0 should"),
-        (["dtype=auto", "shard_gb=0", "out=run"], 2, "\nout=run is there already: remove it, or choose anoth"),
+        (["dtype=auto", "shard_gb=0", "out=run"], 2, "\nout=run already exists: remove it, or choose another fol"),
         (["out=file/folder"], 1, "cannot write "),
     ],
 )  # fmt: skip
@@ -163,7 +163,7 @@ def test_tokenizers_of_the_library_go_as_they_are() -> None:
 def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert "  out=null                The folder to write" in said
+    assert "  out=null                Folder to create" in said
     assert max(map(len, said.splitlines())) <= 120
 
 

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -35,6 +35,9 @@ from wordrun.prepare.sources.base import Source
 from wordrun.prepare.sources.download import DownloadSource
 from wordrun.prepare.sources.files import FileSource
 from wordrun.prepare.sources.sample import sample_text
+
+if TYPE_CHECKING:
+    from conftest import Command, Start
 
 BYTE = TokenizerConfig("byte")
 
@@ -201,14 +204,14 @@ def test_a_shard_that_was_damaged_in_between_is_made_again(texts: Path, tmp_path
     assert run.begin(locate(other), BYTE, folder).todo["shards"] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_killed_preparation_goes_on(texts: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_a_killed_preparation_goes_on(texts: Path, tmp_path: Path, start: Start, command: Command) -> None:
     """The command is killed without warning when some shards are there, and started again."""
     for number in range(20):
         (tmp_path / "in" / f"{number:02d}").mkdir(parents=True)
         (tmp_path / "in" / f"{number:02d}" / "a.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
     words = [sys.executable, "-m", "wordrun.prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
              f"data.prepared={tmp_path / 'out'}", "data.workers=1"]  # fmt: skip
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start(*words, stderr=subprocess.STDOUT)
     while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.001)
