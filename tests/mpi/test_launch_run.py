@@ -185,7 +185,7 @@ def test_exit_status_is_the_failing_ranks(tmp_path: Path, words: list[str], comm
     assert run.returncode in (status if isinstance(status, tuple) else (status,)), run.stderr
     assert read_record(tmp_path)["exit_status"] == run.returncode
     if words:
-        assert re.search(r"^launch: rank [12] (ended with|was ended by)", run.stderr, re.MULTILINE)
+        assert re.search(r"^launch: rank [12] (ended with|was killed by)", run.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("how", "status"), [("os._exit(3)", 3), ("MPI.COMM_WORLD.Abort(5)", 5)])
@@ -621,7 +621,7 @@ def test_a_port_that_was_taken_in_the_meantime_is_survived(tmp_path: Path) -> No
 
 
 def test_a_port_that_the_user_named_is_not_changed(tmp_path: Path) -> None:
-    from wordrun.launch.launcher import free_port
+    from wordrun.launch.address import free_port
 
     run = launch(tmp_path, "--env", f"MASTER_PORT={free_port()}", "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
     assert run.returncode == 1

@@ -142,7 +142,7 @@ def test_a_qstat_that_refuses(job: str, command: Command, tmp_path: Path) -> Non
     done = command(*LAUNCH, "--walltime-margin", "5", "sleep", "1")
     assert done.returncode == 0
     assert done.stderr == (
-        "launch: --walltime-margin 5: nobody says when this job ends, so the ranks will not be told\n"
+        "launch: --walltime-margin 5: cannot determine the job's end time, so ranks will not be warned\n"
     )
 
 
@@ -172,7 +172,7 @@ def test_a_host_that_nobody_knows_is_named(job: str, command: Command, tmp_path:
     (tmp_path / "nodefile").write_text("localhost\nnosuchhost.invalid\n")
     done = command("launch", "--ppn", "1", "true")
     assert done.returncode == 2
-    assert f"PBS_NODEFILE {tmp_path}/nodefile: nosuchhost.invalid cannot be found by name from here" in done.stderr
+    assert f"PBS_NODEFILE {tmp_path}/nodefile: nosuchhost.invalid cannot be resolved here" in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 

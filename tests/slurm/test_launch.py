@@ -141,7 +141,7 @@ def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster, tmp_path: Pa
     assert time.monotonic() - begin < 30
     assert got.returncode == status, got.stderr
     host = (tmp_path / "where").read_text().strip()
-    ending = "ended with exit status 7" if status == 7 else "was ended by SIGKILL"
+    ending = "ended with exit status 7" if status == 7 else "was killed by SIGKILL"
     assert f"launch: rank 3 on {host} {ending}" in got.stderr
     assert re.search(rf"launch: rank 3 on {host} .*; its last lines:\nlaunch:   ouch$", got.stderr, re.MULTILINE)
     assert record(tmp_path)["exit_status"] == status
@@ -299,7 +299,7 @@ def test_doctor(cluster: Cluster) -> None:
     got = cluster.run("salloc", "-N2", "-n4", "launch", "--doctor", "--json", timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr
     found = {finding["check"]: finding for finding in json.loads(got.stdout)}
-    assert found["ranks"]["found"] == "all 4 answered, from 1 hosts"  # it is this machine twice
+    assert found["ranks"]["found"] == "all 4 ranks answered (1 host)"  # it is this machine twice
     assert "not used: srun" in found["MPI"]["found"]
 
 

@@ -22,19 +22,20 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"errors", "slurm", "ports", "log"}
+BASE = {"errors", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {"dist", "config", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "slurm": {"errors"},
     "ports": set(),
+    "run_id": set(),
     "log": {"errors"},
     "dist": BASE,
     "config": {"errors"},
     "ds_config": {"errors", "config"},
     "checks": {"errors", "dist", "config", "ds_config"},
-    "composer": {"errors", "log", "config", "checks", "checkpoint"},
+    "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch.options import GROUPS, Options, help_text, parse
+from wordrun.launch.options import Options
+from wordrun.launch.parser import GROUPS, help_text, parse
 
 pytestmark = pytest.mark.unit
 
@@ -135,13 +136,13 @@ def test_help_explains_every_option() -> None:
         (["-N", "2", "true"], 2, "launch: -N 2: this machine is 1 node; -N 1, or no -N, would fit"),
         (["-n", "2", "--launcher", "local", "true"], 2, "launch: --launcher local starts one process, not 2"),
         (["--launcher", "srun", "true"], 2, "launch: --launcher srun: SLURM_JOB_ID is not set"),
-        (["--launcher", "pals", "true"], 2, "launch: no mpiexec of PALS: passed over"),
+        (["--launcher", "pals", "true"], 2, "launch: --launcher pals: no mpiexec of pals: none beside python"),
         (["--scheduler", "pbs", "true"], 2, "launch: --scheduler pbs: PBS_JOBID is not set"),
         (["--site", "polarys", "true"], 2, "launch: --site polarys is neither a file nor one of aurora,"),
         (["--hostfile", "hosts", "true"], 2, "launch: --hostfile=hosts cannot be read: No such file or directory"),
         (["--env", "MASTER_PORT=70000", "true"], 2, "launch: --env MASTER_PORT=70000: a port is a number"),
         (["--cpu-bind", "core", "true"], 2, "launch: --cpu-bind core: a single process has no CPU binding"),
-        (["--launcher-args", "-x", "true"], 2, "launch: --launcher-args has no launcher to go to"),
+        (["--launcher-args", "-x", "true"], 2, "launch: --launcher-args: a single process is started without"),
         (["-n", "2", "echo", "a", ":", "b"], 2, "launch: the word ':' in the command"),
         (["no-such-command"], 127, "launch: no-such-command: command not found"),
         (["./none.py"], 127, "launch: ./none.py: command not found: no such file"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wordrun.dist.world import discover
-from wordrun.launch.command import RANK_ENV
+from wordrun.launch.launchers.base import RANK_ENV
 
 pytestmark = pytest.mark.unit
 

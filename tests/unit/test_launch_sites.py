@@ -15,11 +15,19 @@ from typing import Any
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import address, site
-from wordrun.launch.command import RANK_ENV, Decided, Plan, build, decide_ranks
-from wordrun.launch.job import Job, Machine, find_job
-from wordrun.launch.launcher import Launcher, choose
+from wordrun.launch import address, site_files
+from wordrun.launch.host import LocalHost
+from wordrun.launch.job import Job
+from wordrun.launch.launchers import LAUNCHERS, choose
+from wordrun.launch.launchers.base import RANK_ENV
+from wordrun.launch.launchers.pals import cpu_binding
 from wordrun.launch.options import Options
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.planner import build
+from wordrun.launch.ranks import decide_ranks
+from wordrun.launch.request import Decided
+from wordrun.launch.schedulers import find_job
+from wordrun.launch.site import UNKNOWN, Site
 from wordrun.launch.site_check import SHAPES
 
 Env = Mapping[str, str]
@@ -47,18 +55,18 @@ class Cluster:
         self.nodefile.write_text("".join(f"{host}\n" for host in hosts))
         return {"PBS_JOBID": f"640002.{server}", "PBS_NODEFILE": str(self.nodefile), "PBS_QUEUE": "debug", **more}
 
-    def job(self, env: Env, here: str, devices: int = 0, cores: int = 64, **asked: Any) -> tuple[Job, site.Site | None]:
-        found, _ = site.find(asked.get("site"), here, env)
-        machine = Machine(here, cores, "affinity", devices, "devices")
+    def job(self, env: Env, here: str, devices: int = 0, cores: int = 64, **asked: Any) -> tuple[Job, Site]:
+        found, _ = site_files.find(asked.get("site"), here, env)
+        machine = LocalHost(here, cores, "affinity", devices, "devices")
         return find_job(asked.get("scheduler"), env, machine, found, asked.get("hostfile")), found
 
-    def plan(self, env: Env, here: str, launcher: str, devices: int = 0, cores: int = 64, **asked: Any) -> Plan:
+    def plan(self, env: Env, here: str, launcher: str, devices: int = 0, cores: int = 64, **asked: Any) -> LaunchPlan:
         job, found = self.job(env, here, devices, cores, **asked)
         options = Options(**{"command": COMMAND, **asked})
         ranks = decide_ranks(options, job)
         master = address.decide(job.hosts, found, here, lambda name: "10.0.0.1")[0]
         decided = Decided("1-aa", "R", 12345, "/p", "/p/s", "/venv/bin", master)
-        return build(job, options, ranks, Launcher(launcher, launcher), decided, env, found)
+        return build(job, options, ranks, LAUNCHERS[launcher](launcher), decided, env, found)
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
-def words(plan: Plan) -> str:
+def words(plan: LaunchPlan) -> str:
     """Return the command line up to the rank's own words."""
     assert plan.argv[-len(COMMAND) - 2 :] == ("/bin/sh", RANK_ENV, *COMMAND)
     return " ".join(plan.argv[: -len(COMMAND) - 2])
@@ -360,21 +368,21 @@ HOSTS = {
 
 @pytest.mark.parametrize(("host", "name"), HOSTS.items())
 def test_sites_are_recognised_by_host(host: str, name: str | None) -> None:
-    found, _ = site.find(None, host, {"HOME": "/nobody"})
-    assert (found.name if found else None) == name
+    found, _ = site_files.find(None, host, {"HOME": "/nobody"})
+    assert found.name == (name or "")
 
 
 def test_every_site_file_is_right_for_any_number_of_ranks() -> None:
-    paths = list(site.site_files({"HOME": "/nobody"}).values())
+    paths = list(site_files.site_files({"HOME": "/nobody"}).values())
     assert len(paths) >= 10
     for path in paths:
-        known = site.load(path)
-        assert known == site.load(path, trusted=True)
+        known = site_files.load(path)
+        assert known == site_files.load(path, trusted=True)
         assert known.description
         assert known.scheduler
         assert known.launcher
         for ppn in range(1, (known.devices or 8) + 1):
-            binding = known.cpu_binding(ppn)
+            binding = cpu_binding(known, ppn)
             assert not binding.startswith("list:") or binding.count(":") == ppn
 
 
@@ -402,7 +410,7 @@ BAD_VALUES = {
     "devices: -1": ["devices: -1 should be a whole number from 0 up"],
     "cores: 0": ["cores: 0 should be a whole number from 1 up"],
     "ranks_per_node: 0": ["ranks_per_node: 0 should be a whole number from 1 up"],
-    "launcher: mpich": ["launcher: 'mpich' should be one of pals, srun, openmpi, hydra"],
+    "launcher: mpich": ["launcher: 'mpich' should be one of pals, hydra, openmpi, srun"],
     "env: {A: 1}": ["env.A: 1 should be [value, reason]"],
     "env: {1: [a, b]}": ["env: the name 1 should be text"],
     "env: {A-B: [a, b]}": ["env: 'A-B' should be the name of a variable"],
@@ -421,7 +429,7 @@ BAD_VALUES = {
     "{launcher: srun, srun_args: ['--gpus={devices']}": ["has {devices, for which nothing is filled in"],
     "srun_args: [--exact]": ["srun_args goes with launcher: srun, and the file says no launcher"],
     "{launcher: srun, pals_binding: depth}": ["pals_binding goes with launcher: pals", "says launcher: srun"],
-    "{launcher: srun, scheduler: pbs}": ["launcher: srun is SLURM's own", "scheduler: pbs"],
+    "{launcher: srun, scheduler: pbs}": ["launcher: srun needs scheduler: slurm", "says scheduler: pbs"],
     "master_addr: '{hst}.x'": ["master_addr: '{hst}.x' has {hst}", "did you mean '{host}'?"],
     "master_addr: node1": ["master_addr: 'node1' should hold {host}"],
     "proxies: {http_proxy: 8080}": ["proxies.http_proxy: 8080 should be text"],
@@ -438,7 +446,7 @@ BAD_VALUES = {
     "submit: {queue_option: qos}": ["submit.queue_option: 'qos' should be an option of sbatch"],
     "submit: {directives: --exclusive}": ["submit.directives: '--exclusive' should be a list, such as [--exclusive]"],
     "submit: {directives: ['--gres=gpu:{n}']}": ["submit.directives: '--gres=gpu:{n}' has {n}", "known is {devices}"],
-    "{scheduler: pbs, submit: {directives: ['-l n={devices}']}}": ["nothing is filled in for pbs"],
+    "{scheduler: pbs, submit: {directives: ['-l n={devices}']}}": ["pbs replaces nothing"],
     "{devises: 4, devices: four}": ["unknown key 'devises'", "should be a whole number"],
     "{devises: 4, cores: 0, submit: {a: 1}}": ["unknown key 'devises'", "cores: 0", "submit: unknown key 'a'"],
 }  # fmt: skip
@@ -456,7 +464,7 @@ BAD_FILES = {
 def check_refused(path: Path, text: str, says: list[str]) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        site.find(str(path), "host", {})
+        site_files.find(str(path), "host", {})
     assert all(line.startswith(f"site file {path}") for line in str(caught.value).splitlines()), caught.value
     assert all(word in str(caught.value) for word in says), caught.value
 
@@ -476,8 +484,8 @@ def test_a_file_that_is_no_site(tmp_path: Path, text: str, says: list[str]) -> N
 
 
 def test_every_key_of_a_site_that_holds_more_than_one_value_is_checked_inside() -> None:
-    mixed = {f.name for f in fields(site.Site) if f.default in (MISSING, ())}
-    assert mixed <= set(SHAPES) <= {f.name for f in fields(site.Site)}
+    mixed = {f.name for f in fields(Site) if f.default in (MISSING, ())}
+    assert mixed <= set(SHAPES) <= {f.name for f in fields(Site)}
 
 
 def test_braces_of_a_variables_own_stay(cluster: Cluster, tmp_path: Path) -> None:
@@ -503,11 +511,11 @@ def test_a_conda_mpiexec_is_passed_over_for_pals(cluster: Cluster, tmp_path: Pat
     env = {**cluster.pbs("aurora-pbs-0001", AURORA), "PATH": f"{conda.parent}:{pals.parent}"}
     job, known = cluster.job(env, "x4114c1s7b0n0")
     found = choose(None, 24, env, job, known)
-    assert (found.kind, found.path) == ("pals", str(pals))
+    assert (found.name, found.path) == ("pals", str(pals))
     assert f"passed over {conda} (hydra" in found.why
     with pytest.raises(ConfigError) as caught:
         choose(None, 24, {**env, "PATH": str(conda.parent)}, job, known)
-    assert "no mpiexec of PALS: nothing at /opt/cray/pals" in str(caught.value)
+    assert "no mpiexec of pals: none beside python or in PATH; nothing at /opt/cray/pals" in str(caught.value)
     assert "module load cray-pals" in str(caught.value)
 
 
@@ -521,7 +529,7 @@ def test_slurm_without_srun(cluster: Cluster) -> None:
 
 
 def test_the_address_is_the_fast_networks_name_where_it_resolves() -> None:
-    juwels = site.find("juwels_booster", "", {"HOME": "/nobody"})[0]
+    juwels = site_files.find("juwels_booster", "", {"HOME": "/nobody"})[0]
     names = {"jwb0065i": "10.1.1.1", "jwb0065": "10.0.0.1", "jwb0065.juwels": "10.0.0.1"}
     assert address.decide(["jwb0065"], juwels, "login", names.get)[0] == "jwb0065i"
     del names["jwb0065i"]
@@ -530,7 +538,7 @@ def test_the_address_is_the_fast_networks_name_where_it_resolves() -> None:
 
 
 def test_an_address_is_never_the_loopbacks_for_want_of_a_better_one() -> None:
-    found, _, problem = address.decide(["n1", "n2"], None, "n1", {}.get)
+    found, _, problem = address.decide(["n1", "n2"], UNKNOWN, "n1", {}.get)
     assert found == "n1"
     assert "does not resolve here (n1)" in problem
-    assert address.decide(["n1", "n2"], None, "n1.x", {"n1.x": "127.0.1.1"}.get)[2]
+    assert address.decide(["n1", "n2"], UNKNOWN, "n1.x", {"n1.x": "127.0.1.1"}.get)[2]

@@ -17,7 +17,7 @@ from wordrun.composer import compose
 from wordrun.config import SCHEDULES, Config, DDPConfig, GPTConfig, LlamaConfig, ModelConfig
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
-from wordrun.launch import site as sites
+from wordrun.launch import site_files as sites
 from wordrun.plan import memory
 from wordrun.plan.cli import main, vocabulary
 from wordrun.plan.measure import peak

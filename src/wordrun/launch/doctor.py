@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wordrun.launch import site
-from wordrun.launch.command import Plan, is_stale
+from wordrun.launch import site_files
+from wordrun.launch.environment import is_stale
 from wordrun.launch.options import Options
-from wordrun.launch.site import Site, numbers
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.planner import make_plan
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.site import UNKNOWN, Site, numbers
 from wordrun.launch.submit import inner
 
 MARK = "wordrun-probe:"
@@ -38,14 +42,10 @@ class Finding:
 
 def main(options: Options) -> int:
     """Look, print the findings, and return 1 where something is wrong."""
-    import subprocess
-
-    from wordrun.launch.cli import make_plan
-
     command = (sys.executable, "-m", "wordrun.probe", MARK)
     probe = replace(options, command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None)
     plan = make_plan(probe)
-    words = [sys.executable, "-m", "wordrun.launch", *inner(probe, plan.job.scheduler)[1:]]
+    words = [sys.executable, "-m", "wordrun.launch", *inner(probe, SCHEDULERS[plan.job.scheduler])[1:]]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)
         output, status = done.stdout, done.returncode
@@ -53,7 +53,7 @@ def main(options: Options) -> int:
     except subprocess.TimeoutExpired as late:
         output, errors, status = _text(late.stdout), _text(late.stderr), 124
     ranks = [json.loads(line.partition(MARK)[2]) for line in output.splitlines() if MARK in line]
-    known, _ = site.find(options.site, socket.gethostname(), os.environ)
+    known, _ = site_files.find(options.site, socket.gethostname(), os.environ)
     findings = [*of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known)]
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -66,11 +66,11 @@ def _text(output: Any) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def of_machine(plan: Plan, env: Mapping[str, str], known: Site | None = None) -> list[Finding]:
+def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) -> list[Finding]:
     """Return what this process sees without the ranks, on a site that may be known."""
     findings = [
         Finding("site", "ok", f"{plan.site or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
-        Finding("launcher", "ok", f"{plan.launcher.kind} {plan.launcher.path} ({plan.launcher.why})"),
+        Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
     ]
     stale = sorted(name for name in env if is_stale(name))
     if stale:
@@ -82,7 +82,7 @@ def of_machine(plan: Plan, env: Mapping[str, str], known: Site | None = None) ->
         )  # fmt: skip
     else:
         findings.append(Finding("variables", "ok", "none left by an earlier launcher"))
-    if known:
+    if known.name:
         findings.append(_internet(plan, env, known))
     scratch = plan.env_set.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
@@ -104,7 +104,7 @@ def of_machine(plan: Plan, env: Mapping[str, str], known: Site | None = None) ->
     return findings
 
 
-def _internet(plan: Plan, env: Mapping[str, str], known: Site) -> Finding:
+def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
     mode = plan.env_set.get("WANDB_MODE", env.get("WANDB_MODE", ""))
     if not known.internet and mode not in ("offline", "disabled"):
         return Finding(
@@ -123,7 +123,7 @@ def _internet(plan: Plan, env: Mapping[str, str], known: Site) -> Finding:
 
 
 def of_ranks(
-    plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site | None = None
+    plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site = UNKNOWN
 ) -> list[Finding]:
     """Return what is to be said of the lines that the probe printed.
 
@@ -143,7 +143,9 @@ def of_ranks(
                 "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)",
             )
         ]  # fmt: skip
-    findings = [Finding("ranks", "ok", f"all {plan.np} answered, from {len({rank['host'] for rank in ranks})} hosts")]
+    hosts = len({rank["host"] for rank in ranks})
+    answered = "the rank" if plan.np == 1 else "both ranks" if plan.np == 2 else f"all {plan.np} ranks"
+    findings = [Finding("ranks", "ok", f"{answered} answered ({hosts} host{'s' * (hosts > 1)})")]
     for problem in dict.fromkeys(text for rank in ranks for text in rank["problems"]):
         findings.append(Finding("ranks", "wrong", problem))
     if not all("unreached" in rank for rank in ranks):  # some did not find out who they are, and looked no further
@@ -177,20 +179,20 @@ def of_ranks(
     return findings
 
 
-def _mpi(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     sizes = {rank["mpi_size"] for rank in ranks}
     if sizes == {None}:
-        return Finding("MPI", "ok", f"not used: {plan.launcher.kind} starts ranks that meet by address")
+        return Finding("MPI", "ok", f"not used: {plan.launcher.name} starts ranks that meet by address")
     if sizes == {plan.np}:
-        return Finding("MPI", "ok", f"sees {plan.np} ranks, as {plan.launcher.kind} does")
+        return Finding("MPI", "ok", f"sees {plan.np} ranks, as {plan.launcher.name} does")
     return Finding(
-        "MPI", "wrong", f"sees {sorted(map(str, sizes))} where {plan.launcher.kind} started {plan.np}",
+        "MPI", "wrong", f"sees {sorted(map(str, sizes))} where {plan.launcher.name} started {plan.np}",
         "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
         "under srun the --mpi type that it speaks (srun --mpi=list), or rebuild mpi4py",
     )  # fmt: skip
 
 
-def _sockets(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
     if unreached:
         return Finding(
@@ -204,7 +206,7 @@ def _sockets(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     )
 
 
-def _cores(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
     have = min(plan.job.cores[: len(plan.hosts)]) // plan.ppn
     if least < have and least == 1:
@@ -244,12 +246,12 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     )
 
 
-def _order(plan: Plan, ranks: Sequence[Mapping[str, Any]], known: Site | None) -> list[Finding]:
+def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:
     """Return whether each rank has a device of its own, and the cores that the site says are next to it."""
     owners: dict[tuple[str, str], int] = {}
-    near = known.cores_near_device if known else ()
+    near = known.cores_near_device
     # Two threads of a core have numbers that differ by half of all.
-    half = known.cores // 2 if known and known.cores else sys.maxsize
+    half = known.cores // 2 if known.cores else sys.maxsize
     for rank in ranks:
         where = f"rank {rank['rank']} on {rank['host']}"
         name, device = rank.get("device_id") or rank.get("device"), rank.get("device")

@@ -11,18 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wordrun.errors import REQUEUE
+from wordrun.launch.launchers import LAUNCHERS
 
 # A line, what it means, and which group of it (0: none) names the host that is to be left out.
 PATTERNS: tuple[tuple[str, str, int], ...] = (
-    (r"srun: error: Node failure on (\S+)", "SLURM lost a node", 1),
-    (r"error: .*(?:Unable to contact|Communication connection failure).* ?(?:node|host) (\S+)", "SLURM lost a node", 1),
-    (r"CANCELLED AT .* DUE TO NODE FAILURE", "SLURM lost a node", 0),
-    (r"launch failed on (\S+): .*Couldn't forward RPC", "PALS cannot reach a node", 1),
-    (r"Couldn't forward RPC launch", "PALS cannot reach a node", 0),
-    (r"(\S+): ping failed", "PALS lost a node", 1),
-    (r"ping failed|RPC timeout", "PALS lost a node", 0),
+    *(fault for launcher in LAUNCHERS.values() for fault in launcher.faults),
     (r"No VNIs available", "the fabric has no free network identifier", 0),
-    (r"CXI alloc failed on cxi\d+", "the fabric's resources of an earlier job are not free yet", 0),
+    (r"CXI alloc failed on cxi\d+", "an earlier job has not yet released the fabric's resources", 0),
     (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
 )
 

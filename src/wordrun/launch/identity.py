@@ -5,12 +5,12 @@ from __future__ import annotations
 import glob
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
+from wordrun.run_id import new_run_id
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,6 @@ class Identity:
     """Where the name comes from; empty: it is new."""
     resume: str = ""
     """Why the ranks are told to go on from what the run has left (WORDRUN_RESUME=auto); empty: they are not told."""
-
-
-def new_id() -> str:
-    """Return a name that no other run has: the time, and four random digits."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def choose(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str) -> Identity:
@@ -46,10 +41,10 @@ def choose(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str
         return Identity(named, "WORDRUN_RUN_ID was exported")
     if job.restarts:
         begun = _begun_before(job, command, folder)
-        count = f"SLURM_RESTART_COUNT={job.restarts}"
+        count = f"{job.reasons.get('restarts', 'restarts')}={job.restarts}"
         if begun:
             return Identity(begun, f"begun by this job before it was requeued ({count})", f"requeued: {count}")
-    return Identity(new_id())
+    return Identity(new_run_id())
 
 
 def exported_id(env: Mapping[str, str]) -> str:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# These stand between mpiexec and the ranks, each in a group of its own.
-DAEMONS = ("hydra_", "pmi_proxy", "orted", "prted")
 # A process that dumps its core may take longer to go; its stacks are written by then.
 ABORT_S = 1.0
 
@@ -41,32 +39,38 @@ def descendants(pid: int, without: int = 0) -> list[Process]:
     return found
 
 
-def rank_groups(pid: int) -> list[int]:
-    """Return the process groups of the ranks that the launcher ``pid`` started, one for each."""
+def rank_groups(pid: int, daemons: tuple[str, ...]) -> list[int]:
+    """Return the process groups of the ranks that the launcher ``pid`` started, one for each.
+
+    Args:
+        pid: the launcher.
+        daemons: beginnings of the names of processes between it and the ranks, each in a group of its own.
+    """
     ranks: list[int] = []
     inside = {pid}
     for process in descendants(pid):
         if process.parent not in inside:
             continue  # below a rank: that one's own affair
-        if process.group != process.pid or process.name.startswith(DAEMONS):
+        if process.group != process.pid or process.name.startswith(daemons):
             inside.add(process.pid)
         else:
             ranks.append(process.group)
     return ranks
 
 
-def pythons(pid: int, launch_id: str) -> list[int]:
+def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
     """Return the Python processes on this host that are ranks of a launch, not those below them.
 
     Args:
         pid: the launcher, below which they are unless a scheduler's daemon has started them.
         launch_id: what all ranks of this launch have as WORDRUN_LAUNCH_ID, by which the others are found (Linux).
+        own_module: the Python module that the launcher's own processes run, if any; their ranks are below them.
     """
     table = {process.pid: process for process in _table()}
     mine = {process.pid for process in descendants(pid)}
     found = {
         process.pid for process in table.values()
-        if process.name.startswith(("python", "pypy")) and not _is_launcher(process.pid)
+        if process.name.startswith(("python", "pypy")) and not (own_module and _runs(process.pid, own_module))
         and (process.pid in mine or _has(process.pid, f"WORDRUN_LAUNCH_ID={launch_id}"))
     }  # fmt: skip
 
@@ -77,12 +81,12 @@ def pythons(pid: int, launch_id: str) -> list[int]:
     return [number for number in sorted(found) if not is_below_another(table[number])]
 
 
-def abort_in_turn(launcher: int, ranks: list[int]) -> None:
+def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
     """Send SIGABRT to one rank after the other, so that their stacks do not run into each other.
 
     ``launcher`` and its daemons, which would end all the others after the first, are stopped in the meantime.
     """
-    above = [launcher, *(p.pid for p in descendants(launcher) if p.name.startswith(DAEMONS))]
+    above = [launcher, *(p.pid for p in descendants(launcher) if p.name.startswith(daemons))]
     for pid in above:
         send(pid, signal.SIGSTOP)
     try:
@@ -96,11 +100,11 @@ def abort_in_turn(launcher: int, ranks: list[int]) -> None:
             send(pid, signal.SIGCONT)
 
 
-def _is_launcher(pid: int) -> bool:
-    """Say whether a Python process is torchrun, whose ranks are below it."""
+def _runs(pid: int, module: str) -> bool:
+    """Say whether a Python process runs ``module``."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"torch.distributed.run" in file.read()
+            return module.encode() in file.read()
     except OSError:
         return False
 
@@ -141,14 +145,14 @@ def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
     """
     ended: dict[int, int] = {}
     deadline = time.monotonic() + patience_s
-    told: set[int] = set()
+    signalled: set[int] = set()
     while left := descendants(os.getpid(), spare):
         late = time.monotonic() >= deadline
         for process in left:
             if late:
                 send(process.pid, signal.SIGKILL)
-            elif process.pid not in told:
-                told.add(process.pid)
+            elif process.pid not in signalled:
+                signalled.add(process.pid)
                 send(process.pid, signal.SIGTERM)
         ended |= reap()
         if time.monotonic() >= deadline + 5:

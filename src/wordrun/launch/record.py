@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import wordrun
-from wordrun.launch.command import Plan
+from wordrun.launch.plan import LaunchPlan
 
 # KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
@@ -32,7 +32,7 @@ def mask_words(words: Sequence[str]) -> list[str]:
     return masked
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def facts(plan: LaunchPlan) -> dict[str, Any]:
     """Return all that is known of a launch before it starts, ready for JSON."""
     return {
         "command": mask_words(plan.command),
@@ -44,7 +44,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "scheduler": plan.job.scheduler,
         "job": plan.job.id or None,
         "restarts": plan.job.restarts,
-        "launcher": plan.launcher.kind,
+        "launcher": plan.launcher.name,
         "launcher_path": plan.launcher.path or None,
         "env_set": {name: mask(name, value) for name, value in plan.env_set.items()},
         "env_unset": list(plan.env_unset),
@@ -58,7 +58,7 @@ def facts(plan: Plan) -> dict[str, Any]:
 class Record:
     """The launch's file; written when it starts and again when it has ended."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LaunchPlan) -> None:
         self.path = plan.env_set["WORDRUN_LAUNCH_RECORD"]
         system = os.uname()
         self.content = {

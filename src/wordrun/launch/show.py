@@ -10,9 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 import wordrun
-from wordrun.launch.command import Plan, Ranks
 from wordrun.launch.job import Job
-from wordrun.launch.launcher import Launcher, find_command
+from wordrun.launch.launchers.base import Launcher
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.programs import find_command, own_bin
+from wordrun.launch.ranks import Ranks
 from wordrun.launch.record import facts, mask, mask_words
 from wordrun.launch.site import Site
 
@@ -20,12 +22,12 @@ from wordrun.launch.site import Site
 SHOWN = 8
 
 
-def dry_run(plan: Plan, *, as_json: bool) -> str:
+def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     """Return what would run: as JSON, or as shell lines that do the same when pasted, with the reasons beside them."""
     if as_json:
         return _json(facts(plan))
     ranks = f"{plan.np} rank{'s' * (plan.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
-    launcher = f"{plan.launcher.kind} {plan.launcher.path}".strip()
+    launcher = f"{plan.launcher.name} {plan.launcher.path}".strip()
     lines = [
         f"# {ranks}: {plan.reasons['ranks']}",
         f"# site: {plan.site or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
@@ -49,12 +51,12 @@ def dry_run(plan: Plan, *, as_json: bool) -> str:
     return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
 
 
-def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
+def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
     """Return the job, hosts, devices, launcher and python that were found: as JSON, or as a table."""
-    path = os.pathsep.join(filter(None, (os.path.join(sys.prefix, "bin"), os.environ.get("PATH", ""))))
+    path = os.pathsep.join(filter(None, (own_bin(), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
-        "site": f"{site.name}: {site.description}" if site else None,
-        "internet": site.way_out if site else None,
+        "site": f"{site.name}: {site.description}" if site.name else None,
+        "internet": site.way_out if site.name else None,
         "scheduler": job.scheduler,
         "job": job.id or None,
         "queue": job.queue or None,
@@ -63,7 +65,7 @@ def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_js
         "cores": list(job.cores),
         "devices": list(job.devices),
         "ranks": ranks.np,
-        "launcher": launcher.kind,
+        "launcher": launcher.name,
         "launcher_path": launcher.path or None,
         "python": sys.executable,
         "python_version": sys.version.split()[0],

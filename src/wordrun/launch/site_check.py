@@ -7,15 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wordrun.errors import nearest
-from wordrun.launch.site import PLACEHOLDERS
+from wordrun.launch.launchers import LAUNCHERS
+from wordrun.launch.schedulers import SCHEDULERS, SUBMITTERS
 
 # A kind returns what is wrong with a value, or an empty string.
 Kind = Callable[[Any], str]
 # The names of a dict are free (ANY) or those of variables; else they are the dict's own.
 ANY, VARIABLE = "any name", "a variable"
-LAUNCHERS = ("pals", "srun", "openmpi", "hydra")
-# Keys that only one launcher heeds.
-ONLY_WITH = {"srun_args": "srun", "pals_binding": "pals", "launcher_paths": "pals"}
+# The words in braces that are replaced where a site's texts are used. Other braces stay, as JSON's in a variable.
+PLACEHOLDERS = {
+    "srun_args": ("devices",),
+    "master_addr": ("host",),
+    "env": ("devices", "devices_reversed"),
+    "submit.directives": ("devices",),
+}
 
 
 def _should(words: str, holds: Callable[[Any], bool]) -> Kind:
@@ -112,8 +117,8 @@ QUEUE = {
 # The keys whose values need more than a look at their type; a list stands for many of its one kind.
 SHAPES: dict[str, Any] = {
     "recognise": {"hosts": _pattern, "env": {VARIABLE: _pattern}},
-    "scheduler": _one_of("pbs", "slurm"),
-    "launcher": _one_of(*LAUNCHERS),
+    "scheduler": _one_of(*SUBMITTERS),
+    "launcher": _one_of(*(name for name, each in LAUNCHERS.items() if each.in_sites)),
     "launcher_paths": [TEXT],
     "devices": FROM_0,
     "ranks_per_node": FROM_1,
@@ -171,18 +176,19 @@ def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
 def contradictions(values: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with values that are right one by one."""
     scheduler, launcher, problems = values["scheduler"], values.get("launcher", ""), []
-    for key, needed in ONLY_WITH.items():
-        if values.get(key) and launcher != needed:
-            says = f"launcher: {launcher}" if launcher else "no launcher"
-            problems.append(f"{key} goes with launcher: {needed}, and the file says {says}")
-    if launcher == "srun" and scheduler != "slurm":
-        problems.append(f"launcher: srun is SLURM's own, and the file says scheduler: {scheduler}")
+    for name, each in LAUNCHERS.items():
+        for key in each.site_keys:
+            if values.get(key) and launcher != name:
+                says = f"launcher: {launcher}" if launcher else "no launcher"
+                problems.append(f"{key} goes with launcher: {name}, and the file says {says}")
+    needed = LAUNCHERS[launcher].scheduler if launcher else ""
+    if needed not in ("", scheduler):
+        problems.append(f"launcher: {launcher} needs scheduler: {needed}, and the file says scheduler: {scheduler}")
     near, devices = values.get("cores_near_device"), values.get("devices")
     if near and devices is not None and len(near) != devices:
         problems.append(f"cores_near_device: {len(near)} entries for devices: {devices}; each device needs its own")
-    if scheduler == "pbs":
-        # Its directives are written as they stand.
+    if not SCHEDULERS[scheduler].fills_directives:
         for text in values.get("submit", {}).get("directives", ()):
             if "{" in text:
-                problems.append(f"submit.directives: {text!r}: nothing is filled in for pbs; write the value itself")
+                problems.append(f"submit.directives: {text!r}: {scheduler} replaces nothing; write the value itself")
     return problems

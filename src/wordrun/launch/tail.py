@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from wordrun.launch.launchers import LAUNCHERS
+
 # Enough for the faults of a launcher and the tracebacks of some ranks.
 TAIL_BYTES = 65536
 LAST_LINES = 15
 # "[rank3]: ..." is torch's mark on each line of a traceback, "[rank 3] ..." wordrun's on the first line of one.
 MARK = re.compile(r"\[rank( ?)(\d+)\]")
-# Launchers, and the shells of ranks that they end.
-OTHERS = re.compile(r"((srun|slurmstepd\S*|mpiexec|mpirun): |\[mpiexec@|\[proxy:|[WE]\d{4} )|(Terminated|Killed)$")
+# What launchers print, and the shells of ranks that they end.
+OWN_LINES = "|".join(launcher.own_lines for launcher in LAUNCHERS.values() if launcher.own_lines)
+OTHERS = re.compile(rf"({OWN_LINES})|(Terminated|Killed)$")
 
 
 class Tail:

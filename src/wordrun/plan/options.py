@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from wordrun.errors import ConfigError, nearest
-from wordrun.launch import site as sites
+from wordrun.launch import site_files
+from wordrun.launch.site import Site
 
 
 @dataclass
@@ -132,10 +133,10 @@ def machine(options: PlanConfig) -> Machine:
     return Machine(kind, devices, min(per_node, devices), memory, options.reserve, options.host_memory)
 
 
-def _site(name: str) -> sites.Site:
-    files = sites.site_files(os.environ)
+def _site(name: str) -> Site:
+    files = site_files.site_files(os.environ)
     if name not in files and not os.path.isfile(name):
         raise ConfigError(
             f"plan.site={name} is neither a file nor one of {', '.join(sorted(files))}{nearest(name, files)}"
         )
-    return sites.load(files.get(name, name))
+    return site_files.load(files.get(name, name))

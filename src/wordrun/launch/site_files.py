@@ -1,0 +1,114 @@
+"""The YAML files that describe sites. A new site needs no Python."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from wordrun.errors import ConfigError, nearest
+from wordrun.launch import site_check
+from wordrun.launch.schedulers import SUBMITTERS
+from wordrun.launch.site import UNKNOWN, Site
+
+KINDS = {int: "a whole number", list: "a list", dict: "names and values", str: "text", bool: "true or false"}
+OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sites")
+
+
+def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, str]:
+    """Return the site (``UNKNOWN``: none of the known ones), and how it was found.
+
+    Args:
+        wanted: --site: a name or a file.
+        host: this machine's name.
+        env: this process's environment.
+    """
+    files = site_files(env)
+    if wanted is not None:
+        if wanted in files:
+            return load(files[wanted]), f"--site {wanted}"
+        if os.path.isfile(wanted):
+            return load(wanted), f"--site {wanted}"
+        raise ConfigError(
+            f"--site {wanted} is neither a file nor one of {', '.join(sorted(files))}{nearest(wanted, files)}; "
+            f"put your own into {own_folder(env)}"
+        )
+    # The user's own come last in the table and first in the search.
+    for name in reversed(files):
+        ours = os.path.dirname(files[name]) == OWN
+        site = load(files[name], trusted=ours)
+        if site.matches(host, env):
+            return site, "recognised" if ours else f"recognised by {files[name]}"
+    return UNKNOWN, "none of the known sites"
+
+
+def site_files(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the site files by name; the user's own take the place of ours."""
+    paths = [path for folder in (OWN, own_folder(env)) for path in _yaml(folder)]
+    return {os.path.basename(path).removesuffix(".yaml"): path for path in paths}
+
+
+def own_folder(env: Mapping[str, str]) -> str:
+    """Return the folder of the user's own site files."""
+    config = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", os.path.expanduser("~")), ".config")
+    return os.path.join(config, "wordrun", "sites")
+
+
+def load(path: str, *, trusted: bool = False) -> Site:
+    """Return the site that a YAML file describes.
+
+    Args:
+        path: the file.
+        trusted: skip the checks, which take a while; for wordrun's own files a test makes them.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value of it cannot be used; every mistake is named.
+    """
+    import yaml
+
+    try:
+        with open(path) as file:
+            content = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise ConfigError(f"site file {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark, begin = error.problem_mark or error.context_mark, error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        since = f", in what begins at line {begin.line + 1}" if begin and mark and begin.line < mark.line else ""
+        why = f"{error.problem or error.context}{since}"
+        raise ConfigError(f"site file {path}{where}: {why} (a text with any of : # [ {{ needs quotes)") from None
+    except (ValueError, yaml.YAMLError) as error:
+        # Not UTF-8, characters that YAML does not have, a date that does not exist.
+        raise ConfigError(f"site file {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"site file {path} should hold keys and values")
+    known = {f.name: f for f in fields(Site) if f.name != "name"}
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in known:
+            problems.append(f"unknown key '{key}'{nearest(str(key), known)}")
+            continue
+        default: Any = known[key].default
+        if default is MISSING:
+            default = {}
+        kind = int if default is None else list if default == () else type(default)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            problems.append(f"{key}: {value!r} should be {KINDS[kind]}")
+            continue
+        values[key] = value
+    if not trusted:
+        if "scheduler" not in content:
+            problems.append(f"scheduler is missing: it should be {' or '.join(SUBMITTERS)}")
+        problems += site_check.mismatches(values)
+        problems = problems or site_check.contradictions(values)
+    if problems:
+        raise ConfigError("\n".join(f"site file {path}: {problem}" for problem in problems))
+    lists = {key: tuple(map(str, value)) for key, value in values.items() if isinstance(value, list)}
+    return Site(name=os.path.splitext(os.path.basename(path))[0], **{**values, **lists})
+
+
+def _yaml(folder: str) -> list[str]:
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.yaml")))
