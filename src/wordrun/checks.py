@@ -1,38 +1,29 @@
-"""What a config must not say: every impossible value and combination, found together and before anything starts."""
+"""Validation of a config: all impossible values and combinations, found together and before anything starts."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from typing import Any
 
 from wordrun import ds_config
 from wordrun.config import (
     BACKENDS,
     DTYPES,
     INTERLEAVED,
-    MIX_PERIOD,
-    SCHEDULES,
+    SECTIONS,
     ZERO_BUBBLE,
     BackendConfig,
-    BPETokenizerConfig,
     Config,
-    DataConfig,
     DDPConfig,
     DeepSpeedConfig,
     FSDPConfig,
-    GPTConfig,
-    HFTokenizerConfig,
     LlamaConfig,
     ModelConfig,
-    OptimizerConfig,
     PPConfig,
-    PyinstrumentConfig,
-    TokenizerConfig,
-    WandbConfig,
 )
 from wordrun.dist.mesh import AXES, Layout, resolve
-from wordrun.errors import ConfigError, nearest
+from wordrun.errors import ConfigError
+from wordrun.validation import one_of
 
 
 def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) -> Layout:
@@ -43,9 +34,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None: not known yet, and what depends on it is not checked.
         per_node: ranks on each node, if not all are on one.
     """
-    problems = [*_check_model(cfg.model), *_check_tokenizer(cfg.tokenizer), *_check_data(cfg.data)]
-    problems += _check_optimizer(cfg.optimizer)
-    problems += [*_check_train(cfg), *_check_rest(cfg)]
+    problems = [problem for section in SECTIONS for problem in getattr(cfg, section).problems()]
+    problems += _check_backend(cfg)
     if ranks is None:
         if problems:
             raise ConfigError("\n".join(problems))
@@ -65,6 +55,31 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     if problems:
         raise ConfigError("\n".join(problems))
     return whole
+
+
+def _check_backend(cfg: Config) -> list[str]:
+    """Look for what ``train`` and ``backend`` say against each other."""
+    train, problems = cfg.train, []
+    if train.backend not in BACKENDS:
+        problems += one_of("train.backend", train.backend, BACKENDS)
+    elif train.backend != cfg.backend.name:
+        problems.append(
+            f"train.backend={train.backend}, but the options are those of backend={cfg.backend.name}: "
+            f"choose by train.backend={cfg.backend.name} alone "
+            "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
+        )
+    if isinstance(cfg.backend, DeepSpeedConfig):
+        if train.on_nonfinite == "skip":
+            problems.append(
+                "train.on_nonfinite=skip: DeepSpeed's engine takes every step by itself; use "
+                "train.on_nonfinite=rollback"
+            )
+        if train.compile and cfg.backend.stage == 3:
+            problems.append(
+                "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
+                "use train.compile=false, backend.stage=2, or train.backend=FSDP"
+            )
+    return problems
 
 
 def layout(backend: BackendConfig, ranks: int, per_node: int) -> Layout:
@@ -91,174 +106,6 @@ def stages(backend: PPConfig, pp: int) -> int:
 def microbatches(cfg: Config, backend: PPConfig, pp: int) -> int:
     """Return into how many parts a micro-step's sequences are cut for the pipeline."""
     return backend.microbatches or math.gcd(cfg.model.batch_size, pp)
-
-
-def _positive(section: str, node: Any, *names: str) -> list[str]:
-    return _at_least(1, section, node, names, "should be at least 1")
-
-
-def _not_negative(section: str, node: Any, *names: str) -> list[str]:
-    return _at_least(0, section, node, names, "should not be negative")
-
-
-def _at_least(least: int, section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
-    values = [(name, getattr(node, name)) for name in names]
-    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and not value >= least]
-
-
-def _one_of(key: str, value: str, known: list[str]) -> list[str]:
-    return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
-
-
-def _check_model(model: ModelConfig) -> list[str]:
-    problems = _positive("model", model, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
-    if not problems and model.n_embd % model.n_head:
-        below = model.n_embd // model.n_head * model.n_head
-        fits = f"{below} or {below + model.n_head}" if below else f"{model.n_head}"
-        problems.append(
-            f"model.n_embd={model.n_embd} is not divisible by model.n_head={model.n_head}: "
-            f"with {model.n_head} heads use n_embd={fits}"
-        )
-    if not 0 <= model.dropout < 1:
-        problems.append(f"model.dropout={model.dropout} should be at least 0 and less than 1")
-    if isinstance(model, GPTConfig):
-        problems += _one_of("model.gelu", model.gelu, ["none", "tanh"])
-    if isinstance(model, LlamaConfig):
-        problems += _check_llama(model)
-    return problems
-
-
-def _check_llama(model: LlamaConfig) -> list[str]:
-    problems = _positive("model", model, "n_kv_head", "n_hidden", "rope_factor")
-    for name in ("rope_theta", "norm_eps"):
-        if not 0 < getattr(model, name) < math.inf:
-            problems.append(f"model.{name}={getattr(model, name)} should be a number above 0")
-    if model.n_head < 1:
-        return problems
-    if model.n_kv_head is not None and model.n_kv_head > 0 and model.n_head % model.n_kv_head:
-        fits = max(n for n in range(1, model.n_kv_head) if model.n_head % n == 0)
-        problems.append(
-            f"model.n_kv_head={model.n_kv_head} does not divide model.n_head={model.n_head}: "
-            f"use model.n_kv_head={fits}, or another model.n_head"
-        )
-    if model.n_embd // model.n_head % 2:
-        problems.append(
-            f"model.n_embd={model.n_embd} and model.n_head={model.n_head} make heads of {model.n_embd // model.n_head} "
-            f"elements, which the rotary embedding cannot pair: use model.n_embd={model.n_embd + model.n_head}"
-        )
-    return problems
-
-
-def _check_data(data: DataConfig) -> list[str]:
-    problems = _one_of("data.kind", data.kind, ["file", "download", "sample", "hf", "shards", "mix"])
-    problems += _one_of("data.offline", data.offline, ["error", "sample"])
-    if data.kind in ("file", "download") and not data.path:
-        problems.append(f"data={data.name} needs data.path=FILE, a text file")
-    if data.kind == "shards" and not data.path:
-        problems.append(f"data={data.name} needs data.path=FOLDER, a folder of .bin or .npy files")
-    if data.kind == "download" and not (data.url and data.sha256):
-        problems.append("data.kind=download needs data.url and data.sha256")
-    if data.kind == "hf" and not data.dataset:
-        problems.append(f"data={data.name} needs data.dataset=NAME of a Hugging Face data set, or a FOLDER")
-    if not 0 < data.val_fraction < 1:
-        problems.append(f"data.val_fraction={data.val_fraction} should be between 0 and 1")
-    problems += _positive("data", data, "shard_mb", "workers") + _not_negative("data", data, "ahead")
-    return problems + _check_mix(data)
-
-
-def _check_mix(data: DataConfig) -> list[str]:
-    if data.kind != "mix":
-        return [f"data.mix is for data=mix, not for data={data.name}: leave one of the two out"] if data.mix else []
-    if not data.mix:
-        return ["data=mix needs data.mix, the weight of each data set, such as 'data.mix={fineweb: 3, yelp: 1}'"]
-    problems = [
-        f"data.mix.{name}={weight:g} should be a number above 0"
-        for name, weight in data.mix.items()
-        if not 0 < weight < math.inf
-    ]
-    least = sum(data.mix.values()) / MIX_PERIOD
-    return problems or [
-        f"data.mix.{name}={weight:g} is less than 1 in {MIX_PERIOD} of all: leave it out, or raise it to {least:g}"
-        for name, weight in data.mix.items()
-        if weight < least
-    ]
-
-
-def _check_tokenizer(tokenizer: TokenizerConfig) -> list[str]:
-    problems = _one_of("tokenizer.name", tokenizer.name, ["char", "byte", "gpt2", "bpe", "hf"])
-    if isinstance(tokenizer, BPETokenizerConfig):
-        problems += _positive("tokenizer", tokenizer, "train_mb")
-        if tokenizer.vocab_size < 257:
-            problems.append(
-                f"tokenizer.vocab_size={tokenizer.vocab_size} should be at least 257: the bytes, and the mark between "
-                "documents"
-            )
-    if isinstance(tokenizer, HFTokenizerConfig) and not tokenizer.path:
-        problems.append("tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json")
-    return problems
-
-
-def _check_optimizer(optimizer: OptimizerConfig) -> list[str]:
-    problems = _positive("optimizer", optimizer, "gas", "lr_decay_iters")
-    problems += _not_negative("optimizer", optimizer, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
-    if not 0 < optimizer.learning_rate < float("inf"):
-        problems.append(f"optimizer.learning_rate={optimizer.learning_rate} should be a number above 0")
-    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.learning_rate:
-        problems.append(
-            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.learning_rate={optimizer.learning_rate}"
-        )
-    problems += _one_of("optimizer.scale_lr", optimizer.scale_lr, ["none", "sqrt", "linear"])
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(optimizer, name) < 1:
-            problems.append(f"optimizer.{name}={getattr(optimizer, name)} should be at least 0 and less than 1")
-    return problems
-
-
-def _check_saves(cfg: Config) -> list[str]:
-    train = cfg.train
-    problems = _not_negative("train", train, "checkpoint_interval") + _positive("train", train, "keep_checkpoints")
-    problems += _one_of("train.on_save_error", train.on_save_error, ["continue", "stop"])
-    problems += _one_of("train.on_nonfinite", train.on_nonfinite, ["stop", "skip", "rollback"])
-    if train.on_nonfinite == "skip" and cfg.backend.name == "deepspeed":
-        problems.append(
-            "train.on_nonfinite=skip: DeepSpeed's engine takes every step by itself; use train.on_nonfinite=rollback"
-        )
-    if train.on_nonfinite == "rollback" and not train.checkpoint_interval:
-        problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
-    if train.init_from and train.resume not in (None, "auto"):
-        problems.append(
-            f"train.resume={train.resume} continues a run, and train.init_from={train.init_from} begins one: choose one"
-        )
-    return problems
-
-
-def _check_train(cfg: Config) -> list[str]:
-    train = cfg.train
-    problems = _positive("train", train, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
-    problems += _not_negative("train", train, "eval_interval", "sample_interval", "sample_tokens", "seed")
-    for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
-        if getattr(train, name) > most:
-            problems.append(f"train.{name}={getattr(train, name)} should be at most {most}")
-    if train.dtype not in DTYPES:
-        problems += _one_of("train.dtype", train.dtype, list(DTYPES))
-    problems += _check_saves(cfg)
-    checkpointing = train.activation_checkpointing
-    if not (checkpointing.isdecimal() and int(checkpointing)):
-        problems += _one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
-    problems += _one_of("train.device", train.device, ["auto", "cpu", "cuda", "xpu"])
-    if not 0 < train.temperature < float("inf"):
-        problems.append(f"train.temperature={train.temperature} should be a number above 0")
-    if not train.sample_prompt:
-        problems.append("train.sample_prompt is empty: a sample has to begin with something, such as a line break")
-    if train.backend not in BACKENDS:
-        problems += _one_of("train.backend", train.backend, list(BACKENDS))
-    elif train.backend != cfg.backend.name:
-        problems.append(
-            f"train.backend={train.backend}, but the options are those of backend={cfg.backend.name}: "
-            f"choose by train.backend={cfg.backend.name} alone "
-            "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
-        )
-    return problems
 
 
 def _check_batch(cfg: Config, dp: int) -> list[str]:
@@ -289,27 +136,6 @@ def _check_static_graph(cfg: Config, dp: int) -> list[str]:
         f"backend.static_graph=true makes every backward pass send gradients, but a step has {gas} of them and "
         "only the last does: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
     ]
-
-
-def _check_rest(cfg: Config) -> list[str]:
-    problems: list[str] = []
-    if isinstance(cfg.backend, DDPConfig):
-        problems += _positive("backend", cfg.backend, "bucket_cap_mb")
-        problems += _one_of("backend.compress", cfg.backend.compress, ["none", "bf16"])
-    if isinstance(cfg.backend, FSDPConfig):
-        problems += _one_of("backend.reduce_dtype", cfg.backend.reduce_dtype, ["fp32", "bf16"])
-        problems += _not_negative("backend", cfg.backend, "prefetch")
-    if isinstance(cfg.backend, PPConfig):
-        problems += _one_of("backend.schedule", cfg.backend.schedule, list(SCHEDULES))
-        problems += _positive("backend", cfg.backend, "stages_per_rank", "microbatches")
-    if isinstance(cfg.backend, DeepSpeedConfig):
-        problems += _check_zero(cfg, cfg.backend)
-    if isinstance(cfg.tracker, WandbConfig):
-        problems += _one_of("tracker.mode", cfg.tracker.mode, ["auto", "online", "offline"])
-        problems += _not_negative("tracker", cfg.tracker, "probe_s")
-    if isinstance(cfg.profiler, PyinstrumentConfig) and not cfg.profiler.interval_s > 0:
-        problems.append(f"profiler.interval_s={cfg.profiler.interval_s} should be more than 0")
-    return problems
 
 
 def _check_sharded(cfg: Config, backend: FSDPConfig, whole: Layout) -> list[str]:
@@ -386,27 +212,6 @@ def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:
                 f"backend.schedule={backend.schedule} splits the backward pass in two, which would compute "
                 "checkpointed activations twice: use train.activation_checkpointing=none, or backend.schedule=1F1B"
             )
-    return problems
-
-
-def _check_zero(cfg: Config, backend: DeepSpeedConfig) -> list[str]:
-    problems = _positive("backend", backend, "bucket_elements") + _not_negative("backend", backend, "keep_below")
-    if not 0 <= backend.stage <= 3:
-        problems.append(f"backend.stage={backend.stage} should be 0, 1, 2 or 3")
-    if backend.offload_optimizer and backend.stage == 0:
-        problems.append(
-            "backend.offload_optimizer=true needs optimizer state that the ranks share: backend.stage=1 to 3"
-        )
-    if backend.offload_params and backend.stage != 3:
-        problems.append(
-            f"backend.offload_params=true needs parameters that the ranks share: use backend.stage=3, "
-            f"not {backend.stage}"
-        )
-    if cfg.train.compile and backend.stage == 3:
-        problems.append(
-            "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
-            "use train.compile=false, backend.stage=2, or train.backend=FSDP"
-        )
     return problems
 
 

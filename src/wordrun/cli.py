@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from wordrun import dist, log
 from wordrun.composer import Tree, compose, register, to_config
 from wordrun.config import SCHEMAS, SECTIONS, Config, documentation
-from wordrun.errors import REQUEUE, ConfigError, UserError
+from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
 
 USAGE = """\
 Train a GPT-style language model.
@@ -179,7 +179,7 @@ def _points(overrides: list[str]) -> list[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
+        raise ConfigError(first_line(error)) from None
     if any(isinstance(override.value(), Glob) for override in parsed):  # only Hydra knows what it stands for
         return [[o for o, override in zip(overrides, parsed, strict=True) if not override.is_sweep_override()]]
     batches: list[list[list[str]]] = BasicSweeper.split_arguments(parsed, max_batch_size=None)

@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from wordrun.checks import check
-from wordrun.config import BACKENDS, DTYPES, SCHEMAS, Config
-from wordrun.errors import ConfigError, UserError, nearest
+from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, Config
+from wordrun.errors import ConfigError, UserError, first_line, nearest
+from wordrun.log import LOGGER
 from wordrun.run_id import new_run_id
 
 # What Hydra and OmegaConf raise for a wrong override.
@@ -56,6 +57,7 @@ def compose(
         ConfigError: names every problem at once.
     """
     tree = tree or Tree()
+    overrides = [_renamed(override) for override in overrides]
     unused = [o for o in overrides if _name(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
     if unused:
         raise ConfigError("\n".join(
@@ -69,6 +71,16 @@ def compose(
     # A continued run stays where it is, unless it is sent elsewhere.
     moves = any(_name(override) == "hydra.run.dir" for override in overrides)
     return to_config(composed, run_dir=None if moves else _run_to_continue(composed), ranks=ranks, per_node=per_node)
+
+
+def _renamed(override: str) -> str:
+    """Return ``override`` with the option's present name, and say so if it came with an old one."""
+    key, equals, value = override.partition("=")
+    old = _name(override)
+    if old not in RENAMED:
+        return override
+    LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
+    return f"{key.replace(old, RENAMED[old])}{equals}{value}"
 
 
 def _run_to_continue(composed: DictConfig) -> str | None:
@@ -111,7 +123,7 @@ def to_config(
     except ConfigError as error:
         problems += str(error).splitlines()
     except OmegaConfBaseException as error:
-        problems.append(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}")
+        problems.append(f"{error.full_key or 'config'}: {first_line(error)}")
     if problems:
         raise ConfigError("\n".join(problems))
     return cast(Config, cfg)
@@ -218,7 +230,7 @@ def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | N
         except REFUSALS as error:
             problems.append(_translate(override, error, base))
     if not problems:
-        return [str(whole).splitlines()[0]]
+        return [first_line(whole)]
     try:
         to_config(base, ranks=ranks, per_node=per_node)
     except ConfigError as error:
@@ -242,7 +254,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"""{override}: Hydra cannot read this value; put it into quotes twice: '{key}="{value}"'"""
     if "=" not in override:
         return f"'{override}' is no override: write KEY=VALUE, or --help for the options"
-    reason = str(error.__cause__ or error).splitlines()[0]
+    reason = first_line(error.__cause__ or error)
     inside = re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}")
     if inside:
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"

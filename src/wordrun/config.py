@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
 from wordrun.errors import UserError
+from wordrun.registry import Part
+from wordrun.validation import not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -22,8 +25,16 @@ DTYPES = {
 }  # fmt: skip
 
 
+class Section:
+    """A section of the config."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone, a message each; ``wordrun.checks`` compares sections."""
+        return []
+
+
 @dataclass
-class ModelConfig:
+class ModelConfig(Section):
     """What every model has: a stack of transformer blocks."""
 
     name: str = "nano"
@@ -43,6 +54,20 @@ class ModelConfig:
     vocab_size: int | None = None
     """Rows of the embedding; null: as many as the tokenizer has."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+        if not problems and self.n_embd % self.n_head:
+            below = self.n_embd // self.n_head * self.n_head
+            fits = f"{below} or {below + self.n_head}" if below else f"{self.n_head}"
+            problems.append(
+                f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: "
+                f"with {self.n_head} heads use n_embd={fits}"
+            )
+        if not 0 <= self.dropout < 1:
+            problems.append(f"model.dropout={self.dropout} should be at least 0 and less than 1")
+        return problems
+
 
 @dataclass
 class GPTConfig(ModelConfig):
@@ -52,6 +77,10 @@ class GPTConfig(ModelConfig):
     """Biases in the linear layers and norms, as GPT-2 has them."""
     gelu: str = "none"
     """The MLP's GELU: none (exact) or tanh, the approximation with which OpenAI trained GPT-2."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return super().problems() + one_of("model.gelu", self.gelu, ["none", "tanh"])
 
 
 @dataclass
@@ -74,9 +103,30 @@ class LlamaConfig(ModelConfig):
     tie: bool = False
     """Share the output layer's weights with the token embedding."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = super().problems() + positive("model", self, "n_kv_head", "n_hidden", "rope_factor")
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                problems.append(f"model.{name}={getattr(self, name)} should be a number above 0")
+        if self.n_head < 1:
+            return problems
+        if self.n_kv_head is not None and self.n_kv_head > 0 and self.n_head % self.n_kv_head:
+            fits = max(n for n in range(1, self.n_kv_head) if self.n_head % n == 0)
+            problems.append(
+                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
+                f"use model.n_kv_head={fits}, or another model.n_head"
+            )
+        if self.n_embd // self.n_head % 2:
+            problems.append(
+                f"model.n_embd={self.n_embd} and model.n_head={self.n_head} make heads of {self.n_embd // self.n_head} "
+                f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
+            )
+        return problems
+
 
 @dataclass
-class DataConfig:
+class DataConfig(Section):
     """Where the text comes from, and how it is cut into sequences."""
 
     name: str = "shakespeare"
@@ -121,17 +171,55 @@ class DataConfig:
     ahead: int = 2
     """Steps whose batches a thread builds while the current one computes."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = one_of("data.kind", self.kind, ["file", "download", "sample", "hf", "shards", "mix"])
+        problems += one_of("data.offline", self.offline, ["error", "sample"])
+        if self.kind in ("file", "download") and not self.path:
+            problems.append(f"data={self.name} needs data.path=FILE, a text file")
+        if self.kind == "shards" and not self.path:
+            problems.append(f"data={self.name} needs data.path=FOLDER, a folder of .bin or .npy files")
+        if self.kind == "download" and not (self.url and self.sha256):
+            problems.append("data.kind=download needs data.url and data.sha256")
+        if self.kind == "hf" and not self.dataset:
+            problems.append(f"data={self.name} needs data.dataset=NAME of a Hugging Face data set, or a FOLDER")
+        if not 0 < self.val_fraction < 1:
+            problems.append(f"data.val_fraction={self.val_fraction} should be between 0 and 1")
+        problems += positive("data", self, "shard_mb", "workers") + not_negative("data", self, "ahead")
+        return problems + self._mix_problems()
+
+    def _mix_problems(self) -> list[str]:
+        if self.kind != "mix":
+            return [f"data.mix is for data=mix, not for data={self.name}: leave one of the two out"] if self.mix else []
+        if not self.mix:
+            return ["data=mix needs data.mix, the weight of each data set, such as 'data.mix={fineweb: 3, yelp: 1}'"]
+        problems = [
+            f"data.mix.{name}={weight:g} should be a number above 0"
+            for name, weight in self.mix.items()
+            if not 0 < weight < math.inf
+        ]
+        least = sum(self.mix.values()) / MIX_PERIOD
+        return problems or [
+            f"data.mix.{name}={weight:g} is less than 1 in {MIX_PERIOD} of all: leave it out, or raise it to {least:g}"
+            for name, weight in self.mix.items()
+            if weight < least
+        ]
+
 
 MIX_PERIOD = 4096
 """Sequences after which the shares of a mix are exactly those of data.mix, rounded to one."""
 
 
 @dataclass
-class TokenizerConfig:
+class TokenizerConfig(Section):
     """How text becomes numbers: char (one for each distinct character) or byte (256, and one between documents)."""
 
     name: str = "char"
     """char, byte, gpt2, bpe or hf."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return one_of("tokenizer.name", self.name, PARTS["tokenizer"])
 
 
 @dataclass
@@ -157,6 +245,15 @@ class BPETokenizerConfig(TokenizerConfig):
     path: str | None = None
     """A tokenizer.json that has been learned already, instead."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = super().problems() + positive("tokenizer", self, "train_mb")
+        if self.vocab_size < 257:
+            problems.append(
+                f"tokenizer.vocab_size={self.vocab_size} should be at least 257: the bytes, and the end-of-text token"
+            )
+        return problems
+
 
 @dataclass
 class HFTokenizerConfig(TokenizerConfig):
@@ -167,9 +264,16 @@ class HFTokenizerConfig(TokenizerConfig):
     path: str | None = None
     """Its folder, with tokenizer.json."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = super().problems()
+        if not self.path:
+            problems.append("tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json")
+        return problems
+
 
 @dataclass
-class BackendConfig:
+class BackendConfig(Section):
     """How one optimizer step runs in parallel."""
 
     name: str = "DDP"
@@ -190,6 +294,11 @@ class DDPConfig(BackendConfig):
     """Promise that all backward passes are alike, which spares DDP some work; for steps of one micro-step."""
     compress: str = "none"
     """Send gradients as they are (none) or rounded to bf16, in half the bytes."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = positive("backend", self, "bucket_cap_mb")
+        return problems + one_of("backend.compress", self.compress, ["none", "bf16"])
 
 
 @dataclass
@@ -212,6 +321,11 @@ class FSDPConfig(BackendConfig):
     """Keep the shares in the host's memory, and take the optimizer's step there."""
     prefetch: int = 1
     """Blocks whose parameters are gathered ahead of the one that computes; 0: only when they are needed."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
+        return problems + not_negative("backend", self, "prefetch")
 
 
 @dataclass
@@ -242,6 +356,11 @@ class PPConfig(FSDPConfig):
     """Runs of blocks that a rank has in the interleaved schedules."""
     microbatches: int | None = None
     """Parts into which a micro-step's sequences are cut; null: one for each stage, or as many as divide them."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = super().problems() + one_of("backend.schedule", self.schedule, SCHEDULES)
+        return problems + positive("backend", self, "stages_per_rank", "microbatches")
 
 
 @dataclass
@@ -281,13 +400,20 @@ class DeepSpeedConfig(BackendConfig):
     config: str | None = None
     """A ds_config file (JSON) with more of DeepSpeed's settings; what contradicts the run's options is refused."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = positive("backend", self, "bucket_elements") + not_negative("backend", self, "keep_below")
+        if not 0 <= self.stage <= 3:
+            problems.append(f"backend.stage={self.stage} should be 0, 1, 2 or 3")
+        if self.offload_optimizer and self.stage == 0:
+            problems.append("backend.offload_optimizer=true needs sharded optimizer state: backend.stage=1 to 3")
+        if self.offload_params and self.stage != 3:
+            problems.append(
+                f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
+            )
+        return problems
 
-BACKENDS: dict[str, type[BackendConfig]] = {
-    node.name: node
-    for node in list(vars().values())
-    if isinstance(node, type) and issubclass(node, BackendConfig) and node is not BackendConfig
-}
-"""Name, as in train.backend, to the options; the code is in ``wordrun.backend.TABLE``."""
+
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that compute the gradients of weights later than those of activations, where there would be a bubble."""
 INTERLEAVED = ("Interleaved1F1B", *ZERO_BUBBLE)
@@ -296,7 +422,7 @@ SCHEDULES = ("GPipe", "1F1B", *INTERLEAVED)
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW with warm-up and cosine decay."""
 
     name: str = "adamw"
@@ -324,9 +450,23 @@ class OptimizerConfig:
     gas: int | None = None
     """Gradient accumulation steps: micro-steps per optimizer step; null: 1, or as train.global_batch_size needs."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = positive("optimizer", self, "gas", "lr_decay_iters")
+        problems += not_negative("optimizer", self, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
+        if not 0 < self.learning_rate < float("inf"):
+            problems.append(f"optimizer.learning_rate={self.learning_rate} should be a number above 0")
+        if self.min_lr is not None and self.min_lr > self.learning_rate:
+            problems.append(f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}")
+        problems += one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                problems.append(f"optimizer.{name}={getattr(self, name)} should be at least 0 and less than 1")
+        return problems
+
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Section):
     """The run."""
 
     backend: str = "DDP"
@@ -383,9 +523,41 @@ class TrainConfig:
     init_from: str | None = None
     """First weights, and nothing else, from a run directory or checkpoint, or hf:FOLDER or hf:NAME of Hugging Face."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
+        problems += not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
+        for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
+            if getattr(self, name) > most:
+                problems.append(f"train.{name}={getattr(self, name)} should be at most {most}")
+        problems += one_of("train.dtype", self.dtype, DTYPES)
+        problems += self._save_problems()
+        checkpointing = self.activation_checkpointing
+        if not (checkpointing.isdecimal() and int(checkpointing)):
+            problems += one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
+        problems += one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        if not 0 < self.temperature < float("inf"):
+            problems.append(f"train.temperature={self.temperature} should be a number above 0")
+        if not self.sample_prompt:
+            problems.append("train.sample_prompt is empty: a sample has to begin with something, such as a line break")
+        return problems
+
+    def _save_problems(self) -> list[str]:
+        problems = not_negative("train", self, "checkpoint_interval") + positive("train", self, "keep_checkpoints")
+        problems += one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
+        problems += one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
+        if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
+            problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
+        if self.init_from and self.resume not in (None, "auto"):
+            problems.append(
+                f"train.resume={self.resume} continues a run and train.init_from={self.init_from} begins one: "
+                "choose one"
+            )
+        return problems
+
 
 @dataclass
-class TrackerConfig:
+class TrackerConfig(Section):
     """Where metrics go besides metrics.jsonl."""
 
     name: str = "jsonl"
@@ -411,9 +583,14 @@ class WandbConfig(TrackerConfig):
     probe_s: float = 3.0
     """Seconds that the search for the network may take in mode=auto."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = one_of("tracker.mode", self.mode, ["auto", "online", "offline"])
+        return problems + not_negative("tracker", self, "probe_s")
+
 
 @dataclass
-class ProfilerConfig:
+class ProfilerConfig(Section):
     """What to measure besides the metrics."""
 
     name: str = "none"
@@ -428,6 +605,10 @@ class PyinstrumentConfig(ProfilerConfig):
     """Name of the profiler."""
     interval_s: float = 0.001
     """Seconds between samples of the stack."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return [] if self.interval_s > 0 else [f"profiler.interval_s={self.interval_s} should be more than 0"]
 
 
 @dataclass
@@ -464,22 +645,58 @@ def documentation(cls: type[Any]) -> dict[str, str]:
     return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
 
 
-SCHEMAS: dict[str, dict[str, type[Any]]] = {
-    "model": {"gpt": GPTConfig, "llama": LlamaConfig},
-    "tokenizer": {
-        "char": TokenizerConfig,
-        "gpt2": GPT2TokenizerConfig,
-        "bpe": BPETokenizerConfig,
-        "hf": HFTokenizerConfig,
+PARTS: dict[str, dict[str, Part]] = {
+    "model": {
+        "gpt": Part(GPTConfig, "wordrun.model.gpt:GPT"),
+        "llama": Part(LlamaConfig, "wordrun.model.llama:Llama"),
     },
+    "tokenizer": {
+        "char": Part(TokenizerConfig, "wordrun.data.tokenizers:CharTokenizer"),
+        "byte": Part(TokenizerConfig, "wordrun.data.tokenizers:ByteTokenizer"),
+        "gpt2": Part(GPT2TokenizerConfig, "wordrun.data.subword:GPT2Tokenizer"),
+        "bpe": Part(BPETokenizerConfig, "wordrun.data.subword:BPETokenizer"),
+        "hf": Part(HFTokenizerConfig, "wordrun.data.subword:HFTokenizer"),
+    },
+    "backend": {
+        "ddp": Part(DDPConfig, "wordrun.backend.ddp:DDPBackend"),
+        "fsdp": Part(FSDPConfig, "wordrun.backend.fsdp:FSDPBackend"),
+        "tp": Part(TPConfig, "wordrun.backend.fsdp:FSDPBackend"),
+        "pp": Part(PPConfig, "wordrun.backend.pipeline:PipelineBackend"),
+        "3d": Part(ThreeDConfig, "wordrun.backend.pipeline:PipelineBackend"),
+        "deepspeed": Part(DeepSpeedConfig, "wordrun.backend.deepspeed:DeepSpeedBackend"),
+    },
+    "optimizer": {"adamw": Part(OptimizerConfig, "wordrun.train.optim:adamw")},
+    "tracker": {
+        "jsonl": Part(TrackerConfig, "wordrun.track.jsonl:JsonlTracker"),
+        "wandb": Part(WandbConfig, "wordrun.track.wandb:WandbTracker"),
+    },
+    "profiler": {
+        "none": Part(ProfilerConfig, ""),
+        "pyinstrument": Part(PyinstrumentConfig, "wordrun.train.profile:profiled"),
+    },
+}
+"""Every part that a config can choose: kind (a config group) to name to options and code."""
+
+SCHEMAS: dict[str, dict[str, type[Any]]] = {
+    **{kind: {name: part.options for name, part in parts.items()} for kind, parts in PARTS.items()},
     "data": {"text": DataConfig},
-    "backend": {name.lower(): node for name, node in BACKENDS.items()},
-    "optimizer": {"adamw": OptimizerConfig},
     "train": {"default": TrainConfig},
-    "tracker": {"jsonl": TrackerConfig, "wandb": WandbConfig},
-    "profiler": {"none": ProfilerConfig, "pyinstrument": PyinstrumentConfig},
 }
 """Config groups and their schemas; an option file under conf/GROUP begins with one of them."""
+
+BACKENDS = tuple(part.options.name for part in PARTS["backend"].values())
+"""The names that train.backend takes."""
+
+
+def part_of(kind: str, options: Section) -> Part:
+    """Return the entry of ``PARTS[kind]`` whose options these are."""
+    found = {name: part for name, part in PARTS[kind].items() if part.options is type(options)}
+    # Two parts may have the same options; a model's name is that of its preset.
+    return found.get(str(getattr(options, "name", "")).lower()) or next(iter(found.values()))
+
+
+RENAMED: dict[str, str] = {}
+"""Options that have a better name now, old to new; the old names are accepted until the next release."""
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "run_dir")
 
@@ -503,7 +720,7 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
     """
     cfg = Config()
     for section, values in plain.items():
-        values = dict(values)
+        values = {RENAMED.get(f"{section}.{name}", name).rpartition(".")[2]: value for name, value in values.items()}
         cls = SCHEMAS.get(section, {}).get(values.pop("schema"))
         unknown = set(values) - {f.name for f in fields(cls)} if cls else {"*"}
         if cls is None or unknown:

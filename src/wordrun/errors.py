@@ -34,3 +34,9 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     by_lower = {name.lower(): name for name in reversed(names)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
+
+
+def first_line(error: BaseException | str, most: int = 200) -> str:
+    """Return the first line of an error's message, at most ``most`` characters of it; without a message its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__

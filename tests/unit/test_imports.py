@@ -22,25 +22,28 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"errors", "slurm", "ports", "run_id", "log"}
-CONFIG = BASE | {"dist", "config", "ds_config", "checks", "composer"}
+BASE = {"errors", "files", "slurm", "ports", "run_id", "log"}
+CONFIG = BASE | {"dist", "config", "registry", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
+    "registry": set(),
+    "validation": {"errors"},
     "slurm": {"errors"},
     "ports": set(),
     "run_id": set(),
     "log": {"errors"},
     "dist": BASE,
-    "config": {"errors"},
+    "config": {"errors", "registry", "validation"},
     "ds_config": {"errors", "config"},
-    "checks": {"errors", "dist", "config", "ds_config"},
+    "checks": {"errors", "validation", "dist", "config", "ds_config"},
     "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG,
     "track": CONFIG,
-    "checkpoint": {"errors", "log", "dist", "config", "model"},
+    "checkpoint": {"errors", "files", "log", "dist", "config", "model"},
     "backend": PARALLEL | {"checkpoint"},
     "train": PARALLEL | {"checkpoint", "backend"},
     "test_dist": PARALLEL,

@@ -1,5 +1,5 @@
-"""Backends: one optimizer step, in parallel. One file and one line in ``TABLE`` each."""
+"""Backends: one optimizer step, in parallel. A file and a line in ``config.PARTS`` each."""
 
-from wordrun.backend.base import TABLE, Backend, Job, StepResult, build
+from wordrun.backend.base import Backend, Job, StepResult, build
 
-__all__ = ["TABLE", "Backend", "Job", "StepResult", "build"]
+__all__ = ["Backend", "Job", "StepResult", "build"]

@@ -1,8 +1,7 @@
-"""What a backend is, and the table of those there are."""
+"""What a backend is."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +12,11 @@ from torch import Tensor
 
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.pieces import Group
-from wordrun.config import Config
+from wordrun.config import Config, part_of
 from wordrun.data.loader import Batch
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.model import Transformer
-
-TABLE = {
-    "DDP": "wordrun.backend.ddp:DDPBackend",
-    "FSDP": "wordrun.backend.fsdp:FSDPBackend",
-    "TP": "wordrun.backend.fsdp:FSDPBackend",
-    "PP": "wordrun.backend.pipeline:PipelineBackend",
-    "3D": "wordrun.backend.pipeline:PipelineBackend",
-    "deepspeed": "wordrun.backend.deepspeed:DeepSpeedBackend",
-}
-"""Name, as in train.backend, to module and class. The options are in ``wordrun.config.BACKENDS``."""
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -118,6 +107,5 @@ class Backend(Protocol):
 
 def build(job: Job) -> Backend:
     """Return the backend that ``train.backend`` names; every rank must call this."""
-    module, _, name = TABLE[job.cfg.train.backend].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), name)(job)
+    backend: Backend = part_of("backend", job.cfg.backend).load()(job)
     return backend

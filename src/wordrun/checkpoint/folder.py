@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wordrun import files
 from wordrun.errors import UserError
 
 FORMAT = 1
@@ -178,7 +179,7 @@ class Draft:
         self.path.rename(final)
         sync_folder(final.parent)
         shutil.rmtree(self.path.with_suffix(".old"), ignore_errors=True)
-        point(final.parent / "latest", final)
+        files.point(final.parent / "latest", final.name)
         return Folder(final, self.step)
 
     def discard(self) -> None:
@@ -211,14 +212,6 @@ def prune(run_dir: Path, newest: int, keep: int) -> None:
             gone = folder / f".{old.path.name}.gone"
             old.path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
-
-
-def point(link: Path, target: Path) -> None:
-    """Make ``link`` a symbolic link to ``target``, its neighbour, in one step."""
-    new = link.with_name(f".{link.name}.new")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target.name)
-    new.replace(link)
 
 
 def checksums(path: Path) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
+from wordrun.errors import WorldError, first_line
 
 MPI_LAUNCHERS = ("pals", "openmpi", "hydra", "mvapich", "mpi")
 
@@ -33,9 +33,8 @@ def communicator() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise WorldError(
-            f"an MPI launcher started this process, but mpi4py cannot load MPI: {reason}. On a laptop: "
+            f"an MPI launcher started this process, but mpi4py cannot load MPI: {first_line(error)}. On a laptop: "
             "pip install 'wordrun[mpich]'. On a cluster: load its MPI module and reinstall mpi4py against it "
             "(pip install --no-binary=mpi4py --force-reinstall mpi4py)."
         ) from error

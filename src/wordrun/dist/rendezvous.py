@@ -10,7 +10,7 @@ from typing import Any
 
 from wordrun.dist import mpi
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
+from wordrun.errors import WorldError, first_line
 from wordrun.ports import pick
 from wordrun.slurm import expand_hosts
 
@@ -54,7 +54,7 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
                 port = store.port
                 break
             except Exception as error:  # torch raises DistNetworkError or RuntimeError by version
-                port = str(error).splitlines()[0]
+                port = first_line(error)
     port = mpi.communicator().bcast(port, root=0)
     if isinstance(port, str):
         raise WorldError(f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}")
@@ -95,6 +95,6 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
     except Exception as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
-            f"{address}:{port}: {str(error).splitlines()[0]}. Leave MASTER_PORT unset and `launch` finds a free one."
+            f"{address}:{port}: {first_line(error)}. Leave MASTER_PORT unset and `launch` finds a free one."
         ) from error
     return store

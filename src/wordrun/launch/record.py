@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import wordrun
+from wordrun.files import replace
 from wordrun.launch.plan import LaunchPlan
 
 # KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
@@ -84,15 +87,8 @@ class Record:
         self._write()
 
     def _write(self) -> None:
-        import json
-
         # Rank 0 moves the file into its run directory and leaves a link: the real file is the one to replace.
-        real = os.path.realpath(self.path)
-        temporary = f"{real}.{os.getpid()}"
-        with open(temporary, "w") as file:
-            json.dump(self.content, file, indent=2)
-            file.write("\n")
-        os.replace(temporary, real)
+        replace(Path(os.path.realpath(self.path)), json.dumps(self.content, indent=2) + "\n")
 
 
 def _now() -> str:

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import ModelConfig, part_of
 from wordrun.model.base import Kept, Transformer
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
 
 __all__ = ["GPT", "Kept", "Llama", "Transformer", "build", "materialise", "outline"]
-
-MODELS: dict[type[ModelConfig], type[Transformer]] = {GPTConfig: GPT, LlamaConfig: Llama}
-"""Which model each kind of config describes."""
 
 
 def outline(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> Transformer:
@@ -26,7 +23,8 @@ def outline(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = No
         layers: numbers of the blocks of the part; None: all.
     """
     with torch.device("meta"):
-        return MODELS[type(cfg)](cfg, cfg.vocab_size or vocab_size, layers)
+        model: Transformer = part_of("model", cfg).load()(cfg, cfg.vocab_size or vocab_size, layers)
+    return model
 
 
 def build(cfg: ModelConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:

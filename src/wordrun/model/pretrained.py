@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, Converted, match
 
 KINDS = {"gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug")}
@@ -53,7 +53,7 @@ def fetch(source: str) -> Path:
             if any(folder.glob(f"{stem}*{suffix}")):
                 break
     except Exception as error:  # whatever the network, the hub or its cache came up with
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise UserError(
             f"hf:{source} is neither a folder here nor to be had from Hugging Face's hub ({reason}). On a machine "
             f"with a network (a login node): hf download {source} --local-dir DIR; then use hf:DIR"
@@ -280,5 +280,5 @@ def _open(path: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
         weights = _Safetensors(file)
         return weights, {name: torch.Size(file.get_slice(name).get_shape()) for name in weights}
     except Exception as error:  # safetensors, pickle and zip have errors of their own
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None

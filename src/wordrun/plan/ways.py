@@ -19,7 +19,7 @@ from wordrun.config import (
     ThreeDConfig,
     TPConfig,
 )
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, first_line
 from wordrun.plan.memory import Memory, Outline, Way, memory, numel
 from wordrun.plan.options import Machine
 
@@ -114,7 +114,7 @@ class Planner:
             try:
                 found.append(self.estimate(self.way(name, backend)))
             except ConfigError as error:
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
                 continue
             if found[-1].fits == self.kinds[0]:
                 break

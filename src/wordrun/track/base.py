@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from wordrun.config import Config
-
-TABLE = {"wandb": "wordrun.track.wandb:WandbTracker"}
-"""Name, as in tracker=NAME, to module and class; jsonl needs none, because every run has it."""
+from wordrun.config import Config, part_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,6 @@ def build(cfg: Config, run_dir: Path, facts: dict[str, Any], kept: Kept) -> list
     from wordrun.track.jsonl import JsonlTracker
 
     trackers: list[Tracker] = [JsonlTracker(run_dir)]
-    if cfg.tracker.name in TABLE:
-        module, _, name = TABLE[cfg.tracker.name].partition(":")
-        trackers.append(getattr(importlib.import_module(module), name)(cfg, run_dir, facts, kept))
+    if cfg.tracker.name != "jsonl":
+        trackers.append(part_of("tracker", cfg.tracker).load()(cfg, run_dir, facts, kept))
     return trackers

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from wordrun import files
+
 
 class JsonlTracker:
     """Appends each line at once, so that nothing is lost when the run ends badly."""
@@ -76,11 +78,11 @@ def copy_until(source: Path, target: Path, step: int) -> int:
             seen = max(seen, at)
             if at <= step:
                 lines.append(f"{line}\n")
-    _replace(target / "metrics.jsonl", "".join(lines))
+    files.replace(target / "metrics.jsonl", "".join(lines))
     if (source / "samples.txt").exists():
         parts = re.split(r"^(?=--- step \d+ ---\n)", (source / "samples.txt").read_text(encoding="utf-8"), flags=re.M)
         kept = [part for part in parts if (match := re.match(r"--- step (\d+) ---", part)) and int(match[1]) <= step]
-        _replace(target / "samples.txt", "".join(kept))
+        files.replace(target / "samples.txt", "".join(kept))
     return seen
 
 
@@ -90,10 +92,4 @@ def forget_steps(log: Path, step: int) -> None:
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
         later = (re.search(r"\] INFO step (\d+)/", line) for line in lines)
         kept = (line for line, match in zip(lines, later, strict=True) if not match or int(match[1]) <= step)
-        _replace(log, "".join(kept))
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+        files.replace(log, "".join(kept))

@@ -20,6 +20,7 @@ from wordrun.checkpoint.pieces import Group
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import UserError
+from wordrun.files import point
 from wordrun.log import FIRST_RANK, LOGGER
 
 FAILURES = (Exception, CheckpointException)  # the latter is none of the former
@@ -121,7 +122,7 @@ class Checkpoints:
     def _publish(self, draft: Draft, facts: dict[str, Any], files: list[dict[str, Any]], best: bool) -> None:
         folder = draft.publish({**facts, "files": {name: f for each in files for name, f in sorted(each.items())}})
         if best:
-            folders.point(folder.path.parent / "best", folder.path)
+            point(folder.path.parent / "best", folder.path.name)
         folders.prune(self.run_dir, folder.step, self.train.keep_checkpoints)
         LOGGER.info("checkpoint after %d steps%s: %s", folder.step, " (best)" if best else "", folder.path.name)
 

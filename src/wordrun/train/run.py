@@ -20,6 +20,7 @@ import numpy
 import torch
 
 import wordrun
+from wordrun import files
 from wordrun.checkpoint import folder as folders
 from wordrun.composer import as_yaml
 from wordrun.config import Config
@@ -150,10 +151,8 @@ class Run:
                 self._lock.close()
 
     def _write_record(self) -> None:
-        new = self.path / "run.json.new"
-        record = finite(self.record)
-        new.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-        new.replace(self.path / "run.json")
+        text = json.dumps(finite(self.record), indent=2, default=str)
+        files.replace(self.path / "run.json", f"{text}\n")
 
 
 def versions() -> dict[str, str]:
@@ -191,7 +190,7 @@ def _make_directory(path: Path, *, again: bool) -> None:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "run.json.new").touch()
+        (path / ".lock").touch()
     except OSError as error:
         raise ConfigError(
             f"cannot write to the run directory {path}: {error.strerror}. Choose another by hydra.run.dir=DIR"
@@ -254,9 +253,7 @@ def _point_latest_at(path: Path) -> None:
     outputs = Path("outputs").absolute()
     if outputs not in path.parents:
         return
-    new = outputs / f".latest-{os.getpid()}"
     try:
-        new.symlink_to(os.path.relpath(path, outputs))
-        new.replace(outputs / "latest")
+        files.point(outputs / "latest", os.path.relpath(path, outputs))
     except OSError as error:
         LOGGER.warning("cannot point %s at this run: %s", outputs / "latest", error)

@@ -27,7 +27,7 @@ from wordrun.data.ahead import Loader
 from wordrun.data.loader import Batch, FixedSet
 from wordrun.dist.collectives import all_sum
 from wordrun.dist.setup import seed_everything
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.model import outline
 from wordrun.model.generate import generate
@@ -214,7 +214,7 @@ class Trainer:
             return self.backend.train_step(batches, self.lr, self.meter.clock)
         except Exception as error:
             if self.cfg.train.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                reason = str(error).strip().splitlines()[0]
+                reason = first_line(error)
                 raise UserError(
                     f"train.compile=true: torch.compile cannot compile the model here ({reason}): "
                     "install a C++ compiler (g++), or use train.compile=false"

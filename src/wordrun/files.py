@@ -1,0 +1,29 @@
+"""Files that readers find either as they were or complete."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` in one step: whoever reads it meanwhile finds the old text or the new one.
+
+    The file is written beside it and renamed, so that a process that is killed leaves no half of it.
+    """
+    new = path.with_name(f".{path.name}.{_writer()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+def point(link: Path, target: Path | str) -> None:
+    """Make ``link`` a symbolic link to ``target`` in one step, whether or not there was one."""
+    new = link.with_name(f".{link.name}.{_writer()}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(link)
+
+
+def _writer() -> str:
+    """Return what no other process has in the name of its file, on any host that shares the folder."""
+    return f"{os.uname().nodename}-{os.getpid()}"

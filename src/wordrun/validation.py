@@ -1,0 +1,29 @@
+"""Checks that the sections of a config have in common; each returns the messages of what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from wordrun.errors import nearest
+
+
+def positive(section: str, node: Any, *names: str) -> list[str]:
+    """Return a message for each of the options ``names`` of ``node`` that is below 1; None is left alone."""
+    return _at_least(1, section, node, names, "should be at least 1")
+
+
+def not_negative(section: str, node: Any, *names: str) -> list[str]:
+    """Return a message for each of the options ``names`` of ``node`` that is below 0; None is left alone."""
+    return _at_least(0, section, node, names, "should not be negative")
+
+
+def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
+    """Return a message if ``value`` of the option ``key`` is none of those ``known``."""
+    known = list(known)
+    return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
+
+
+def _at_least(least: int, section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
+    values = [(name, getattr(node, name)) for name in names]
+    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and not value >= least]
