@@ -77,7 +77,7 @@ def test_ranks_know_their_places_without_a_size_from_pals(job: str, command: Com
     done = command(*LAUNCH, sys.executable, "-c", DISCOVER)
     assert done.returncode == 0, done.stderr
     assert sorted(line[line.index("[rank") :] for line in done.stdout.splitlines()) == [
-        f"[rank={rank}/3][local_rank={rank % 2}/1][node={rank // 2}/1]" for rank in range(4)
+        f"[rank {rank} of 4] [local rank {rank % 2} of 2] [node {rank // 2} of 2]" for rank in range(4)
     ]
 
 

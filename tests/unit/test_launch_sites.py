@@ -452,7 +452,7 @@ BAD_VALUES = {
 }  # fmt: skip
 BAD_FILES = {
     "scheduler: lsf": [": scheduler: 'lsf' should be one of pbs, slurm"],
-    "devices: 4": [": scheduler is missing: it should be pbs or slurm"],
+    "devices: 4": [": scheduler is missing: it should be one of pbs, slurm"],
     "- a": [" should hold keys and values"],
     "a: [b,\nc: d": ["in what begins at line 1"],
     "description: our: cluster": [", line 1, column 17: mapping values are not allowed"],

@@ -135,7 +135,7 @@ def test_a_single_process_is_on_this_host() -> None:
 
 def test_what_a_user_sees_counts_from_zero_to_the_last() -> None:
     assert str(World(rank=1, size=2, local_rank=1, local_size=2, device="cuda:1")) == (
-        "[device='cuda:1'][rank=1/1][local_rank=1/1][node=0/0]"
+        "[cuda:1] [rank 1 of 2] [local rank 1 of 2] [node 0 of 1]"
     )
 
 

@@ -48,8 +48,8 @@ class World:
 
     def __str__(self) -> str:
         return (
-            f"[device='{self.device}'][rank={self.rank}/{self.size - 1}]"
-            f"[local_rank={self.local_rank}/{self.local_size - 1}][node={self.node}/{self.nodes - 1}]"
+            f"[{self.device}] [rank {self.rank} of {self.size}] "
+            f"[local rank {self.local_rank} of {self.local_size}] [node {self.node} of {self.nodes}]"
         )
 
 

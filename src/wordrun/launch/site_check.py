@@ -8,7 +8,7 @@ from typing import Any
 
 from wordrun.errors import nearest
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.schedulers import SCHEDULERS, SUBMITTERS
+from wordrun.launch.schedulers import SCHEDULERS
 
 # A kind returns what is wrong with a value, or an empty string.
 Kind = Callable[[Any], str]
@@ -117,7 +117,7 @@ QUEUE = {
 # The keys whose values need more than a look at their type; a list stands for many of its one kind.
 SHAPES: dict[str, Any] = {
     "recognise": {"hosts": _pattern, "env": {VARIABLE: _pattern}},
-    "scheduler": _one_of(*SUBMITTERS),
+    "scheduler": _one_of(*(name for name, each in SCHEDULERS.items() if each.variable)),
     "launcher": _one_of(*(name for name, each in LAUNCHERS.items() if each.in_sites)),
     "launcher_paths": [TEXT],
     "devices": FROM_0,

@@ -10,7 +10,6 @@ from typing import Any
 
 from wordrun.errors import ConfigError, nearest
 from wordrun.launch import site_check
-from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.site import UNKNOWN, Site
 
 KINDS = {int: "a whole number", list: "a list", dict: "names and values", str: "text", bool: "true or false"}
@@ -101,7 +100,7 @@ def load(path: str, *, trusted: bool = False) -> Site:
         values[key] = value
     if not trusted:
         if "scheduler" not in content:
-            problems.append(f"scheduler is missing: it should be {' or '.join(SUBMITTERS)}")
+            problems.append(f"scheduler is missing: it {site_check.SHAPES['scheduler'](None)}")
         problems += site_check.mismatches(values)
         problems = problems or site_check.contradictions(values)
     if problems:

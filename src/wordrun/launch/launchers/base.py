@@ -72,8 +72,8 @@ class Launcher:
 
     @classmethod
     def is_default(cls, search: Search) -> bool:
-        """Say whether this is the launcher to take where the user names none."""
-        return False
+        """Say whether this is the launcher to take where the user names none: in the jobs of its scheduler."""
+        return search.job.scheduler == cls.scheduler
 
     @classmethod
     def find(cls, search: Search) -> Launcher:

@@ -35,11 +35,6 @@ class Srun(Launcher):
     is_step = True
 
     @classmethod
-    def is_default(cls, search: Search) -> bool:
-        """In every SLURM job."""
-        return search.job.scheduler == cls.scheduler
-
-    @classmethod
     def find(cls, search: Search) -> Launcher:
         """Return the srun in PATH."""
         if search.job.scheduler != cls.scheduler:

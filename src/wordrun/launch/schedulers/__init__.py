@@ -14,7 +14,14 @@ from wordrun.launch.schedulers.pbs import PBS
 from wordrun.launch.schedulers.slurm import Slurm
 from wordrun.launch.site import UNKNOWN, Site
 
-SCHEDULERS: dict[str, Scheduler] = {each.name: each for each in (PBS(), Slurm(), NoScheduler())}
+SCHEDULERS: dict[str, Scheduler] = {
+    each.name: each
+    for each in (
+        PBS(),
+        Slurm(),
+        NoScheduler(),
+    )
+}
 """Name, as in --scheduler, in the order in which their variables are looked for."""
 SUBMITTERS = {name: each for name, each in SCHEDULERS.items() if each.submitter}
 """Those that take job scripts."""

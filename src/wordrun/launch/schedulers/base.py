@@ -18,8 +18,6 @@ class Scheduler:
     name: ClassVar[str]
     variable: ClassVar[str] = ""
     """Variable that is set in its jobs."""
-    launcher: ClassVar[str] = ""
-    """Its own launcher, the default in its jobs; empty: an mpiexec."""
     numbers_hosts: ClassVar[bool] = False
     """Whether its launcher numbers the hosts, and the ranks with them, in an order of its own."""
     checks_names: ClassVar[bool] = True

@@ -22,7 +22,6 @@ class Slurm(Scheduler):
 
     name = "slurm"
     variable = "SLURM_JOB_ID"
-    launcher = "srun"
     numbers_hosts = True
     checks_names = False
     end_query = ("squeue", "-h", "-o", "%e", "-j")
@@ -113,7 +112,7 @@ class Slurm(Scheduler):
 
     def sends_warning(self, options: Options) -> bool:
         """Its --signal reaches the ranks of an srun; it would end another launcher."""
-        return options.launcher in (None, self.launcher)
+        return options.launcher in (None, "srun")
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
         """A site's directives may name the resource, without {devices} in its place."""
