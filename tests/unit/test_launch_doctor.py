@@ -106,7 +106,7 @@ def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 80)
     long.mkdir()
     assert "too long" in doctor.of_machine(plan, {"TMPDIR": str(long)})[-1].found
-    assert doctor.of_machine(replace(plan, env_set={**plan.env_set, "TMPDIR": "/tmp"}), {})[-1].state == "ok"
+    assert doctor.of_machine(replace(plan, env={**plan.env, "TMPDIR": "/tmp"}), {})[-1].state == "ok"
 
 
 @pytest.mark.parametrize(

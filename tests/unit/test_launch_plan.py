@@ -20,14 +20,13 @@ from wordrun.errors import ConfigError
 from wordrun.launch import show
 from wordrun.launch.address import free_port, is_free, strangers
 from wordrun.launch.environment import is_stale, threads
-from wordrun.launch.host import count_cores, count_devices, local_host
+from wordrun.launch.host import count_cores, count_devices, find_command, local_host
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV, flavour
 from wordrun.launch.options import Options
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import build
-from wordrun.launch.programs import find_command
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask, mask_words
 from wordrun.launch.request import Decided
@@ -72,7 +71,7 @@ def test_golden_openmpi() -> None:
     argv = list(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).argv)
     assert argv[:5] == ["/opt/mpirun", "-n", "2", "--bind-to", "none"]
     exported = [argv[i + 1] for i, word in enumerate(argv) if word == "-x"]
-    assert exported == sorted(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).env_set)
+    assert exported == sorted(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).env)
     assert argv[-4:] == RANK
     assert list(plan("openmpi", np=9).argv)[5:7] == ["--map-by", "slot:OVERSUBSCRIBE"]
 
@@ -95,11 +94,11 @@ def test_golden_local() -> None:
         "LOCAL_WORLD_SIZE": "1",
         "NODE_RANK": "0",
     }.items():
-        assert found.env_set[name] == value
+        assert found.env[name] == value
 
 
 def test_environment_of_two_ranks() -> None:
-    assert plan("hydra").env_set == {
+    assert plan("hydra").env == {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "12345",
         "WORDRUN_LAUNCHER": "hydra",
@@ -119,7 +118,7 @@ def test_environment_of_two_ranks() -> None:
 def test_what_the_user_exported_is_kept() -> None:
     env = {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "", "GLOO_SOCKET_IFNAME": "eth0"}
     found = plan("hydra", env=env)
-    assert not set(env) & set(found.env_set)
+    assert not set(env) & set(found.env)
     assert found.environment(env)["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "was exported" in found.reasons["OMP_NUM_THREADS"]
 
@@ -129,21 +128,21 @@ def test_env_wins() -> None:
     options = Options(np=2, command=("x",), env=asked)
     found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {"OMP_NUM_THREADS": "3"})
     assert found.environment({"MASTER_ADDR": "old"})["MASTER_ADDR"] == "10.0.0.1"
-    assert found.env_set["OMP_NUM_THREADS"] == "5"
+    assert found.env["OMP_NUM_THREADS"] == "5"
     assert found.reasons["OMP_NUM_THREADS"] == "--env"
 
 
 def test_own_python_comes_into_path() -> None:
     found = plan("hydra", env={"PATH": "/usr/bin"})
-    assert found.env_set["PATH"] == "/venv/bin:/usr/bin"
+    assert found.env["PATH"] == "/venv/bin:/usr/bin"
     assert "python" in found.reasons["PATH"]
-    assert "PATH" not in plan("hydra").env_set
+    assert "PATH" not in plan("hydra").env
 
 
 @pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 1, "8"), (8, 3, "2"), (2, 4, "1")])
 def test_threads(cores: int, ranks: int, expected: str) -> None:
     job = replace(LAPTOP, cores=(cores,))
-    assert plan("hydra", job=job, np=ranks).env_set["OMP_NUM_THREADS"] == expected
+    assert plan("hydra", job=job, np=ranks).env["OMP_NUM_THREADS"] == expected
 
 
 def test_threads_that_were_exported_are_kept() -> None:

@@ -89,13 +89,13 @@ def test_polaris(cluster: Cluster) -> None:
     assert words(plan) == (
         f"pals --envall --line-buffer -n 8 --ppn 4 --hostfile {cluster.nodefile} --cpu-bind list:24-31:16-23:8-15:0-7"
     )
-    assert plan.site == "polaris"
-    assert plan.env_set["MASTER_ADDR"] == "x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov"
-    assert plan.env_set["WORDRUN_WORLD_SIZE"] == "8"
-    assert plan.env_set["OMP_NUM_THREADS"] == "8"  # the cores it is bound to, and not PBS's 64
-    assert plan.env_set["TMPDIR"] == "/tmp"
-    assert plan.env_set["https_proxy"] == "http://proxy.alcf.anl.gov:3128"
-    assert not [name for name in plan.env_set if name.startswith("PMI")]
+    assert plan.site.name == "polaris"
+    assert plan.env["MASTER_ADDR"] == "x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov"
+    assert plan.env["WORDRUN_WORLD_SIZE"] == "8"
+    assert plan.env["OMP_NUM_THREADS"] == "8"  # the cores it is bound to, and not PBS's 64
+    assert plan.env["TMPDIR"] == "/tmp"
+    assert plan.env["https_proxy"] == "http://proxy.alcf.anl.gov:3128"
+    assert not [name for name in plan.env if name.startswith("PMI")]
 
 
 def test_a_node_file_that_repeats_its_hosts(cluster: Cluster) -> None:
@@ -137,7 +137,7 @@ def test_aurora(cluster: Cluster) -> None:
         "FI_MR_CACHE_MONITOR": "userfaultfd", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT",
         "MASTER_ADDR": "x4114c1s7b0n0.hsn.cm.aurora.alcf.anl.gov", "WORDRUN_WORLD_SIZE": "24",
     }  # fmt: skip
-    assert {name: plan.env_set[name] for name in expected} == expected
+    assert {name: plan.env[name] for name in expected} == expected
     assert "oneCCL" in plan.reasons["CCL_PROCESS_LAUNCHER"]
 
 
@@ -154,20 +154,20 @@ def test_sunspot(cluster: Cluster) -> None:
         "https_proxy": "http://proxy.alcf.anl.gov:3128", "MASTER_ADDR": "x1921c0s2b0n0", "WORDRUN_WORLD_SIZE": "24",
         "OMP_NUM_THREADS": "8",
     }  # fmt: skip
-    assert {name: plan.env_set[name] for name in expected} == expected
-    assert plan.site == "sunspot"
+    assert {name: plan.env[name] for name in expected} == expected
+    assert plan.site.name == "sunspot"
 
 
 def test_what_the_user_exported_wins_over_the_site(cluster: Cluster) -> None:
     env = cluster.pbs("aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov", AURORA, ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE")
-    assert "ZE_FLAT_DEVICE_HIERARCHY" not in cluster.plan(env, "x4114c1s7b0n0", "pals").env_set
+    assert "ZE_FLAT_DEVICE_HIERARCHY" not in cluster.plan(env, "x4114c1s7b0n0", "pals").env
 
 
 def test_crux(cluster: Cluster) -> None:
     hosts = ["x1000c0s0b1n1", "x1000c0s0b1n0"]
     env = cluster.pbs("crux-pbs-0001.head.cm.crux.alcf.anl.gov", hosts)
     plan = cluster.plan(env, hosts[0], "pals", cores=256)
-    assert plan.site == "crux"
+    assert plan.site.name == "crux"
     assert words(plan) == (
         f"pals --envall --line-buffer -n 16 --ppn 8 --hostfile {cluster.nodefile} --depth 16 --cpu-bind depth"
     )
@@ -192,17 +192,17 @@ def test_perlmutter(cluster: Cluster, more: dict[str, str]) -> None:
     assert words(plan) == (
         "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 32 --gpus-per-node=4 --gpu-bind=none --cpu-bind=cores " + STEP
     )
-    assert plan.env_set["CUDA_VISIBLE_DEVICES"] == "3,2,1,0"
-    assert plan.env_set["SRUN_CPUS_PER_TASK"] == "32"
-    assert plan.env_set["MASTER_ADDR"] == "nid001234"
+    assert plan.env["CUDA_VISIBLE_DEVICES"] == "3,2,1,0"
+    assert plan.env["SRUN_CPUS_PER_TASK"] == "32"
+    assert plan.env["MASTER_ADDR"] == "nid001234"
 
 
 def test_frontier(cluster: Cluster) -> None:
     env = slurm("frontier[00001-00002]", "56(x2)", LMOD_SYSTEM_NAME="frontier")
     plan = cluster.plan(env, "frontier00001", "srun")
     assert words(plan) == ("srun -u -N 2 -n 16 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest " + STEP)
-    assert plan.env_set["NCCL_SOCKET_IFNAME"] == "hsn0"
-    assert plan.env_set["MIOPEN_USER_DB_PATH"].startswith("/tmp/")
+    assert plan.env["NCCL_SOCKET_IFNAME"] == "hsn0"
+    assert plan.env["MIOPEN_USER_DB_PATH"].startswith("/tmp/")
 
 
 def test_juwels(cluster: Cluster) -> None:
@@ -211,9 +211,9 @@ def test_juwels(cluster: Cluster) -> None:
     assert words(plan) == (
         "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 24 --gres=gpu:4 --gpu-bind=none --cpu-bind=none " + STEP
     )
-    assert plan.env_set["MASTER_ADDR"] == "jwb0065i"
-    assert plan.env_set["GLOO_SOCKET_IFNAME"] == "ib0"
-    assert plan.env_set["WANDB_MODE"] == "offline"
+    assert plan.env["MASTER_ADDR"] == "jwb0065i"
+    assert plan.env["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert plan.env["WANDB_MODE"] == "offline"
 
 
 def test_baskerville(cluster: Cluster) -> None:
@@ -239,9 +239,9 @@ def test_engaging_after_a_requeue(cluster: Cluster) -> None:
 def test_an_unknown_cluster_with_uneven_nodes(cluster: Cluster) -> None:
     env = slurm("n[1-2]", "3,1", SLURM_NTASKS="4", SLURM_TASKS_PER_NODE="3,1")
     plan = cluster.plan(env, "login", "srun")
-    assert plan.site is None
+    assert plan.site == UNKNOWN
     assert words(plan) == "srun -u -N 2 -n 4 -c 1 --distribution=arbitrary " + STEP
-    assert plan.env_set["SLURM_HOSTFILE"] == f"{RUN}.hosts"
+    assert plan.env["SLURM_HOSTFILE"] == f"{RUN}.hosts"
     assert plan.files[f"{RUN}.hosts"] == "n1\nn1\nn1\nn2\n"
     part = cluster.plan(env, "login", "srun", np=2)
     assert words(part) == "srun -u -N 1 -n 2 --ntasks-per-node=2 -c 1 --nodelist=n1 " + STEP
@@ -254,8 +254,8 @@ def test_ten_thousand_hosts_fit_into_what_linux_starts(cluster: Cluster) -> None
     assert f"--nodelist={RUN}.hosts" in in_slurm.argv
     assert in_slurm.files[f"{RUN}.hosts"].count("\n") == 19_000
     for plan in (pbs, in_slurm):
-        assert max(map(len, [*plan.argv, *plan.env_set.values()])) < 128 * 1024
-    done = subprocess.run(["true", *pbs.argv], env={**pbs.env_set, "PATH": "/usr/bin:/bin"})
+        assert max(map(len, [*plan.argv, *plan.env.values()])) < 128 * 1024
+    done = subprocess.run(["true", *pbs.argv], env={**pbs.env, "PATH": "/usr/bin:/bin"})
     assert done.returncode == 0
 
 
@@ -274,7 +274,7 @@ def test_a_hostfile_of_the_users(cluster: Cluster, tmp_path: Path) -> None:
     in_slurm = cluster.plan(slurm("[a-b],c".replace("[a-b]", "a,b"), "4(x3)"), "c", "srun", hostfile=str(hosts))
     assert words(in_slurm) == "srun -u -N 2 -n 4 -c 1 --distribution=arbitrary " + STEP
     # In the job's order, in which srun numbers the nodes.
-    assert in_slurm.files[in_slurm.env_set["SLURM_HOSTFILE"]] == "a\nb\nb\nb\n"
+    assert in_slurm.files[in_slurm.env["SLURM_HOSTFILE"]] == "a\nb\nb\nb\n"
     assert in_slurm.hosts == ("a", "b")
 
 
@@ -397,10 +397,10 @@ def test_a_users_own_site_needs_no_python(cluster: Cluster, tmp_path: Path) -> N
     env = slurm("n[1-2]", "8(x2)", SLURM_CLUSTER_NAME="mine", XDG_CONFIG_HOME=str(tmp_path / "config"))
     plan = cluster.plan(env, "n1", "srun")
     assert words(plan) == "srun -u -N 2 -n 4 --ntasks-per-node=2 -c 4 --gpus-per-node=2 " + STEP
-    assert plan.env_set["MASTER_ADDR"] == "n1-ib"
+    assert plan.env["MASTER_ADDR"] == "n1-ib"
     assert plan.reasons["NCCL_IB_HCA"] == "site mine: the fast one"
     by_file = cluster.plan(slurm("n1", "8"), "n1", "srun", site=str(folder / "mine.yaml"))
-    assert by_file.site == "mine"
+    assert by_file.site.name == "mine"
 
 
 # Lines of a site file that is right otherwise, and what is said of them.
@@ -492,7 +492,7 @@ def test_braces_of_a_variables_own_stay(cluster: Cluster, tmp_path: Path) -> Non
     own = '{"a": {"devices": {devices}}, "b": "${HOME}{0}"}'
     (tmp_path / "mine.yaml").write_text(f"scheduler: slurm\ndevices: 3\nenv:\n  A: ['{own}', why]\n")
     plan = cluster.plan(slurm("n1", "8"), "n1", "srun", site=str(tmp_path / "mine.yaml"))
-    assert plan.env_set["A"] == '{"a": {"devices": 3}, "b": "${HOME}{0}"}'
+    assert plan.env["A"] == '{"a": {"devices": 3}, "b": "${HOME}{0}"}'
 
 
 # Launchers

@@ -80,11 +80,11 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     left_out: frozenset[str] = frozenset()
     retries = options.retries
     # Only launch knows another port for all ranks. One that the user named stays.
-    may_move = plan.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
+    may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
     while True:
         last: list[str] | None = [] if retries or may_move else None
         begun = time.monotonic()
-        status = run(plan, options.idle_timeout, options.walltime_margin or None, last)
+        status = run(plan, last)
         met = time.monotonic() - begun > MEETING_S
         if status not in (0, REQUEUE) and last and may_move and not met and port_taken(last, plan.decided.port):
             may_move = False
@@ -98,7 +98,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             without = f" without {', '.join(sorted(left_out))}" if left_out else ""
             say(f"{fault.meaning} ({fault.line}): launching again{without}")
         try:
-            same = Identity(plan.env_set["WORDRUN_RUN_ID"], "as before", "launch has started it again")
+            same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "launch has started it again")
             plan = make_plan(options, left_out, same)
         except UserError as error:
             say(f"cannot launch again: {error}")

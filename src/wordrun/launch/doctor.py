@@ -66,184 +66,152 @@ def _text(output: Any) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
+def _look(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -> Finding:
+    """Return what is ``wrong``, with its remedy; where that is empty, that all is ok."""
+    return Finding(check, state, wrong, remedy) if wrong else Finding(check, "ok", ok)
+
+
 def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) -> list[Finding]:
     """Return what this process sees without the ranks, on a site that may be known."""
+    stale = " ".join(sorted(name for name in env if is_stale(name)))
+    left = f"left by an earlier launcher: {stale}" if stale else ""
+    remedy = f"launch removes them; for a bare python: unset {stale}"
     findings = [
-        Finding("site", "ok", f"{plan.site or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
+        Finding("site", "ok", f"{plan.site.name or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
         Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
+        _look("variables", left, remedy, "none left by an earlier launcher", "warning"),
     ]
-    stale = sorted(name for name in env if is_stale(name))
-    if stale:
-        findings.append(
-            Finding(
-                "variables", "warning", f"left by an earlier launcher: {', '.join(stale)}",
-                f"launch takes them away; for a bare python: unset {' '.join(stale)}",
-            )
-        )  # fmt: skip
-    else:
-        findings.append(Finding("variables", "ok", "none left by an earlier launcher"))
     if known.name:
         findings.append(_internet(plan, env, known))
-    scratch = plan.env_set.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
+    scratch = plan.env.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
-        if not os.access(folder, os.W_OK):
-            findings.append(
-                Finding(name, "wrong", f"{folder} cannot be written", "launch from another folder, or export TMPDIR")
+        writable = os.access(folder, os.W_OK)
+        findings.append(
+            _look(
+                name, "" if writable else f"cannot write to {folder}", "launch from another folder, or export TMPDIR",
+                f"{folder} is writable",
             )
-        elif name == "TMPDIR" and len(folder) > LONG_TMPDIR:
-            findings.append(
-                Finding(
-                    name,
-                    "warning",
-                    f"{folder} has {len(folder)} characters; a socket's path in it may be too long",
-                    "export TMPDIR=/tmp",
-                )
-            )
-        else:
-            findings.append(Finding(name, "ok", f"{folder} can be written"))
+        )  # fmt: skip
+    if len(scratch) > LONG_TMPDIR and findings[-1].state == "ok":
+        found = f"{scratch} has {len(scratch)} characters; a socket's path in it may be too long"
+        findings[-1] = Finding("TMPDIR", "warning", found, "export TMPDIR=/tmp")
     return findings
 
 
 def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
-    mode = plan.env_set.get("WANDB_MODE", env.get("WANDB_MODE", ""))
-    if not known.internet and mode not in ("offline", "disabled"):
-        return Finding(
-            "internet",
-            "warning",
-            f"{known.way_out}, but WANDB_MODE={mode}",
-            "unset WANDB_MODE, and launch sets offline",
-        )
-    missing = [name for name in known.proxies if not plan.env_set.get(name, env.get(name))]
-    if known.internet and missing:
-        return Finding(
-            "internet", "warning", f"{known.way_out}, but {', '.join(missing)} empty",
-            f"unset {' '.join(missing)}, and launch sets the site's",
-        )  # fmt: skip
-    return Finding("internet", "ok", known.way_out)
+    mode = plan.env.get("WANDB_MODE", env.get("WANDB_MODE", ""))
+    if not known.internet:
+        wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
+        return _look("internet", wrong, "unset WANDB_MODE, and launch sets offline", known.way_out, "warning")
+    missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
+    wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
+    return _look("internet", wrong, f"unset {' '.join(missing)}, and launch sets the site's", known.way_out, "warning")
 
 
 def of_ranks(
     plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site = UNKNOWN
 ) -> list[Finding]:
-    """Return what is to be said of the lines that the probe printed.
+    """Return what the lines that the probe printed show.
 
     Args:
         plan: how the probe was started.
         ranks: the lines, one for each rank that could.
         status: exit status of launch.
         errors: what it printed on stderr.
-        known: the site, where it is known.
+        known: the site.
     """
-    if len(ranks) < plan.np or status:
-        missing = sorted({*range(plan.np)} - {rank.get("rank") for rank in ranks})
+    count = plan.ranks.np
+    if len(ranks) < count or status:
+        missing = sorted({*range(count)} - {rank.get("rank") for rank in ranks})
         last = " | ".join(errors.strip().splitlines()[-3:])
-        return [
-            Finding(
-                "ranks", "wrong", f"{len(ranks)} of {plan.np} answered, missing {missing[:8]}; status {status}: {last}",
-                "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)",
-            )
-        ]  # fmt: skip
+        found = f"{len(ranks)} of {count} answered, missing {missing[:8]}; status {status}: {last}"
+        remedy = "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)"
+        return [Finding("ranks", "wrong", found, remedy)]
     hosts = len({rank["host"] for rank in ranks})
-    answered = "the rank" if plan.np == 1 else "both ranks" if plan.np == 2 else f"all {plan.np} ranks"
+    answered = {1: "the rank", 2: "both ranks"}.get(count, f"all {count} ranks")
     findings = [Finding("ranks", "ok", f"{answered} answered ({hosts} host{'s' * (hosts > 1)})")]
     for problem in dict.fromkeys(text for rank in ranks for text in rank["problems"]):
         findings.append(Finding("ranks", "wrong", problem))
     if not all("unreached" in rank for rank in ranks):  # some did not find out who they are, and looked no further
         return findings
-    findings.append(_mpi(plan, ranks))
-    unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
-    findings.append(
-        Finding(
-            "address", "wrong" if unmet else "ok",
-            "; ".join(unmet[:3]) or f"a socket opens at {plan.env_set['MASTER_ADDR']}:{plan.env_set['MASTER_PORT']}",
-            "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach" if unmet else "",
-        )
-    )  # fmt: skip
-    findings += [
+    slowest = max(rank["torch_s"] for rank in ranks)
+    slow, remedy = f"{slowest:g} s on the slowest rank", "copy the environment to node-local disk (sbcast, Copper)"
+    return [
+        *findings,
+        _mpi(plan, ranks),
+        _address(plan, ranks),
         _sockets(plan, ranks),
         _cores(plan, ranks),
         _threads(ranks),
         _devices(ranks),
         *_order(plan, ranks, known),
+        _look("import torch", slow if slowest > SLOW_IMPORT_S else "", remedy, slow, "warning"),
+        *(Finding("W&B", "ok", f"would record {rank['wandb']}") for rank in ranks if "wandb" in rank),
     ]
-    slowest = max(rank["torch_s"] for rank in ranks)
-    slow = slowest > SLOW_IMPORT_S
-    findings.append(
-        Finding(
-            "import torch", "warning" if slow else "ok", f"{slowest:g} s on the slowest rank",
-            "copy the environment to node-local disk, or broadcast it (sbcast, Copper)" if slow else "",
-        )
-    )  # fmt: skip
-    modes = [rank["wandb"] for rank in ranks if "wandb" in rank]
-    findings += [Finding("W&B", "ok", f"would record {mode}") for mode in modes]
-    return findings
 
 
 def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    sizes = {rank["mpi_size"] for rank in ranks}
+    sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
-        return Finding("MPI", "ok", f"not used: {plan.launcher.name} starts ranks that meet by address")
-    if sizes == {plan.np}:
-        return Finding("MPI", "ok", f"sees {plan.np} ranks, as {plan.launcher.name} does")
-    return Finding(
-        "MPI", "wrong", f"sees {sorted(map(str, sizes))} where {plan.launcher.name} started {plan.np}",
+        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that meet by address")
+    return _look(
+        "MPI", "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}",
         "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
-        "under srun the --mpi type that it speaks (srun --mpi=list), or rebuild mpi4py",
+        "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py",
+        f"sees {count} ranks, as {launcher} does",
+    )  # fmt: skip
+
+
+def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
+    return _look(
+        "address", "; ".join(unmet[:3]),
+        "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach",
+        f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}",
     )  # fmt: skip
 
 
 def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
-    if unreached:
-        return Finding(
-            "sockets", "wrong", f"rank 0 cannot open one to {'; '.join(unreached[:3])}",
-            "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
-            "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
-        )  # fmt: skip
     hosts = len(plan.hosts)
-    return Finding(
-        "sockets", "ok", f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host"
-    )
+    return _look(
+        "sockets", f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else "",
+        "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
+        "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
+        f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host",
+    )  # fmt: skip
 
 
 def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
-    have = min(plan.job.cores[: len(plan.hosts)]) // plan.ppn
-    if least < have and least == 1:
-        return Finding(
-            "cores", "wrong", f"a rank may use 1 core, though there are {have} for each",
-            "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
-        )  # fmt: skip
-    return Finding("cores", "ok", f"{least} for a rank")
+    have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
+    return _look(
+        "cores", f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else "",
+        "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
+        f"{least} per rank",
+    )  # fmt: skip
 
 
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    crowded = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
-    if crowded:
-        return Finding(
-            "threads", "warning", f"OMP_NUM_THREADS={crowded[0]['threads']} on {crowded[0]['cores']} cores of a rank",
-            "unset OMP_NUM_THREADS, and launch divides the cores",
-        )  # fmt: skip
-    return Finding("threads", "ok", f"OMP_NUM_THREADS={ranks[0]['threads']}")
+    many = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
+    return _look(
+        "threads", f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else "",
+        "unset OMP_NUM_THREADS, and launch divides the cores", f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning",
+    )  # fmt: skip
 
 
 def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    crowded = [rank for rank in ranks if rank["devices"] > 1 and rank.get("local_size", 1) > rank["devices"]]
-    if crowded:
-        some = crowded[0]
-        return Finding(
-            "devices", "warning", f"{some['local_size']} ranks share {some['devices']} devices on {some['host']}",
-            f"--ppn {some['devices']}",
-        )  # fmt: skip
+    for rank in ranks:
+        count, sharing = rank["devices"], rank.get("local_size", 1)
+        if 1 < count < sharing:
+            found = f"{sharing} ranks share {count} devices on {rank['host']}"
+            return Finding("devices", "warning", found, f"--ppn {count}")
     seen = sorted({rank["devices"] for rank in ranks})
-    if len(seen) > 1:
-        return Finding(
-            "devices", "wrong", f"torch sees {seen} devices on different ranks",
-            "a node has lost one, or the launcher deals them out unevenly: leave that node out by --hostfile",
-        )  # fmt: skip
-    return Finding(
-        "devices", "ok", f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs"
-    )
+    return _look(
+        "devices", f"torch sees {seen} devices on different ranks" if len(seen) > 1 else "",
+        "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile",
+        f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs",
+    )  # fmt: skip
 
 
 def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:
@@ -252,31 +220,27 @@ def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) ->
     near = known.cores_near_device
     # Two threads of a core have numbers that differ by half of all.
     half = known.cores // 2 if known.cores else sys.maxsize
+    wrong, remedy = "", ""
     for rank in ranks:
         where = f"rank {rank['rank']} on {rank['host']}"
         name, device = rank.get("device_id") or rank.get("device"), rank.get("device")
         if name is not None and rank["local_size"] <= min(plan.job.devices):
             owner = owners.setdefault((rank["host"], str(name)), rank["rank"])
             if owner != rank["rank"]:
-                return [
-                    Finding(
-                        "device order", "wrong", f"{where} has the same device as rank {owner}: {name}",
-                        "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none), or "
-                        "one of its own",
-                    )
-                ]  # fmt: skip
+                wrong = wrong or f"{where} has the same device as rank {owner}: {name}"
+                remedy = remedy or (
+                    "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none), or one of "
+                    "its own"
+                )
         bound = {core % half for core in rank["affinity"]}
         if device is not None and device < len(near) and bound and not bound & numbers(near[device]):
-            return [
-                Finding(
-                    "device order", "wrong",
-                    f"{where} has device {device}, which is next to cores {near[device]}, but not one of these cores",
-                    "leave --cpu-bind out, and launch binds each rank to the cores next to its device",
-                )
-            ]  # fmt: skip
-    if not owners:
+            wrong = (
+                wrong or f"{where} has device {device}, which is next to cores {near[device]}, but none of these cores"
+            )
+            remedy = remedy or "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
+    if not (owners or wrong):
         return []
-    return [Finding("device order", "ok", "each rank has its own" + (", next to its cores" if near else ""))]
+    return [_look("device order", wrong, remedy, "each rank has its own" + (", next to its cores" if near else ""))]
 
 
 def _show(findings: Sequence[Finding]) -> None:

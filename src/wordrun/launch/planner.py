@@ -10,14 +10,13 @@ from dataclasses import replace
 from wordrun.errors import ConfigError
 from wordrun.launch import address, identity
 from wordrun.launch.environment import environment, exported, to_unset
-from wordrun.launch.host import local_host
+from wordrun.launch.host import check_command, local_host, own_bin
 from wordrun.launch.identity import Identity
 from wordrun.launch.job import Job, hold_back
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import Launcher
 from wordrun.launch.options import Options
 from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.programs import check_command, own_bin
 from wordrun.launch.ranks import Ranks, decide_ranks
 from wordrun.launch.record import mask_words
 from wordrun.launch.request import Decided, Request
@@ -82,18 +81,11 @@ def build(
     path = request.hosts_file
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
     return LaunchPlan(
-        argv=argv,
-        command=options.command,
-        env_set=env_set,
-        env_unset=tuple(sorted(unset - set(env_set))),
-        np=ranks.np,
-        ppn=ranks.ppn,
-        hosts=request.hosts,
+        **vars(request),
         launcher=launcher,
-        job=job,
-        decided=decided,
+        argv=argv,
+        env_unset=tuple(sorted(unset - set(env_set))),
         reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
-        site=site.name or None,
         files={path: launcher.hosts_text(request)} if is_named else {},
     )
 

@@ -38,22 +38,22 @@ def mask_words(words: Sequence[str]) -> list[str]:
 def facts(plan: LaunchPlan) -> dict[str, Any]:
     """Return all that is known of a launch before it starts, ready for JSON."""
     return {
-        "command": mask_words(plan.command),
+        "command": mask_words(plan.options.command),
         "argv": mask_words(plan.argv),
-        "np": plan.np,
-        "ppn": plan.ppn,
+        "np": plan.ranks.np,
+        "ppn": plan.ranks.ppn,
         "hosts": list(plan.hosts),
-        "site": plan.site,
+        "site": plan.site.name or None,
         "scheduler": plan.job.scheduler,
         "job": plan.job.id or None,
         "restarts": plan.job.restarts,
         "launcher": plan.launcher.name,
         "launcher_path": plan.launcher.path or None,
-        "env_set": {name: mask(name, value) for name, value in plan.env_set.items()},
+        "env_set": {name: mask(name, value) for name, value in plan.env.items()},
         "env_unset": list(plan.env_unset),
         "cwd": plan.decided.cwd,
         "launch_id": plan.decided.launch_id,
-        "run_id": plan.env_set["WORDRUN_RUN_ID"],
+        "run_id": plan.env["WORDRUN_RUN_ID"],
         "reasons": dict(plan.reasons),
     }
 
@@ -62,7 +62,7 @@ class Record:
     """The launch's file; written when it starts and again when it has ended."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        self.path = plan.env_set["WORDRUN_LAUNCH_RECORD"]
+        self.path = plan.env["WORDRUN_LAUNCH_RECORD"]
         system = os.uname()
         self.content = {
             **facts(plan),

@@ -22,20 +22,14 @@ from wordrun.launch.tail import Tail
 CANNOT_START = 126
 
 
-def run(
-    plan: LaunchPlan,
-    idle_timeout: float | None = None,
-    walltime_margin: float | None = None,
-    last_lines: list[str] | None = None,
-) -> int:
+def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
     """Run ``plan`` to its end and return its exit status.
 
     Args:
         plan: what to start.
-        idle_timeout: end the job after so many seconds without output; None waits for ever.
-        walltime_margin: send the ranks SIGUSR1 so many seconds before the scheduler ends the job.
         last_lines: filled with the last lines that the launcher and the ranks print on stderr.
     """
+    idle, margin = plan.options.idle_timeout is not None, plan.options.walltime_margin
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
     if status_dir:
         try:
@@ -53,19 +47,18 @@ def run(
         processes.adopt_orphans()
         with _signals() as arrived:
             try:
-                idle = idle_timeout is not None
-                child = _start(plan, env, stdout=idle, stderr=idle or plan.np > 1 or last_lines is not None)
+                child = _start(plan, env, stdout=idle, stderr=idle or plan.ranks.np > 1 or last_lines is not None)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 status = CANNOT_START
             else:
                 job = Supervisor(plan, child, status_dir)
-                if walltime_margin is not None:
-                    job.warn_before_end(walltime_margin)
-                status = _watch(job, arrived, idle_timeout)
+                if margin:
+                    job.warn_before_end(margin)
+                status = _watch(job, arrived)
                 job.repeat_what_failed()
                 if status == REQUEUE:
-                    run_id = plan.env_set["WORDRUN_RUN_ID"]
+                    run_id = plan.env["WORDRUN_RUN_ID"]
                     say(f"stopped before its end, nothing lost (exit status {REQUEUE}): run {run_id} can be continued")
                 if last_lines is not None and not job.stopped_by:
                     last_lines += job.tail.lines()
@@ -126,14 +119,14 @@ def _signals() -> Iterator[int]:
         os.close(writer)
 
 
-def _watch(job: Supervisor, arrived: int, idle_timeout: float | None) -> int:
+def _watch(job: Supervisor, arrived: int) -> int:
     """Wait for the job's end, passing on signals and, where they are piped, its output; return its status."""
     selector = selectors.DefaultSelector()
     selector.register(arrived, selectors.EVENT_READ)
     for source, sink in ((job.child.stdout, 1), (job.child.stderr, 2)):
         if source is not None:
             selector.register(source, selectors.EVENT_READ, sink)
-    last_output = time.monotonic()
+    last_output, limit = time.monotonic(), job.plan.options.idle_timeout
     while job.returned is None:
         for key, _ in selector.select(POLL_S):
             if key.fd == arrived:
@@ -155,10 +148,10 @@ def _watch(job: Supervisor, arrived: int, idle_timeout: float | None) -> int:
             say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")
             job.deliver(signal.SIGUSR1)
         now = time.monotonic()
-        silent = idle_timeout is not None and not job.stopped_by and not job.idle and now - last_output > idle_timeout
+        silent = limit is not None and not job.stopped_by and not job.idle and now - last_output > limit
         if silent and job.returned is None:
             job.idle = True
-            say(f"no output for {idle_timeout:g} seconds (--idle-timeout)")
+            say(f"no output for {limit:g} seconds (--idle-timeout)")
             job.show_stacks()
         elif now > job.deadline and job.returned is None:
             job.at_deadline()

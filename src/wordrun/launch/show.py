@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import wordrun
+from wordrun.launch.host import find_command, own_bin
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher
 from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.programs import find_command, own_bin
 from wordrun.launch.ranks import Ranks
 from wordrun.launch.record import facts, mask, mask_words
 from wordrun.launch.site import Site
@@ -26,11 +26,11 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     """Return what would run: as JSON, or as shell lines that do the same when pasted, with the reasons beside them."""
     if as_json:
         return _json(facts(plan))
-    ranks = f"{plan.np} rank{'s' * (plan.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
+    ranks = f"{plan.ranks.np} rank{'s' * (plan.ranks.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
     launcher = f"{plan.launcher.name} {plan.launcher.path}".strip()
     lines = [
         f"# {ranks}: {plan.reasons['ranks']}",
-        f"# site: {plan.site or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
+        f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
         f"# scheduler: {plan.job.scheduler} {plan.job.id} ({plan.reasons['scheduler']})".replace("  ", " "),
         f"# hosts: {' '.join(plan.hosts[:SHOWN])}{' ...' * (len(plan.hosts) > SHOWN)} ({plan.reasons['hosts']})",
         f"# cores: {plan.job.cores[0]} ({plan.reasons['cores']})",
@@ -38,11 +38,11 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
         f"# launcher: {launcher} ({plan.launcher.why})",
         *(f"# note: {note}" for note in plan.job.notes),
     ]
-    if "OMP_NUM_THREADS" not in plan.env_set:
+    if "OMP_NUM_THREADS" not in plan.env:
         lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")
     if plan.env_unset:
         lines.append(f"unset {' '.join(plan.env_unset)}  # an earlier launcher's")
-    for name, value in plan.env_set.items():
+    for name, value in plan.env.items():
         why = plan.reasons.get(name)
         lines.append(f"export {name}={shlex.quote(mask(name, value))}" + (f"  # {why}" if why else ""))
     for path, text in plan.files.items():

@@ -108,7 +108,7 @@ class Supervisor:
             return
         _, rank, status, host = min(reports)
         self.failed = (rank, status)
-        if self.plan.np > 1 and not self.stopped_by and not self.idle:
+        if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
             self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
             self.listen()

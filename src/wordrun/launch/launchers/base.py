@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
+from wordrun.launch.host import is_runnable, own_bin
 from wordrun.launch.job import Job
 from wordrun.launch.options import Options
-from wordrun.launch.programs import is_runnable, own_bin
 from wordrun.launch.request import Request
 from wordrun.launch.site import Site
 
@@ -55,6 +55,8 @@ class Launcher:
     """Variables that would mislead a rank of another launcher (NAME_: all that begin with it)."""
     daemons: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of processes between the launcher and its ranks, each in a group of its own."""
+    host_line: ClassVar[str] = "{host}\n"
+    """A line of its file of hosts; {ranks} stands for the host's ranks."""
     own_module: ClassVar[str] = ""
     """The Python module that its processes run, where it is written in Python."""
     own_lines: ClassVar[str] = ""
@@ -104,7 +106,8 @@ class Launcher:
 
     def hosts_text(self, request: Request) -> str:
         """Return what the file of hosts holds, for a launcher whose command line or variables name it."""
-        return "".join(f"{host}\n" for host in request.hosts)
+        pairs = zip(request.hosts, request.ranks.layout, strict=True)
+        return "".join(self.host_line.format(host=host, ranks=ranks) for host, ranks in pairs)
 
     def cores_per_rank(self, request: Request) -> int:
         """Return the cores that each rank can have, on the host where they are fewest."""

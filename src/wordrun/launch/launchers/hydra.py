@@ -17,6 +17,7 @@ class Hydra(Launcher):
     version_texts = ("HYDRA", "Intel(R) MPI")
     remedy = "pip install 'wordrun[mpich]' installs one"
     stale = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_", "PMIX_")
+    host_line = "{host}:{ranks}\n"
     daemons = ("hydra_", "pmi_proxy")
     own_lines = r"mpiexec: |\[mpiexec@|\[proxy:"
     direct = (signal.SIGUSR2,)  # it passes on INT, TERM and USR1
@@ -30,7 +31,3 @@ class Hydra(Launcher):
         if needs_hosts(request):
             where = ("-f", request.hosts_file, *(("-ppn", str(ranks.ppn)) if ranks.even else ()))
         return (self.path, "-n", str(ranks.np), *where, *binding, *options.launcher_args, *mpiexec_words(options))
-
-    def hosts_text(self, request: Request) -> str:
-        """Return HOST:RANKS lines."""
-        return "".join(f"{host}:{n}\n" for host, n in zip(request.hosts, request.ranks.layout, strict=True))

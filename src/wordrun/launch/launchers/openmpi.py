@@ -14,6 +14,7 @@ class OpenMPI(Launcher):
     file_names = ("orterun", "prte", "openmpi")
     version_texts = ("Open MPI", "OpenRTE", "PRRTE", "prterun")
     stale = ("OMPI_COMM_WORLD_",)
+    host_line = "{host} slots={ranks}\n"
     daemons = ("orted", "prted")
     own_lines = "mpirun: |mpiexec: "
     direct = PASSED_ON  # after INT and TERM it would soon kill the ranks
@@ -32,7 +33,3 @@ class OpenMPI(Launcher):
             self.path, "-n", str(ranks.np), *where, *binding, *crowd, *exported, *options.launcher_args,
             *mpiexec_words(options),
         )  # fmt: skip
-
-    def hosts_text(self, request: Request) -> str:
-        """Return lines of hosts with their slots."""
-        return "".join(f"{host} slots={n}\n" for host, n in zip(request.hosts, request.ranks.layout, strict=True))

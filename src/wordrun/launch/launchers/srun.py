@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
+from wordrun.launch.host import find_command
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, Search, rank_words
-from wordrun.launch.programs import find_command
 from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill
@@ -89,8 +89,10 @@ class Srun(Launcher):
 
     def hosts_text(self, request: Request) -> str:
         """Return a line for each host, or for each rank where hosts have different numbers of them."""
-        times = (1,) * request.ranks.nodes if request.ranks.even else request.ranks.layout
-        return "".join(f"{host}\n" * n for host, n in zip(request.hosts, times, strict=True))
+        if request.ranks.even:
+            return super().hosts_text(request)
+        pairs = zip(request.hosts, request.ranks.layout, strict=True)
+        return "".join(f"{host}\n" * ranks for host, ranks in pairs)
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
         """Signal the step: srun itself would answer SIGTERM by killing the ranks at once."""
