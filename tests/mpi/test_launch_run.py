@@ -289,7 +289,7 @@ def test_a_run_that_has_saved_can_be_continued(
     record = read_record(tmp_path)
     assert record["exit_status"] == 75
     # That line, and nothing of a rank that failed.
-    said = f"launch: stopped before its end, nothing lost (exit status 75): run {record['run_id']} can be continued\n"
+    said = f"launch: stopped early, with its state saved (exit status 75): run {record['run_id']} can be resumed\n"
     assert err == said
 
 

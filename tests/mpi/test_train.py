@@ -184,7 +184,7 @@ def test_a_signal_before_the_first_step_asks_for_another_start(number: signal.Si
     job.send_signal(number)
     rest, _ = job.communicate(timeout=60)
     assert job.returncode == 75, rest
-    assert "can be continued" in rest  # launch's own; rank 0 may be ended by another before it says why
+    assert "can be resumed" in rest  # launch's own; rank 0 may be ended by another before it says why
     assert "Traceback" not in rest
 
 

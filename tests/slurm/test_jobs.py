@@ -122,7 +122,7 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     minutes = (elapsed(cluster, jobs[0]) + 20) // 60 + 1
     cluster.run("scontrol", "update", f"jobid={jobs[0]}", f"timelimit={minutes}").check_returncode()
     wait(cluster, lambda: "saved: the next job of the chain continues" in out(0), "the first link has been told")
-    assert f"launch: stopped before its end, nothing lost (exit status 75): run {run_id} can be continued" in out(0)
+    assert f"launch: stopped early, with its state saved (exit status 75): run {run_id} can be resumed" in out(0)
     assert "rank 0 ended" not in out(0)
 
     hold(25)
@@ -169,7 +169,7 @@ def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluste
     wait(cluster, lambda: len(run_dirs()) == 3 and min(map(steps, run_dirs())) == 15, "all have begun")
     cluster.run("scancel", jobs[1]).check_returncode()
     cluster.run("scancel", "--signal=TERM", jobs[0], jobs[2]).check_returncode()
-    saved = "launch: stopped before its end, nothing lost (exit status 75)"
+    saved = "launch: stopped early, with its state saved (exit status 75)"
     wait(cluster, lambda: all(saved in out.read_text() for out in (outs[0], outs[2])), "both have saved")
     hold(STEPS)
     wait(cluster, lambda: [exit_reasons(each)[-1] for each in run_dirs()].count("finished") == 2, "both are finished")

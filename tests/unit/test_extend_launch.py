@@ -20,7 +20,7 @@ BEFORE = {
     "launchers/__init__.py": ("from wordrun.launch.launchers.hydra", "        Hydra,\n"),
     "schedulers/__init__.py": ("from wordrun.launch.schedulers.none", "        PBS(),\n"),
     "launch/rank_env.sh": ("  *)\n",),
-    "dist/world.py": (")  # fmt: skip\n# An MPI launcher left",),
+    "dist/world.py": (")  # fmt: skip\n# An MPI launcher has set",),
 }
 FLUX = """#!/bin/sh
 case "$*" in

@@ -112,10 +112,10 @@ def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("site", "env", "state", "found"),
     [
-        (Site("far", internet=False), {}, "ok", "compute nodes of far do not reach it"),
+        (Site("far", internet=False), {}, "ok", "not reachable from compute nodes of far"),
         (Site("far", internet=False), {"WANDB_MODE": "online"}, "warning", "but WANDB_MODE=online"),
-        (Site("near"), {}, "ok", "reached directly"),
-        (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "by the site's proxies (https_proxy)"),
+        (Site("near"), {}, "ok", "reachable directly"),
+        (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "through the site's proxies (https_proxy)"),
         (Site("near", proxies={"https_proxy": "http://p:1"}), {"https_proxy": ""}, "warning", "https_proxy empty"),
     ],
     ids=["none", "none, but W&B is to be online", "direct", "by proxies", "a proxy that is taken away"],

@@ -18,7 +18,7 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import show
-from wordrun.launch.address import free_port, is_free, strangers
+from wordrun.launch.address import free_port, is_free, unresolved
 from wordrun.launch.environment import is_stale, threads
 from wordrun.launch.host import count_cores, count_devices, find_command, local_host
 from wordrun.launch.job import Job
@@ -254,7 +254,7 @@ def test_dry_run_and_info_as_json(tmp_path: Path) -> None:
     assert told["cores"] == [count_cores()[0]]
     words = [launch, "--info", "--json", "--site", "juwels_booster"]
     told = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
-    assert told["internet"] == "compute nodes of juwels_booster do not reach it"
+    assert told["internet"] == "not reachable from compute nodes of juwels_booster"
     table = subprocess.run([launch, "--info"], capture_output=True, text=True, check=True).stdout
     assert table.splitlines()[0].split()[:2] == ["scheduler", "none"]
     assert not list(tmp_path.iterdir())
@@ -277,7 +277,7 @@ def test_hosts_that_nobody_knows_are_found_without_waiting_for_those_that_nobody
     never = threading.Event()
     answers = {"a": lambda: False, "b": lambda: True, "slow": never.wait, "c": lambda: True}
     begin = time.monotonic()
-    found = strangers(["me.site", *answers], "me", lambda name: answers[name](), within_s=0.5)
+    found = unresolved(["me.site", *answers], "me", lambda name: answers[name](), within_s=0.5)
     assert found == ["b", "c"]
     assert time.monotonic() - begin < 30
     never.set()

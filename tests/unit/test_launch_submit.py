@@ -18,9 +18,9 @@ from wordrun.launch.options import seconds
 from wordrun.launch.parser import parse
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.launch.submit import Place, SubmitError, commands, margin, script, submit
+from wordrun.launch.submit import Origin, SubmitError, commands, margin, script, submit
 
-PLACE = Place("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
+ORIGIN = Origin("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
 RUN_ID = "20260102-030405-abcd"
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 
@@ -32,7 +32,7 @@ def written(where: str, *words: str) -> str:
         parse(["--submit", *words, "python", "-m", "wordrun", "train.max_iters=5"]),
         known,
         SCHEDULERS[known.scheduler],
-        PLACE,
+        ORIGIN,
         RUN_ID,
     )
 
@@ -153,7 +153,7 @@ SELECTS = {
 @pytest.mark.parametrize(("words", "select"), SELECTS.items())
 def test_pbs_is_asked_for_what_is_known_of_a_node(words: str, select: str) -> None:
     options = parse(["--submit", "--walltime", "2-01:30:00", *words.split(), "--", "true"])
-    asked = directives(script(options, UNKNOWN, SCHEDULERS["pbs"], PLACE, RUN_ID))
+    asked = directives(script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID))
     assert asked == ["-N wordrun", f"-l select={select}", "-l walltime=49:30:00", "-j oe", "-r n"]
 
 
@@ -181,7 +181,7 @@ SHARES = {
 @pytest.mark.parametrize(("words", "shares"), SHARES.items())
 def test_slurm_is_asked_for_what_is_known_of_a_node(words: str, shares: list[str]) -> None:
     options = parse(["--submit", "--walltime", "1:00:00", *words.split(), "--", "true"])
-    asked = directives(script(options, UNKNOWN, SCHEDULERS["slurm"], PLACE, RUN_ID))
+    asked = directives(script(options, UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID))
     assert [line for line in asked if re.match("--(nodes|ntasks|cpus|gpus)", line)] == shares
 
 
@@ -215,7 +215,7 @@ def test_a_python_that_is_no_environment(tmp_path: Path) -> None:
     ):  # fmt: skip
         known = site_files.find(where, "", {"HOME": "/nobody"})[0]
         options = parse(["--submit", "--walltime", "1:00:00", "true"])
-        text = script(options, known, SCHEDULERS["slurm"], Place("/p", prefix, "/s.sh"), RUN_ID)
+        text = script(options, known, SCHEDULERS["slurm"], Origin("/p", prefix, "/s.sh"), RUN_ID)
         assert f"\ncd /p || exit\n{chr(10).join(lines)}\nexport WORDRUN_RUN_ID" in text
 
 
@@ -246,7 +246,7 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
     }  # fmt: skip
     known, _ = site_files.find(None, "", env)
     assert known.name
-    place = Place(str(tmp_path), str(conda), str(Path(__file__).parents[2] / "bin" / "setup.sh"))
+    place = Origin(str(tmp_path), str(conda), str(Path(__file__).parents[2] / "bin" / "setup.sh"))
     text = script(parse(["--submit", "--walltime", "1:00:00", "true"]), known, SCHEDULERS["slurm"], place, RUN_ID)
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -270,17 +270,17 @@ MARGINS = {
 def test_who_is_told_before_the_walltime_ends(words: str, seconds: float | None) -> None:
     options = parse(["--submit", *words.split()])
     assert margin(options) == seconds
-    slurm = script(options, UNKNOWN, SCHEDULERS["slurm"], PLACE, RUN_ID)
+    slurm = script(options, UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID)
     assert re.findall(r"--signal=USR1@(\d+)\n", slurm) == ([str(seconds)] if seconds else [])
     assert "--walltime-margin" not in slurm
-    pbs = script(options, UNKNOWN, SCHEDULERS["pbs"], PLACE, RUN_ID)
+    pbs = script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID)
     assert re.findall(r"^launch --walltime-margin (\d+) --", pbs, re.MULTILINE) == ([str(seconds)] if seconds else [])
 
 
 def test_only_the_ranks_of_an_srun_are_told_by_slurm() -> None:
     """It would tell the daemons of another launcher, who die of it; launch keeps the time there."""
     words = "--walltime 1:00:00 --launcher hydra -n 2 -- wordrun"
-    text = script(parse(["--submit", *words.split()]), UNKNOWN, SCHEDULERS["slurm"], PLACE, RUN_ID)
+    text = script(parse(["--submit", *words.split()]), UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID)
     assert "--signal" not in text
     assert "\nlaunch -n 2 --launcher hydra --walltime-margin 120 -- wordrun\n" in text
 
@@ -303,7 +303,7 @@ def test_how_a_job_script_ends(tmp_path: Path, scheduler: str, chain: int, ranks
     program(tmp_path, "launch", f'echo "$WORDRUN_RUN_ID $WORDRUN_RESUME"; {ranks}')
     program(tmp_path, "scontrol", 'echo "$*" > asked')
     options = parse(["--submit", "--walltime", "1:00:00", "--chain", str(chain), "--", "wordrun"])
-    text = script(options, UNKNOWN, SCHEDULERS[scheduler], Place(str(tmp_path), str(tmp_path), ""), RUN_ID)
+    text = script(options, UNKNOWN, SCHEDULERS[scheduler], Origin(str(tmp_path), str(tmp_path), ""), RUN_ID)
     text = text.replace(f"export PATH={tmp_path}/bin:", f"export PATH={tmp_path}:")
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env={**os.environ, "SLURM_JOB_ID": "7"})
     assert done.returncode == status, done.stderr

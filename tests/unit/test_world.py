@@ -117,7 +117,7 @@ def test_aurora_counts_the_hosts_of_the_node_file_once_each(tmp_path: Path, repe
 @pytest.mark.parametrize("nodefile", [None, "/does/not/exist"])
 def test_aurora_without_any_size_is_an_error_and_never_one_rank(nodefile: str | None) -> None:
     env = {**AURORA, "PBS_NODEFILE": nodefile} if nodefile else AURORA
-    with pytest.raises(WorldError, match=r"pals says rank 0 but not of how many.*launch.*WORDRUN_WORLD_SIZE"):
+    with pytest.raises(WorldError, match=r"pals sets rank 0 but no world size.*launch.*WORDRUN_WORLD_SIZE"):
         discover(env)
 
 

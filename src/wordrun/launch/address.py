@@ -23,13 +23,13 @@ ASKED_AT_ONCE = 32
 def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str], str | None]) -> tuple[str, str, str]:
     """Return the address of the first host, why it is that one, and what is wrong with it (empty: nothing).
 
-    It is never ``localhost``: the other hosts would look for rank 0 on themselves, and wait.
+    It is never ``localhost``: the other hosts would look for rank 0 on themselves.
 
     Args:
         hosts: the hosts that have ranks, in the job's order.
         site: the cluster, which may know a name on its fast network.
         here: name of this machine.
-        resolve: gives the address of a name, or None.
+        resolve: returns the address of a name, or None.
     """
     first = hosts[0]
     names: dict[str, str] = {}
@@ -61,7 +61,7 @@ def resolve(name: str) -> str | None:
 
 
 def is_unknown(name: str) -> bool:
-    """Say whether there is no machine of this name; a name service that is out of order says nothing."""
+    """Say whether a name does not exist; a failing name service does not count."""
     try:
         socket.getaddrinfo(name.encode("ascii"), None)
     except socket.gaierror as error:
@@ -71,14 +71,14 @@ def is_unknown(name: str) -> bool:
     return False
 
 
-def strangers(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], within_s: float = 2.0) -> list[str]:
-    """Return those of ``hosts`` that are unknown, as far as that comes out in time.
+def unresolved(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], within_s: float = 2.0) -> list[str]:
+    """Return those of ``hosts`` that cannot be resolved, as far as that is known in time.
 
     Args:
         hosts: names, thousands perhaps.
         here: name of this machine, which need not be known.
-        unknown: says it of a name, and may take its time.
-        within_s: seconds after which those that nobody has answered for are believed.
+        unknown: says whether a name does not exist; may be slow.
+        within_s: seconds after which names without an answer are accepted.
     """
     todo = deque(host for host in hosts if short(host) != short(here))
     found: set[str] = set()
@@ -100,7 +100,7 @@ def strangers(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], w
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at; drawn at random, so that two launches at once draw different ones."""
+    """Return a free port, chosen at random so that two simultaneous launches choose different ones."""
     for _ in range(200):
         port = pick(os.urandom(4))
         if is_free(port):

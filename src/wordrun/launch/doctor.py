@@ -20,8 +20,8 @@ from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, numbers
 from wordrun.launch.submit import inner
 
-MARK = "wordrun-probe:"
-"""What the line of a rank begins with."""
+PREFIX = "wordrun-probe:"
+"""Prefix of a rank's line."""
 PROBE_S = 180
 # Slower than this the disk that holds the environment is the likely reason.
 SLOW_IMPORT_S = 20.0
@@ -31,7 +31,7 @@ LONG_TMPDIR = 60
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     check: str
     state: str
@@ -41,8 +41,8 @@ class Finding:
 
 
 def main(options: Options) -> int:
-    """Look, print the findings, and return 1 where something is wrong."""
-    command = (sys.executable, "-m", "wordrun.probe", MARK)
+    """Run the checks, print the findings, and return 1 if something is wrong."""
+    command = (sys.executable, "-m", "wordrun.probe", PREFIX)
     probe = replace(options, command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None)
     plan = make_plan(probe)
     words = [sys.executable, "-m", "wordrun.launch", *inner(probe, SCHEDULERS[plan.job.scheduler])[1:]]
@@ -52,7 +52,7 @@ def main(options: Options) -> int:
         errors = done.stderr
     except subprocess.TimeoutExpired as late:
         output, errors, status = _text(late.stdout), _text(late.stderr), 124
-    ranks = [json.loads(line.partition(MARK)[2]) for line in output.splitlines() if MARK in line]
+    ranks = [json.loads(line.partition(PREFIX)[2]) for line in output.splitlines() if PREFIX in line]
     known, _ = site_files.find(options.site, socket.gethostname(), os.environ)
     findings = [*of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known)]
     if options.json:
@@ -66,7 +66,7 @@ def _text(output: Any) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def _look(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -> Finding:
+def _check(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -> Finding:
     """Return what is ``wrong``, with its remedy; where that is empty, that all is ok."""
     return Finding(check, state, wrong, remedy) if wrong else Finding(check, "ok", ok)
 
@@ -79,7 +79,7 @@ def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) 
     findings = [
         Finding("site", "ok", f"{plan.site.name or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
         Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
-        _look("variables", left, remedy, "none left by an earlier launcher", "warning"),
+        _check("variables", left, remedy, "none left by an earlier launcher", "warning"),
     ]
     if known.name:
         findings.append(_internet(plan, env, known))
@@ -87,7 +87,7 @@ def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) 
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
         writable = os.access(folder, os.W_OK)
         findings.append(
-            _look(
+            _check(
                 name, "" if writable else f"cannot write to {folder}", "launch from another folder, or export TMPDIR",
                 f"{folder} is writable",
             )
@@ -102,10 +102,10 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
     mode = plan.env.get("WANDB_MODE", env.get("WANDB_MODE", ""))
     if not known.internet:
         wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
-        return _look("internet", wrong, "unset WANDB_MODE, and launch sets offline", known.way_out, "warning")
+        return _check("internet", wrong, "unset WANDB_MODE, and launch sets offline", known.way_out, "warning")
     missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
     wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
-    return _look("internet", wrong, f"unset {' '.join(missing)}, and launch sets the site's", known.way_out, "warning")
+    return _check("internet", wrong, f"unset {' '.join(missing)}, and launch sets the site's", known.way_out, "warning")
 
 
 def of_ranks(
@@ -145,7 +145,7 @@ def of_ranks(
         _threads(ranks),
         _devices(ranks),
         *_order(plan, ranks, known),
-        _look("import torch", slow if slowest > SLOW_IMPORT_S else "", remedy, slow, "warning"),
+        _check("import torch", slow if slowest > SLOW_IMPORT_S else "", remedy, slow, "warning"),
         *(Finding("W&B", "ok", f"would record {rank['wandb']}") for rank in ranks if "wandb" in rank),
     ]
 
@@ -154,7 +154,7 @@ def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
         return Finding("MPI", "ok", f"not used: {launcher} starts ranks that meet by address")
-    return _look(
+    return _check(
         "MPI", "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}",
         "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
         "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py",
@@ -164,7 +164,7 @@ def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 
 def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
-    return _look(
+    return _check(
         "address", "; ".join(unmet[:3]),
         "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach",
         f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}",
@@ -174,7 +174,7 @@ def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
     hosts = len(plan.hosts)
-    return _look(
+    return _check(
         "sockets", f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else "",
         "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
         "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
@@ -185,7 +185,7 @@ def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
     have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
-    return _look(
+    return _check(
         "cores", f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else "",
         "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
         f"{least} per rank",
@@ -194,7 +194,7 @@ def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     many = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
-    return _look(
+    return _check(
         "threads", f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else "",
         "unset OMP_NUM_THREADS, and launch divides the cores", f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning",
     )  # fmt: skip
@@ -207,7 +207,7 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
             found = f"{sharing} ranks share {count} devices on {rank['host']}"
             return Finding("devices", "warning", found, f"--ppn {count}")
     seen = sorted({rank["devices"] for rank in ranks})
-    return _look(
+    return _check(
         "devices", f"torch sees {seen} devices on different ranks" if len(seen) > 1 else "",
         "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile",
         f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs",
@@ -215,7 +215,7 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:
-    """Return whether each rank has a device of its own, and the cores that the site says are next to it."""
+    """Check that each rank has its own device, and some of the cores that the site says are next to it."""
     owners: dict[tuple[str, str], int] = {}
     near = known.cores_near_device
     # Two threads of a core have numbers that differ by half of all.
@@ -240,7 +240,7 @@ def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) ->
             remedy = remedy or "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
     if not (owners or wrong):
         return []
-    return [_look("device order", wrong, remedy, "each rank has its own" + (", next to its cores" if near else ""))]
+    return [_check("device order", wrong, remedy, "each rank has its own" + (", next to its cores" if near else ""))]
 
 
 def _show(findings: Sequence[Finding]) -> None:

@@ -41,7 +41,7 @@ class Job:
 
     @property
     def is_local(self) -> bool:
-        """Whether this is no scheduler's job but this machine alone."""
+        """Whether this is the machine alone rather than a scheduler's job."""
         return self.scheduler == "none"
 
     @property

@@ -18,7 +18,7 @@ RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError("should be a whole number of at least 1")
+        raise ValueError("should be a whole number, at least 1")
     return int(text)
 
 
@@ -28,7 +28,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError("should be a number of seconds above 0")
+        raise ValueError("should be a positive number of seconds")
     return seconds
 
 
@@ -42,7 +42,7 @@ def _walltime(text: str) -> str:
 
 
 def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
-    """Return a reader of what goes into a directive as it stands, where a blank or a line's end would begin another."""
+    """Return a reader of what is copied into a directive, where a space or newline would begin another one."""
 
     def read(text: str) -> str:
         if not re.fullmatch(pattern, text, re.ASCII):
@@ -55,8 +55,8 @@ def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
 # The job's name is part of file names too.
 _job_name = _matching(r"[A-Za-z0-9][\w.+-]{0,99}", "up to 100 letters, digits and . _ + -, the first a letter or digit")
 _name = _matching(r"\w[\w.+@:/-]*", "a name of letters, digits and . _ + - @ : /")
-_names = _matching(r"\w[\w.+@:/,-]*", "a name (several: with commas) of letters, digits and . _ + - @ : /")
-_filesystems = _matching(r"\w[\w.+-]*(:\w[\w.+-]*)*", "names with colons between them, such as home:eagle")
+_names = _matching(r"\w[\w.+@:/,-]*", "one or more names, separated by commas, of letters, digits and . _ + - @ : /")
+_filesystems = _matching(r"\w[\w.+-]*(:\w[\w.+-]*)*", "names separated by colons, such as home:eagle")
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not name.isidentifier() or not name.isascii():
         raise ValueError("should be NAME=VALUE")
     if name in RANK_NAMES:
-        raise ValueError(f"cannot be set: launch decides {name} for each rank (-n, -N and --ppn say how many)")
+        raise ValueError(f"cannot be set: launch sets {name} for each rank (see -n, -N and --ppn)")
     return name, value
 
 
@@ -74,7 +74,7 @@ def _words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ValueError(f"cannot be split into words: {error}") from None
+        raise ValueError(f"cannot be split into arguments: {error}") from None
 
 
 def _one_of(names: Iterable[str]) -> Callable[[str], str]:
@@ -100,70 +100,76 @@ class Option:
 
 
 GROUPS: dict[str, tuple[Option, ...]] = {
-    "How many ranks (any two decide the third; none: one rank per GPU, else one process)": (
-        Option(("-n", "--np"), "np", "ranks in all", "N", _count),
-        Option(("-N", "--nodes"), "nodes", "nodes", "N", _count),
+    "Number of ranks (any two determine the third; default: one rank per GPU, or a single process)": (
+        Option(("-n", "--np"), "np", "total number of ranks", "N", _count),
+        Option(("-N", "--nodes"), "nodes", "number of nodes", "N", _count),
         Option(("--ppn",), "ppn", "ranks per node", "N", _count),
     ),
-    "How they are started": (
+    "How ranks are started": (
         Option(("--launcher",), "launcher", ", ".join(LAUNCHERS), "NAME", _one_of(LAUNCHERS)),
-        Option(("--env",), "env", "a variable for every rank (repeat for more)", "K=V", _setting, repeat=True),
-        Option(("--cpu-bind",), "cpu_bind", "CPU binding, as the launcher takes it", "S"),
-        Option(("--launcher-args",), "launcher_args", "passed on to mpiexec, srun or torchrun", '"..."', _words),
-        Option(("--idle-timeout",), "idle_timeout", "end the job after S seconds without output (124)", "S", _seconds),
-        Option(("--retries",), "retries", "relaunch up to N times after a fault of node or fabric", "N", _count),
-        Option(("--spare-nodes",), "spare_nodes", "nodes held back to replace failed ones", "N", _count),
+        Option(("--env",), "env", "set a variable for every rank (repeatable)", "K=V", _setting, repeat=True),
+        Option(("--cpu-bind",), "cpu_bind", "CPU binding, in the launcher's own syntax", "S"),
+        Option(("--launcher-args",), "launcher_args", "extra arguments for mpiexec, srun or torchrun", '"..."', _words),
+        Option(
+            ("--idle-timeout",),
+            "idle_timeout",
+            "stop the job after S seconds without output",
+            "S",
+            _seconds,
+        ),
+        Option(("--retries",), "retries", "relaunch up to N times after a node or network failure", "N", _count),
+        Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(
             ("--walltime-margin",),
             "walltime_margin",
-            "SIGUSR1 to the ranks S seconds before the time limit (submitted wordrun: 120 or less; 0: none)",
+            "send SIGUSR1 to the ranks S seconds before the time limit (0: never; wordrun jobs: 120)",
             "S",
             _margin,
         ),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
-        Option(("--hostfile",), "hostfile", "hosts, one per line (of the job's, in a job)", "FILE"),
-        Option(("--site",), "site", "name or YAML file of a site", "NAME"),
+        Option(("--hostfile",), "hostfile", "hosts to use, one per line (in a job: some of the job's hosts)", "FILE"),
+        Option(("--site",), "site", "site: a name or a YAML file", "NAME"),
     ),
-    "As a job (--submit writes a job script with these and launch inside, and hands it to qsub or sbatch)": (
-        Option(("--submit",), "submit", "submit instead of starting here; with --dry-run: print the script"),
+    "Submitting a job (--submit writes a job script that runs launch, and passes it to qsub or sbatch)": (
+        Option(("--submit",), "submit", "submit a job instead of running here (with --dry-run: only print its script)"),
         Option(("--walltime",), "walltime", "time limit, H:MM:SS", "T", _walltime),
         Option(("--queue",), "queue", "queue, partition or QOS", "Q", _names),
-        Option(("--account",), "account", "project that pays", "A", _name),
-        Option(("--job-name",), "job_name", "name of the job (wordrun)", "J", _job_name),
-        Option(("--filesystems",), "filesystems", "PBS: file systems that must be up", "F", _filesystems),
-        Option(("--gpus",), "gpus", "GPUs of a node, where no site file says, or a part of them", "N", _count),
-        Option(("--cores",), "cores", "cores of a node, where no site file says, or a part of them", "N", _count),
-        Option(("--chain",), "chain", "jobs in a row, each after the one before", "N", _count),
+        Option(("--account",), "account", "account to charge", "A", _name),
+        Option(("--job-name",), "job_name", "job name (default: wordrun)", "J", _job_name),
+        Option(("--filesystems",), "filesystems", "PBS: required file systems, such as home:eagle", "F", _filesystems),
+        Option(("--gpus",), "gpus", "GPUs per node (default: all, where the site is known)", "N", _count),
+        Option(("--cores",), "cores", "cores per node (default: all, where the site is known)", "N", _count),
+        Option(("--chain",), "chain", "submit N dependent jobs, each starting when the previous one ends", "N", _count),
     ),
-    "What would happen": (
-        Option(("--dry-run",), "dry_run", "print what would run, and why; run nothing"),
-        Option(("--info",), "info", "print the job, hosts, devices, launcher and python"),
-        Option(("--doctor",), "doctor", "start a probe on the ranks and say what is wrong, with remedies"),
+    "Inspection": (
+        Option(("--dry-run",), "dry_run", "print what would run, and why, without running it"),
+        Option(("--info",), "info", "print the detected job, hosts, devices, launcher and python"),
+        Option(("--doctor",), "doctor", "run a probe on all ranks and report problems with their remedies"),
         Option(("--json",), "json", "print --dry-run, --info, --doctor or --submit as JSON"),
-        Option(("-h", "--help"), "help", "this text"),
-        Option(("--version",), "version", "print the version"),
+        Option(("-h", "--help"), "help", "show this text"),
+        Option(("--version",), "version", "show the version"),
     ),
 }
 OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
 
-SUBMISSION = tuple(option for title, group in GROUPS.items() if title.startswith("As a job") for option in group)
-# What a submitted launch is called with again.
-INNER = tuple(option for title, group in GROUPS.items() if title.startswith("How") for option in group)
+_RANKS, _START, SUBMISSION, _ = GROUPS.values()
+# Options that a submitted job passes on to its own launch.
+INNER = (*_RANKS, *_START)
 
 USAGE = "usage: launch [options] [--] COMMAND..."
 EXAMPLES = """
-Start COMMAND as N ranks that know each other. Any torch script works: each rank finds RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
+Start COMMAND as N distributed ranks. Any torch script works unchanged: each rank finds RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
 
   launch -n 2 python -m wordrun train.backend=DDP data=shakespeare    two ranks on this machine
-  launch --dry-run -n 4 python train.py --epochs 3                    what would run, and why
-  launch --submit -N 2 --walltime 1:00:00 --queue debug --account A -- python -m wordrun    as a job of two nodes
-  launch --idle-timeout 600 --env NCCL_DEBUG=INFO python train.py     end a job that hangs
+  launch --dry-run -n 4 python train.py --epochs 3                    show what would run, and why
+  launch --submit -N 2 --walltime 1:00:00 --queue debug --account A -- python -m wordrun    submit a two-node job
+  launch --idle-timeout 600 --env NCCL_DEBUG=INFO python train.py     stop a job that hangs
 
-The first word that is not an option of launch begins COMMAND; all that follows is COMMAND's own."""
+COMMAND begins at the first argument that is not an option of launch; everything after it belongs to COMMAND."""
 STATUS = """
-Exit status: the failing rank's own (128 + N for signal N), 2 for a wrong option, 75 for a run that was asked to stop,
-has saved and can be continued, 124 after --idle-timeout, 126 or 127 for a COMMAND that cannot be run or found,
+Exit status: that of the first rank to fail (128 + N for signal N), 2 for an invalid option, 75 for a run that was asked
+to stop, has saved and can be resumed, 124 after --idle-timeout, 126 or 127 for a COMMAND that cannot be run or found,
 130 after Ctrl-C."""
 
 
@@ -181,10 +187,10 @@ def help_text() -> str:
 def parse(words: Sequence[str]) -> Options:
     """Return the Options that ``words`` (the command line without ``launch``) ask for.
 
-    Parsing stops at the first word that is no option, so COMMAND's own flags are never read here.
+    Parsing stops at the first argument that is not an option, so COMMAND's own flags are never read here.
 
     Raises:
-        ConfigError: names every option that cannot be used.
+        ConfigError: names every invalid option.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -196,7 +202,7 @@ def parse(words: Sequence[str]) -> Options:
         name, equals, value = word.partition("=")
         option = OPTIONS.get(name)
         if option is None or (equals and not name.startswith("--")):
-            problems.append(f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists them)")
+            problems.append(f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists the options)")
             break  # it may take a value: what follows cannot be told apart from COMMAND
         if not option.metavar:
             if equals:
@@ -223,5 +229,5 @@ def parse(words: Sequence[str]) -> Options:
     if not options.submit:
         given = [name for name, option in OPTIONS.items() if option in SUBMISSION and option.field in values]
         if given:
-            raise ConfigError(f"{', '.join(given)}: for a job; add --submit")
+            raise ConfigError(f"{', '.join(given)}: only for jobs; add --submit")
     return options

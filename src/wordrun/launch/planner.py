@@ -47,7 +47,7 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     env = os.environ
     host = local_host(env)
     site, why = UNKNOWN, ""
-    # On a machine of one's own no site would change a thing, and reading them all takes a while.
+    # Without a scheduler no site would change anything, and reading all of them takes a while.
     if options.site or options.info or any(env.get(each.variable) for each in SCHEDULERS.values()):
         from wordrun.launch import site_files
 
@@ -129,7 +129,7 @@ def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str,
             raise ConfigError(f"{job.reasons['hosts']}: {problem}")
         why = f"{why} (NOTE: {problem})" if problem else why
     if SCHEDULERS[job.scheduler].checks_names and not options.dry_run:
-        absent = address.strangers(job.hosts[: ranks.nodes], here, address.is_unknown)
+        absent = address.unresolved(job.hosts[: ranks.nodes], here, address.is_unknown)
         if absent:
             raise ConfigError(
                 f"{job.reasons['hosts']}: {', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be resolved "

@@ -50,7 +50,7 @@ def rank_groups(pid: int, daemons: tuple[str, ...]) -> list[int]:
     inside = {pid}
     for process in descendants(pid):
         if process.parent not in inside:
-            continue  # below a rank: that one's own affair
+            continue  # a rank's own child
         if process.group != process.pid or process.name.startswith(daemons):
             inside.add(process.pid)
         else:
@@ -141,7 +141,7 @@ def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
         spare: a child that is left alone, with all that is below it.
 
     Returns:
-        The wait statuses of the children that were collected on the way, by pid.
+        The wait statuses of the children that were reaped meanwhile, by pid.
     """
     ended: dict[int, int] = {}
     deadline = time.monotonic() + patience_s

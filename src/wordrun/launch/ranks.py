@@ -53,7 +53,7 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
     if ppn is not None and np is not None:
         needed = -(-np // ppn)
         if np % ppn or needed > have or (nodes is not None and nodes * ppn != np):
-            whole = f"{needed} nodes of {ppn}" if np % ppn == 0 else f"no whole number of nodes of {ppn}"
+            whole = f"{needed} nodes of {ppn}" if np % ppn == 0 else f"no integral number of nodes of {ppn}"
             fits = (nodes or have) * ppn
             raise ConfigError(
                 f"{asked}: {np} ranks fill {whole}, and {job.title} has {nodes or have}; "
@@ -116,7 +116,7 @@ def _checked(layout: tuple[int, ...], why: str, job: Job) -> Ranks:
 
 
 def _room(job: Job) -> tuple[float, ...]:
-    """Return the most ranks of each host: on a machine of one's own there is no limit."""
+    """Return the most ranks of each host: without a scheduler there is no limit."""
     if job.is_local:
         return (float("inf"),) * len(job.hosts)
     return tuple(max(slots, cores) for slots, cores in zip(job.slots, job.cores, strict=True))

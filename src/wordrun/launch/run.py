@@ -1,4 +1,4 @@
-"""Start a launch, watch it, and stop it so that nothing is left behind."""
+"""Run a launch plan and clean up after it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                 job.repeat_what_failed()
                 if status == REQUEUE:
                     run_id = plan.env["WORDRUN_RUN_ID"]
-                    say(f"stopped before its end, nothing lost (exit status {REQUEUE}): run {run_id} can be continued")
+                    say(f"stopped early, with its state saved (exit status {REQUEUE}): run {run_id} can be resumed")
                 if last_lines is not None and not job.stopped_by:
                     last_lines += job.tail.lines()
     finally:
@@ -88,7 +88,7 @@ def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
 
 
 def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool) -> subprocess.Popen[bytes]:
-    """Start the command; what it writes on ``stdout`` and ``stderr`` comes through us where that is asked for."""
+    """Start the command; its ``stdout`` and ``stderr`` pass through launch where that is asked for."""
     own_group = not plan.launcher.keeps_terminal()
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
@@ -105,7 +105,7 @@ def _signals() -> Iterator[int]:
     os.set_blocking(writer, False)
     before: dict[signal.Signals, Any] = {}
     for number in (*PASSED_ON, signal.SIGCHLD):
-        # One that was ignored from the start (nohup, a shell's background job) stays so.
+        # A signal that is ignored on entry (nohup, a shell's background job) stays ignored.
         if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -120,7 +120,7 @@ def _signals() -> Iterator[int]:
 
 
 def _watch(job: Supervisor, arrived: int) -> int:
-    """Wait for the job's end, passing on signals and, where they are piped, its output; return its status."""
+    """Wait for the job to end, passing on signals and piped output; return its status."""
     selector = selectors.DefaultSelector()
     selector.register(arrived, selectors.EVENT_READ)
     for source, sink in ((job.child.stdout, 1), (job.child.stderr, 2)):
@@ -135,12 +135,12 @@ def _watch(job: Supervisor, arrived: int) -> int:
                         job.receive(number)
             else:
                 if key.data == 2:
-                    job.look_for_failure()  # before another rank's words cover a failed one's
+                    job.look_for_failure()  # before other ranks' output follows a failed one's
                 _pump(selector, key, job.tail)
                 last_output = time.monotonic()
         job.notice(processes.reap())
         if job.returned is not None:
-            _drain(selector, job.tail)  # the ranks' last words come before ours
+            _drain(selector, job.tail)  # the ranks' last output comes before launch's
         if job.returned is not None or time.monotonic() >= job.next_look:
             job.look()
         if time.time() > job.warn_at and job.returned is None:
@@ -171,7 +171,7 @@ def _drain(selector: selectors.BaseSelector, tail: Tail) -> None:
 
 
 def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey, tail: Tail) -> None:
-    """Pass on, byte for byte, what the job has written; stop at the end, or where nobody reads us any more.
+    """Pass on the job's output, byte for byte; stop at its end, or when our own output is closed.
 
     Stderr goes to ``tail`` too.
     """

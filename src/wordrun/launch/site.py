@@ -19,7 +19,7 @@ class Site:
     description: str = ""
     """One line for people."""
     recognise: Mapping[str, Any] = field(default_factory=dict)
-    """hosts: a regular expression for a node's whole short name; env: variables, and what is found in their values."""
+    """hosts: a regular expression that matches a node's short name; env: regular expressions to find in variables."""
     scheduler: str = ""
     """The scheduler, such as slurm."""
     launcher: str = ""
@@ -39,7 +39,7 @@ class Site:
     cores_near_device: tuple[str, ...] = ()
     """For each device the cores next to it, such as 8-15; PALS binds the device's rank to them."""
     pals_binding: str = ""
-    """PALS's --cpu-bind where there are no devices, such as depth."""
+    """PALS's --cpu-bind for nodes without devices, such as depth."""
     srun_args: tuple[str, ...] = ()
     """Options of srun for devices and binding; {devices} stands for their number per node."""
     master_addr: str = "{host}"
@@ -63,14 +63,14 @@ class Site:
 
     @property
     def way_out(self) -> str:
-        """How compute nodes reach the internet, in words."""
+        """How compute nodes reach the internet, for people."""
         if not self.internet:
-            return f"compute nodes of {self.name} do not reach it"
+            return f"not reachable from compute nodes of {self.name}"
         proxies = [name for name in self.proxies if name != "no_proxy"]
-        return f"by the site's proxies ({', '.join(proxies)})" if proxies else "reached directly"
+        return f"through the site's proxies ({', '.join(proxies)})" if proxies else "reachable directly"
 
     def matches(self, host: str, env: Mapping[str, str]) -> bool:
-        """Say whether ``host`` or a variable of ``env`` tells that this is the site."""
+        """Say whether ``host`` or a variable of ``env`` identifies this site."""
         hosts = self.recognise.get("hosts")
         if hosts and (re.fullmatch(hosts, host) or re.fullmatch(hosts, short(host))):
             return True
@@ -85,10 +85,10 @@ class Site:
 UNKNOWN = Site()
 
 
-def fill(text: str, **words: object) -> str:
-    """Return ``text`` with each {word} of ``words`` replaced by its value; all other braces stay as they are."""
-    for word, value in words.items():
-        text = text.replace(f"{{{word}}}", str(value))
+def fill(text: str, **values: object) -> str:
+    """Return ``text`` with each {name} of ``values`` replaced; all other braces are kept."""
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
     return text
 
 

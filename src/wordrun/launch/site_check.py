@@ -1,4 +1,4 @@
-"""What may stand in a site file: a table of its keys, and the search for everything in it that would go wrong later."""
+"""The checks of a site file: a table of its keys, and the search for mistakes that would show only later."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from wordrun.launch.schedulers import SCHEDULERS
 
 # A kind returns what is wrong with a value, or an empty string.
 Kind = Callable[[Any], str]
-# The names of a dict are free (ANY) or those of variables; else they are the dict's own.
+# The keys of a dict are free (ANY), names of variables (VARIABLE), or those listed.
 ANY, VARIABLE = "any name", "a variable"
-# The words in braces that are replaced where a site's texts are used. Other braces stay, as JSON's in a variable.
+# The placeholders that are filled in in a site's texts. Other braces are kept, such as those of JSON in a variable.
 PLACEHOLDERS = {
     "srun_args": ("devices",),
     "master_addr": ("host",),
@@ -54,7 +54,7 @@ def _pattern(value: Any) -> str:
     try:
         re.compile(value)
     except re.error as error:
-        return f"is no regular expression: {error}"
+        return f"is not a regular expression: {error}"
     return ""
 
 
@@ -72,7 +72,7 @@ def _unfilled(text: str, known: Sequence[str], *, slips_only: bool = False) -> s
     for found in re.findall(r"(?<!\$){\w+}" if slips_only else r"{[^{}]*}?|}", text):
         hint = "" if found in names else nearest(found, names)
         if hint or (found not in names and not slips_only):
-            return f"has {found}, for which nothing is filled in{hint or f'; known is {names[0]}'}"
+            return f"has {found}, which is not a placeholder{hint or f'; known is {names[0]}'}"
     return ""
 
 
@@ -88,7 +88,7 @@ def _address(value: str) -> str:
 def _reasoned(value: Any) -> str:
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)):
         return "should be [value, reason], both of them text (numbers in quotes)"
-    # A value may hold braces of its own, such as JSON's.
+    # A value may contain other braces, such as JSON.
     return _unfilled(value[0], PLACEHOLDERS["env"], slips_only=True)
 
 

@@ -34,7 +34,7 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
             f"--site {wanted} is neither a file nor one of {', '.join(sorted(files))}{nearest(wanted, files)}; "
             f"put your own into {own_folder(env)}"
         )
-    # The user's own come last in the table and first in the search.
+    # The user's own files are last in the table, and are searched first.
     for name in reversed(files):
         ours = os.path.dirname(files[name]) == OWN
         site = load(files[name], trusted=ours)
@@ -44,7 +44,7 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
 
 
 def site_files(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the site files by name; the user's own take the place of ours."""
+    """Return the site files by name; the user's own override wordrun's."""
     paths = [path for folder in (OWN, own_folder(env)) for path in _yaml(folder)]
     return {os.path.basename(path).removesuffix(".yaml"): path for path in paths}
 
@@ -75,9 +75,9 @@ def load(path: str, *, trusted: bool = False) -> Site:
     except yaml.MarkedYAMLError as error:
         mark, begin = error.problem_mark or error.context_mark, error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        since = f", in what begins at line {begin.line + 1}" if begin and mark and begin.line < mark.line else ""
+        since = f", in the block from line {begin.line + 1}" if begin and mark and begin.line < mark.line else ""
         why = f"{error.problem or error.context}{since}"
-        raise ConfigError(f"site file {path}{where}: {why} (a text with any of : # [ {{ needs quotes)") from None
+        raise ConfigError(f"site file {path}{where}: {why} (text with any of : # [ {{ needs quotes)") from None
     except (ValueError, yaml.YAMLError) as error:
         # Not UTF-8, characters that YAML does not have, a date that does not exist.
         raise ConfigError(f"site file {path}: {' '.join(str(error).split())}") from None

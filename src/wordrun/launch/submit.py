@@ -36,8 +36,8 @@ class SubmitError(UserError):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job script runs, as far as this machine knows."""
+class Origin:
+    """Where a job script runs: what this machine contributes to it."""
 
     cwd: str
     prefix: str
@@ -46,14 +46,14 @@ class Place:
     """The repository's bin/setup.sh; empty: there is none."""
 
 
-def script(options: Options, site: Site, scheduler: Scheduler, place: Place, run_id: str) -> str:
+def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, run_id: str) -> str:
     """Return the text of the job script.
 
     Args:
         options: what is asked for; --submit's own options become directives, the others go to the launch inside.
         site: the cluster.
         scheduler: its scheduler.
-        place: where it runs.
+        origin: where it runs.
         run_id: the run that it begins or continues; every job with this script works on the same one.
 
     Raises:
@@ -69,20 +69,20 @@ def script(options: Options, site: Site, scheduler: Scheduler, place: Place, run
         f"# {' '.join(site.description.split()) if site.name else 'an unknown cluster'}; written by launch --submit",
         *(f"{scheduler.directive} {directive}" for directive in scheduler.directives(options, site)),
         "",
-        f"cd {shlex.quote(place.cwd)} || exit",
+        f"cd {shlex.quote(origin.cwd)} || exit",
     ]
     # What a module's script returns says little; setup_python checks that it took effect.
-    activation, home = _environment(place.prefix, bool(site.modules))
+    activation, home = _environment(origin.prefix, bool(site.modules))
     lines += [*site.modules, *activation]
-    if place.setup:
+    if origin.setup:
         setup_python = f"setup_python {shlex.quote(home)}" if home else "setup_python"
-        lines.append(f"source {shlex.quote(place.setup)} && {setup_python} && setup_job || exit")
+        lines.append(f"source {shlex.quote(origin.setup)} && {setup_python} && setup_job || exit")
     lines += [f"export WORDRUN_RUN_ID={shlex.quote(run_id)}", "export WORDRUN_RESUME=auto"]
     return "\n".join([*lines, "", *_ending(options, scheduler), ""])
 
 
 def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
-    """Return the lines that make ``prefix`` the Python environment, and what setup_python has to be told of it.
+    """Return the lines that make ``prefix`` the Python environment, and the argument that setup_python needs.
 
     Args:
         prefix: the environment that launch was called from.
@@ -101,9 +101,9 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
 
 
 def margin(options: Options) -> float | None:
-    """Return --walltime-margin, or what it is for wordrun where nothing is said; None for commands that may know none.
+    """Return --walltime-margin, or its default for wordrun; None for commands that may not handle SIGUSR1.
 
-    SIGUSR1 ends a program that does not expect it.
+    SIGUSR1 ends a program that does not handle it.
     """
     knows = any(os.path.basename(word) == "wordrun" for word in options.command)
     if options.walltime_margin is not None or options.walltime is None or not knows:
@@ -173,7 +173,7 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
     """Submit the script ``chain`` times, each job dependent on the one before it; return the jobs' ids.
 
     Raises:
-        SubmitError: the scheduler refuses, with its own words.
+        SubmitError: the scheduler refuses; the message is its own.
     """
     jobs: list[str] = []
     for _ in range(chain):
@@ -207,7 +207,7 @@ def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
     if site.submit.get("queue_needed") and not options.queue:
         problems.append(f"--submit on {site.name} needs --queue NAME")
     if options.queue and site.queues and options.queue not in site.queues:
-        # The list may be older than the site's: say so, and let the scheduler decide.
+        # The list may be outdated: reject only likely misspellings, and let the scheduler decide.
         hint = nearest(options.queue, site.queues)
         if hint:
             problems.append(f"--queue {options.queue} is not one of {site.name}'s {', '.join(site.queues)}{hint}")
@@ -258,9 +258,9 @@ def main(options: Options) -> int:
     scheduler = _choose(options, site)
     root = os.path.abspath(__file__).removesuffix(os.path.join("src", "wordrun", "launch", "submit.py"))
     setup = os.path.join(root, "bin", "setup.sh")
-    place = Place(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
+    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
     run_id = identity.exported_id(os.environ) or new_run_id()
-    text = script(options, site, scheduler, place, run_id)
+    text = script(options, site, scheduler, origin, run_id)
     path = os.path.join("outputs", "jobs", f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh")
     jobs: list[str] = []
     if not options.dry_run:

@@ -27,15 +27,15 @@ STOP_PATIENCE_S = 30.0
 JOB_PATIENCE_S = 600.0
 # After one rank has failed the others get this long to end by themselves, and then again after SIGTERM.
 FAILURE_PATIENCE_S = 4.0
-# A rank's last lines may arrive this much later than the news of its end.
+# A rank's last lines may arrive this much later than its exit status.
 LAST_LINES_S = 2.0
-# What is left when the command itself has ended: time to close a file.
+# Processes left when the command has ended get time to close a file.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
 
 
 def say(message: str) -> None:
-    """Print one of launch's own messages: on stderr, apart from what the ranks print."""
+    """Print a message of launch's own, on stderr."""
     for line in message.splitlines():
         print(f"launch: {line}", file=sys.stderr, flush=True)
 
@@ -58,7 +58,7 @@ class Supervisor:
     saved: bool = False
     """A rank has reported that the run has saved and is to be continued."""
     deadline: float = float("inf")
-    """When to lose patience, on the monotonic clock."""
+    """When ``at_deadline`` is called, on the monotonic clock."""
     at_deadline: Callable[[], None] = field(default=lambda: None)
 
     warn_at: float = float("inf")
@@ -66,7 +66,7 @@ class Supervisor:
     asking: threading.Thread | None = None
     """Asks the scheduler for that."""
     tail: Tail = field(default_factory=Tail)
-    """The end of what came on stderr, where that comes through us."""
+    """The end of stderr, where it passes through launch."""
     complaint: str = ""
     """How the first rank to fail did."""
     last_lines: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Supervisor:
                 code, _, host = text.partition(" ")
                 reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
         if any(status == REQUEUE for _, _, status, _ in reports):
-            self.saved = True  # whatever other ranks meet with on their way out
+            self.saved = True  # whatever happens to other ranks as they exit
             self.patience(STOP_PATIENCE_S, self.give_up)
             return
         if not reports or self.failed:
@@ -116,12 +116,12 @@ class Supervisor:
             self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def listen(self) -> None:
-        """Keep the failed rank's last lines, which may come after the news of its end."""
+        """Keep the failed rank's last lines, which may arrive after its status."""
         if self.failed and self.complaint and not self.last_lines and time.monotonic() < self.listen_until:
             self.last_lines = lines_of(self.failed[0], self.tail.lines())
 
     def repeat_what_failed(self) -> None:
-        """Print once more how the first rank failed, and its last lines, where others' have covered them."""
+        """Print once more how the first rank failed, and its last lines, if other output has followed them."""
         own = self.last_lines
         if own and own != self.tail.lines()[-len(own) :]:
             say("\n".join([f"{self.complaint}; its last lines:", *(f"  {line}" for line in own)]))
@@ -182,11 +182,11 @@ class Supervisor:
         self.asking.start()
 
     def patience(self, seconds: float, then: Callable[[], None]) -> None:
-        """Wait ``seconds`` at most for the job's end, and do ``then`` if it has not come."""
+        """Wait at most ``seconds`` for the job to end, then call ``then``."""
         self.deadline, self.at_deadline = time.monotonic() + seconds, then
 
     def show_stacks(self) -> None:
-        """Print where the ranks are stuck: by py-spy where it is installed and may look, else by faulthandler.
+        """Print where the ranks are stuck: with py-spy if it is installed and permitted, else with faulthandler.
 
         faulthandler, which PYTHONFAULTHANDLER has switched on, prints all threads' stacks on SIGABRT and lets the
         process end.
@@ -198,7 +198,7 @@ class Supervisor:
         if looked:
             self.give_up()
             return
-        say("py-spy is not installed or may not look, so each rank prints its stacks and ends (SIGABRT)")
+        say("py-spy is not installed or not permitted, so each rank prints its stacks and aborts (SIGABRT)")
         if launcher.is_step:
             self.deliver(signal.SIGABRT)  # on all hosts
         else:
@@ -206,7 +206,7 @@ class Supervisor:
         self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def give_up(self) -> None:
-        """End the ranks that outlive a failed one or a silence."""
+        """End the ranks that outlive a failed one, or that have been silent for too long."""
         say("ending the other ranks" if self.failed or self.saved else "ending the job")
         self.deliver(signal.SIGTERM)
         self.patience(FAILURE_PATIENCE_S, self.kill)
@@ -221,7 +221,7 @@ class Supervisor:
         self.notice(processes.end_all(0))
 
     def status(self) -> int:
-        """Return the exit status of the whole launch."""
+        """Return the exit status of the launch."""
         if self.idle:
             return IDLE_STATUS
         if self.saved or self.returned == REQUEUE:

@@ -40,7 +40,7 @@ class Launcher:
     scheduler: ClassVar[str] = ""
     """The only scheduler in whose jobs it works; empty: any."""
     anywhere: ClassVar[bool] = False
-    """Whether it may be chosen on machines of which nothing is known."""
+    """Whether it may be chosen on an unknown machine."""
     in_sites: ClassVar[bool] = True
     """Whether a site's file may name it."""
     site_keys: ClassVar[tuple[str, ...]] = ()
@@ -48,7 +48,7 @@ class Launcher:
     file_names: ClassVar[tuple[str, ...]] = ()
     """Parts of the real file's name (with a slash: of its path) that identify an mpiexec of this kind."""
     version_texts: ClassVar[tuple[str, ...]] = ()
-    """Parts of what ``mpiexec --version`` prints that do."""
+    """Parts of the output of ``mpiexec --version`` that identify it."""
     remedy: ClassVar[str] = ""
     """How to get one."""
     stale: ClassVar[tuple[str, ...]] = ()
@@ -60,13 +60,13 @@ class Launcher:
     own_module: ClassVar[str] = ""
     """The Python module that its processes run, where it is written in Python."""
     own_lines: ClassVar[str] = ""
-    """Regular expression of what its own lines on stderr begin with."""
+    """Regular expression for the beginning of its own lines on stderr."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
-    """Signals that it would not pass on, or would take as an order to kill: launch sends them to the ranks itself."""
+    """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
     death_signal: ClassVar[signal.Signals] = signal.SIGKILL
-    """What it gets when launch is killed: SIGTERM where SIGKILL would leave the ranks running."""
+    """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
     in_between: ClassVar[bool] = True
     """Whether it stands between launch and the ranks, and their output and exit statuses pass through it."""
     is_step: ClassVar[bool] = False
@@ -140,10 +140,10 @@ def rank_words(options: Options) -> tuple[str, ...]:
 
 
 def mpiexec_words(options: Options) -> tuple[str, ...]:
-    """Return the same for an mpiexec, to which the word ``:`` means a second program."""
+    """Return the same for an mpiexec, to which the argument ``:`` means a second program."""
     if ":" in options.command:
         raise ConfigError(
-            "the word ':' in the command would begin a second program for mpiexec: quote the command "
+            "the argument ':' in the command would begin a second program for mpiexec: quote the command "
             "(sh -c '...') or use --launcher torchrun"
         )
     return rank_words(options)
@@ -155,7 +155,7 @@ def needs_hosts(request: Request) -> bool:
 
 
 def refuse_binding(options: Options, what: str) -> None:
-    """Raise a ConfigError where --cpu-bind is asked of ``what``, which has none."""
+    """Raise a ConfigError for --cpu-bind, which ``what`` does not support."""
     if options.cpu_bind:
         raise ConfigError(f"--cpu-bind {options.cpu_bind}: {what} has no CPU binding; use --launcher hydra or openmpi")
 
@@ -176,8 +176,8 @@ class Search:
     def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
         """Return the first mpiexec of one of these kinds, and those that were passed over for it, with their kinds.
 
-        A site's own paths come first. In a job, PATH comes before this environment's own, which may know nothing of the
-        scheduler's hosts.
+        A site's own paths come first. In a job PATH comes before this Python environment, whose mpiexec may not know
+        the scheduler's hosts.
         """
         passed_over: list[str] = []
         if self.site.launcher in names:

@@ -12,7 +12,7 @@ from wordrun.launch.site import Site, numbers
 
 
 class PALS(Launcher):
-    """An activated conda environment often puts another mpiexec, which starts singletons, first in PATH."""
+    """An activated conda environment often puts another mpiexec first in PATH, which would start singletons."""
 
     name = "pals"
     site_keys = ("pals_binding", "launcher_paths")
@@ -21,7 +21,7 @@ class PALS(Launcher):
     remedy = "module load cray-pals"
     stale = (
         "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
-        # With these a user changes what a bare PALS mpiexec does.
+        # These are options of a bare PALS mpiexec.
         "PALS_NRANKS", "PALS_PPN", "PALS_DEPTH", "PALS_CPU_BIND", "PALS_MEM_BIND", "PALS_HOSTFILE", "PALS_HOSTLIST",
         "PALS_ENVLIST", "PALS_ENVALL", "PALS_TRANSFER", "PALS_LABEL", "PALS_LINE_BUFFER", "PALS_EXCLUSIVE", "PALS_WDIR",
         "PALS_PATH", "PALS_UMASK", "PALS_PMI", "PALS_RLIMITS", "PALS_ABORT_ON_FAILURE", "PALS_PROCINFO_FILE",
@@ -71,7 +71,7 @@ class PALS(Launcher):
 def cpu_binding(site: Site, ppn: int) -> str:
     """Return the --cpu-bind for ``ppn`` ranks on a node of ``site``; rank r drives device r mod devices.
 
-    Ranks that share a device share its cores evenly; a rank has the cores of its own device alone.
+    Ranks that share a device share its cores evenly; a rank has only the cores of its own device.
     """
     near = site.cores_near_device
     if not near:

@@ -38,9 +38,7 @@ class Srun(Launcher):
     def find(cls, search: Search) -> Launcher:
         """Return the srun in PATH."""
         if search.job.scheduler != cls.scheduler:
-            raise ConfigError(
-                "--launcher srun: SLURM_JOB_ID is not set; salloc or sbatch gives a job to start ranks in"
-            )
+            raise ConfigError("--launcher srun: SLURM_JOB_ID is not set; start a job with salloc or sbatch first")
         path, _ = find_command("srun", search.env.get("PATH", ""))
         if path:
             return cls(path, "--launcher srun" if search.wanted else "SLURM's own, in PATH")
@@ -74,7 +72,7 @@ class Srun(Launcher):
         )  # fmt: skip
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return srun's own besides those of every launcher."""
+        """Return those of every launcher, and srun's own."""
         cores = str(self.cores_per_rank(request))
         ours = {
             **super().variables(request),

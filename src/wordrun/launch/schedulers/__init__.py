@@ -22,7 +22,7 @@ SCHEDULERS: dict[str, Scheduler] = {
         NoScheduler(),
     )
 }
-"""Name, as in --scheduler, in the order in which their variables are looked for."""
+"""Name, as in --scheduler; their variables are looked for in this order."""
 SUBMITTERS = {name: each for name, each in SCHEDULERS.items() if each.submitter}
 """Those that take job scripts."""
 
@@ -45,7 +45,7 @@ def find_job(
     found = [name for name, each in SCHEDULERS.items() if each.variable and env.get(each.variable)]
     scheduler = SCHEDULERS[wanted or next(iter(found), "none")]
     if scheduler.variable and scheduler.name not in found:
-        raise ConfigError(f"--scheduler {scheduler.name}: {scheduler.variable} is not set, so this is no job of it")
+        raise ConfigError(f"--scheduler {scheduler.name}: {scheduler.variable} is not set: not in such a job")
     job = scheduler.read(env, host, site)
     if job.is_local:
         why = "--scheduler none" if wanted else "this machine"

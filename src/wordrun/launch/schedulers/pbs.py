@@ -41,9 +41,9 @@ class PBS(Scheduler):
                 "in the job's own shell, or use --scheduler none for ranks on this node alone"
             )
         lines = read_hosts(path, "PBS_NODEFILE")
-        strange = next((line for line in lines if len(line.split()) > 1), "")
-        if strange:
-            raise ConfigError(f"PBS_NODEFILE={path}: {strange!r} should be the name of one host")
+        unexpected = next((line for line in lines if len(line.split()) > 1), "")
+        if unexpected:
+            raise ConfigError(f"PBS_NODEFILE={path}: {unexpected!r} should be the name of one host")
         listed = Counter(lines)  # in the file's order
         cores, cores_why = host.cores, host.cores_why
         if site.cores:
