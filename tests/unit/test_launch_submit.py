@@ -252,7 +252,7 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (f"conda activate {conda}" in lines) == has_conda
-    assert f"python     {conda}/bin/python (Python 3.12.0; the one asked for)" in lines
+    assert f"python     {conda}/bin/python (Python 3.12.0; given as argument)" in lines
     found = f"{conda}/bin/python {'' if has_conda else conda} {'loaded' * bool(site_text)}"
     assert lines[-1] == f"--: {found}"
 
@@ -390,7 +390,7 @@ def test_a_chain_of_pbs_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [shlex.join(words) for words in commands(SCHEDULERS["pbs"], "job.sh", ["1.server", "2.server"])] == [
         "qsub job.sh", "qsub -W depend=afterany:1.server job.sh"
     ]  # fmt: skip
-    assert SCHEDULERS["slurm"].submit_words("job.sh", "17") == [
+    assert SCHEDULERS["slurm"].submit_command("job.sh", "17") == [
         "sbatch",
         "--parsable",
         "--dependency=afterany:17",

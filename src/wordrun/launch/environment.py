@@ -32,17 +32,6 @@ def is_stale(name: str) -> bool:
     return name in STALE or name.startswith(STALE_PREFIXES)
 
 
-def to_unset(request: Request, env: Mapping[str, str]) -> set[str]:
-    """Return the variables of ``env`` that must not reach the ranks."""
-    return {name for name in env if is_stale(name) or name in request.site.unset}
-
-
-def exported(request: Request, env: Mapping[str, str], unset: set[str]) -> tuple[str, ...]:
-    """Return the variables of ``env`` that the user has exported for the ranks."""
-    known = {*request.site.env, *request.site.proxies}
-    return tuple(name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
-
-
 def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | None, str]:
     """Return OMP_NUM_THREADS for a rank that has ``cores`` (None: leave it as it is), and why."""
     given = env.get("OMP_NUM_THREADS")

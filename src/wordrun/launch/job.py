@@ -29,7 +29,6 @@ class Job:
     partial: bool = False
     """Some of the scheduler's hosts are not to be used."""
     queue: str = ""
-    array_index: str = ""
     restarts: int = 0
     """How often the scheduler has restarted this job."""
     ends_at: float | None = None

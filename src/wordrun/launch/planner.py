@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from wordrun.errors import ConfigError
 from wordrun.launch import address, identity
-from wordrun.launch.environment import environment, exported, to_unset
+from wordrun.launch.environment import FOR_RANKS, environment, is_stale
 from wordrun.launch.host import check_command, local_host, own_bin
 from wordrun.launch.identity import Identity
 from wordrun.launch.job import Job, hold_back
@@ -74,9 +74,11 @@ def build(
         ConfigError: the launcher cannot do what an option asks.
     """
     request = Request(job, options, ranks, decided, site)
-    unset = to_unset(request, env)
+    unset = {name for name in env if is_stale(name) or name in site.unset}
+    known = {*site.env, *site.proxies}
+    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
     env_set, reasons = environment(request, launcher, env)
-    request = replace(request, env=env_set, exported=exported(request, env, unset))
+    request = replace(request, env=env_set, exported=tuple(exported))
     argv = launcher.argv(request)
     path = request.hosts_file
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))

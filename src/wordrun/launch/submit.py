@@ -166,7 +166,7 @@ def write(path: str, text: str) -> None:
 
 def commands(scheduler: Scheduler, path: str, jobs: Sequence[str]) -> list[list[str]]:
     """Return the command of each of ``jobs``, which start one after the other."""
-    return [scheduler.submit_words(path, previous) for previous in (None, *jobs[:-1])]
+    return [scheduler.submit_command(path, previous) for previous in (None, *jobs[:-1])]
 
 
 def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) -> list[str]:
@@ -177,7 +177,7 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
     """
     jobs: list[str] = []
     for _ in range(chain):
-        words = scheduler.submit_words(path, jobs[-1] if jobs else None)
+        words = scheduler.submit_command(path, jobs[-1] if jobs else None)
         try:
             done = subprocess.run(words, capture_output=True, text=True, check=False, env=dict(env))
         except OSError as error:

@@ -48,4 +48,4 @@ def choose(wanted: str | None, np: int, env: Mapping[str, str], job: Job, site: 
     if len(job.hosts) == 1:
         torchrun = Torchrun.find(search)
         return replace(torchrun, why="; ".join([torchrun.why, *passed_over]))
-    raise ConfigError(search.nothing(f"no launcher for several hosts ({' or '.join(names)})", passed_over))
+    raise ConfigError(search.not_found(f"no launcher for several hosts ({' or '.join(names)})", passed_over))

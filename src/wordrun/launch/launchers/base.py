@@ -87,7 +87,7 @@ class Launcher:
         found, passed_over = search.mpiexec(cls.name)
         if found:
             return found
-        raise ConfigError(search.nothing(f"no mpiexec of {cls.name}", [*passed_over, cls.remedy]))
+        raise ConfigError(search.not_found(f"no mpiexec of {cls.name}", [*passed_over, cls.remedy]))
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return the command line that starts the ranks.
@@ -134,19 +134,19 @@ class Launcher:
             processes.send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
 
-def rank_words(options: Options) -> tuple[str, ...]:
+def rank_command(options: Options) -> tuple[str, ...]:
     """Return what a launcher runs as each rank."""
     return ("/bin/sh", RANK_ENV, *options.command)
 
 
-def mpiexec_words(options: Options) -> tuple[str, ...]:
+def mpiexec_command(options: Options) -> tuple[str, ...]:
     """Return the same for an mpiexec, to which the argument ``:`` means a second program."""
     if ":" in options.command:
         raise ConfigError(
             "the argument ':' in the command would begin a second program for mpiexec: quote the command "
             "(sh -c '...') or use --launcher torchrun"
         )
-    return rank_words(options)
+    return rank_command(options)
 
 
 def needs_hosts(request: Request) -> bool:
@@ -194,7 +194,7 @@ class Search:
             passed_over.append(f"passed over {path} ({name or 'unknown kind'} by {how})")
         return None, passed_over
 
-    def nothing(self, what: str, why: Sequence[str]) -> str:
+    def not_found(self, what: str, why: Sequence[str]) -> str:
         """Return the message that nothing was found."""
         asked = f"--launcher {self.wanted}: " if self.wanted else ""
         return f"{asked}{what}: " + "; ".join(filter(None, ["none beside python or in PATH", *why]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from wordrun.launch.launchers.base import Launcher, mpiexec_words, needs_hosts
+from wordrun.launch.launchers.base import Launcher, mpiexec_command, needs_hosts
 from wordrun.launch.request import Request
 
 
@@ -30,4 +30,4 @@ class Hydra(Launcher):
         where: tuple[str, ...] = ("-rmk", "user", "-launcher", "fork") if request.job.inside else ()
         if needs_hosts(request):
             where = ("-f", request.hosts_file, *(("-ppn", str(ranks.ppn)) if ranks.even else ()))
-        return (self.path, "-n", str(ranks.np), *where, *binding, *options.launcher_args, *mpiexec_words(options))
+        return (self.path, "-n", str(ranks.np), *where, *binding, *options.launcher_args, *mpiexec_command(options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wordrun.launch.launchers.base import PASSED_ON, Launcher, mpiexec_words, needs_hosts
+from wordrun.launch.launchers.base import PASSED_ON, Launcher, mpiexec_command, needs_hosts
 from wordrun.launch.request import Request
 
 
@@ -31,5 +31,5 @@ class OpenMPI(Launcher):
         exported = [word for name in sorted({*request.env, *inherited}) for word in ("-x", name)]
         return (
             self.path, "-n", str(ranks.np), *where, *binding, *crowd, *exported, *options.launcher_args,
-            *mpiexec_words(options),
+            *mpiexec_command(options),
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from wordrun.errors import ConfigError
-from wordrun.launch.launchers.base import Launcher, Search, mpiexec_words
+from wordrun.launch.launchers.base import Launcher, Search, mpiexec_command
 from wordrun.launch.ranks import listed
 from wordrun.launch.request import Request
 from wordrun.launch.site import Site, numbers
@@ -57,7 +57,7 @@ class PALS(Launcher):
         return (
             self.path, "--envall", "--line-buffer", "-n", str(ranks.np), "--ppn", str(ranks.ppn),
             "--hostfile", request.job.hostfile if all_hosts else request.hosts_file, *bound, *options.launcher_args,
-            *mpiexec_words(options),
+            *mpiexec_command(options),
         )  # fmt: skip
 
     def cores_per_rank(self, request: Request) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from wordrun.errors import ConfigError
 from wordrun.launch.host import find_command
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, Search, rank_words
+from wordrun.launch.launchers.base import Launcher, Search, rank_command
 from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill
@@ -68,7 +68,7 @@ class Srun(Launcher):
         return (
             self.path, "-u", "-N", str(ranks.nodes), "-n", str(ranks.np), *where, *args,
             "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
-            f"--job-name={request.decided.step}", *options.launcher_args, *rank_words(options),
+            f"--job-name={request.decided.step}", *options.launcher_args, *rank_command(options),
         )  # fmt: skip
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 
 from wordrun.errors import ConfigError
-from wordrun.launch.launchers.base import Launcher, Search, rank_words, refuse_binding
+from wordrun.launch.launchers.base import Launcher, Search, rank_command, refuse_binding
 from wordrun.launch.request import Request
 
 
@@ -47,7 +47,7 @@ class Torchrun(Launcher):
             self.path, "-m", self.own_module, "--nnodes", "1", "--node-rank", "0",
             "--nproc-per-node", str(request.ranks.np), "--rdzv-backend", "static", "--max-restarts", "0",
             "--master-addr", request.env["MASTER_ADDR"], "--master-port", request.env["MASTER_PORT"],
-            *request.options.launcher_args, "--no-python", *rank_words(request.options),
+            *request.options.launcher_args, "--no-python", *rank_command(request.options),
         )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class Scheduler:
         """Return the options of a job script, without what begins their lines."""
         raise NotImplementedError
 
-    def submit_words(self, path: str, previous: str | None) -> list[str]:
+    def submit_command(self, path: str, previous: str | None) -> list[str]:
         """Return the command that submits the script ``path``, to start when the job ``previous`` has ended."""
         raise NotImplementedError
 

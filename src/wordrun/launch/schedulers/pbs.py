@@ -56,7 +56,7 @@ class PBS(Scheduler):
             hosts=tuple(listed), cores=(cores,) * count, devices=(devices,) * count,
             slots=default_slots(site, devices, tuple(listed.values())),
             scheduler="pbs", id=env["PBS_JOBID"], hostfile=path if len(lines) == count else "",
-            queue=env.get("PBS_QUEUE", ""), array_index=env.get("PBS_ARRAY_INDEX", ""),
+            queue=env.get("PBS_QUEUE", ""),
             reasons={
                 "scheduler": "PBS_JOBID", "hosts": f"PBS_NODEFILE {path}", "cores": cores_why, "devices": devices_why,
                 "job": "PBS_JOBID", "queue": "PBS_QUEUE",
@@ -88,7 +88,7 @@ class PBS(Scheduler):
             f"-r {'y' if site.queue(options.queue).get('rerunnable') else 'n'}",
         ]
 
-    def submit_words(self, path: str, previous: str | None) -> list[str]:
+    def submit_command(self, path: str, previous: str | None) -> list[str]:
         """Return qsub's command line."""
         return ["qsub", *(["-W", f"depend=afterany:{previous}"] if previous else []), path]
 

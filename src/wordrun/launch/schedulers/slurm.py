@@ -58,7 +58,7 @@ class Slurm(Scheduler):
         return Job(
             hosts=hosts, cores=cores, devices=(devices,) * count, slots=default_slots(site, devices, listed),
             scheduler="slurm", id=env["SLURM_JOB_ID"], queue=env.get("SLURM_JOB_PARTITION", ""),
-            array_index=env.get("SLURM_ARRAY_TASK_ID", ""), restarts=int(restarts) if restarts.isdigit() else 0,
+            restarts=int(restarts) if restarts.isdigit() else 0,
             ends_at=float(end) if end.isdigit() else None,
             reasons={
                 "scheduler": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST", "cores": cores_why, "devices": devices_why,
@@ -106,7 +106,7 @@ class Slurm(Scheduler):
             lines.append(f"--signal=USR1@{options.walltime_margin:g}")
         return [*lines, "--requeue", "--open-mode=append", f"--output={options.job_name}-%j.out"]
 
-    def submit_words(self, path: str, previous: str | None) -> list[str]:
+    def submit_command(self, path: str, previous: str | None) -> list[str]:
         """Return sbatch's command line."""
         return ["sbatch", "--parsable", *([f"--dependency=afterany:{previous}"] if previous else []), path]
 
