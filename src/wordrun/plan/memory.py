@@ -417,12 +417,13 @@ def _alive(model: Outline, way: Way, checkpointing: str, layers: Sequence[int], 
     head = 0.0
     if cfg.n_layer - 1 in layers:  # the last norm's input, its result, and the logits
         head = start + cfg.n_embd * way.compute + CROSS_ENTROPY * model.vocab_size / tp
-    widest = max(size(each) for each in model.kept)
+    # Gradients of the widest layer's output and of its input. Where layers are computed again, ``again`` includes that
+    # output, too, and it is freed before the second gradient is allocated.
+    widest = max(size(each) for each in model.kept) * (1 if again else 2)
     return {
         "activations": tokens * per_token,
         "logits": tokens * head,
-        # What is computed again, and gradients: of the stream, of the widest layer's result and of its input.
-        "block": tokens * (again + start + 2 * widest),
+        "block": tokens * (again + start + widest),  # with the gradient of the stream
     }
 
 
