@@ -1,4 +1,4 @@
-"""``launch [options] [--] COMMAND...``: read the options, decide, and run, print or refuse."""
+"""``launch [options] [--] COMMAND...``: parse the options, then run, print, probe or submit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def _launch(options: Options) -> int:
         from wordrun.launch import doctor
 
         return doctor.main(options)
-
     if options.submit:
         from wordrun.launch import submit
 
@@ -67,7 +66,7 @@ def _launch(options: Options) -> int:
 
 
 def _run(options: Options, plan: LaunchPlan) -> int:
-    """Run the plan, once more with another port, and without the hosts that failed as often as --retries allows."""
+    """Run the plan; relaunch once with another port, and up to --retries times without failed hosts."""
     from wordrun.launch.faults import classify, port_taken
     from wordrun.launch.identity import Identity
     from wordrun.launch.run import run
@@ -79,7 +78,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         say(f"continuing run {plan.decided.run_id}: {plan.decided.run_why}")
     left_out: frozenset[str] = frozenset()
     retries = options.retries
-    # Only launch knows another port for all ranks. One that the user named stays.
+    # Only launch can choose another port for all ranks; one that the user chose is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
     while True:
         last: list[str] | None = [] if retries or may_move else None

@@ -1,4 +1,4 @@
-"""``launch --doctor``: start a probe on the ranks, and say what is wrong with what they saw, with the remedy."""
+"""``launch --doctor``: run a probe on all ranks, and report problems with their remedies."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from wordrun.launch.submit import inner
 PREFIX = "wordrun-probe:"
 """Prefix of a rank's line."""
 PROBE_S = 180
-# Slower than this the disk that holds the environment is the likely reason.
+# If importing torch takes longer, the disk that holds the environment is the likely reason.
 SLOW_IMPORT_S = 20.0
-# A Unix socket's path, which is made of this and some 50 characters, may have 107.
+# A Unix socket's path, this plus some 50 characters, may have 107.
 LONG_TMPDIR = 60
 
 
@@ -72,7 +72,7 @@ def _check(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -
 
 
 def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) -> list[Finding]:
-    """Return what this process sees without the ranks, on a site that may be known."""
+    """Return the findings of this process, without the ranks."""
     stale = " ".join(sorted(name for name in env if is_stale(name)))
     left = f"left by an earlier launcher: {stale}" if stale else ""
     remedy = f"launch removes them; for a bare python: unset {stale}"
@@ -111,7 +111,7 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
 def of_ranks(
     plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site = UNKNOWN
 ) -> list[Finding]:
-    """Return what the lines that the probe printed show.
+    """Return the findings from the lines that the probe printed.
 
     Args:
         plan: how the probe was started.
@@ -218,7 +218,7 @@ def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) ->
     """Check that each rank has its own device, and some of the cores that the site says are next to it."""
     owners: dict[tuple[str, str], int] = {}
     near = known.cores_near_device
-    # Two threads of a core have numbers that differ by half of all.
+    # The numbers of a core's two hardware threads differ by half of all.
     half = known.cores // 2 if known.cores else sys.maxsize
     wrong, remedy = "", ""
     for rank in ranks:

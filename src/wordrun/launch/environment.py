@@ -11,14 +11,14 @@ from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill
 
-# What an outer launch has set for its own ranks; the launchers name theirs.
+# Variables that an outer launch has set for its ranks; each launcher names its own.
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
-# What a user exports for the ranks, where a launcher passes on only the variables that it is given.
+# Variables that users export for the ranks, for launchers that pass on only what they are given.
 FOR_RANKS = (
     "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_", "WANDB_",
     "WORDRUN_",
@@ -33,7 +33,7 @@ def is_stale(name: str) -> bool:
 
 
 def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return OMP_NUM_THREADS for a rank that has ``cores`` (None: leave it as it is), and why."""
+    """Return OMP_NUM_THREADS for a rank that has ``cores`` (None: leave it unchanged), and why."""
     given = env.get("OMP_NUM_THREADS")
     if given is None:
         return str(cores), "cores of a rank"
@@ -57,7 +57,7 @@ def environment(request: Request, launcher: Launcher, env: Mapping[str, str]) ->
 
 
 def _meeting(request: Request) -> dict[str, Setting]:
-    """Return who the ranks are together, and where they meet."""
+    """Return the identity of the launch, and where its ranks meet."""
     job, ranks, decided = request.job, request.ranks, request.decided
     address, why = decided.master_addr or job.hosts[0], decided.master_why or "first host of the job"
     if ranks.nodes == 1:
@@ -70,14 +70,14 @@ def _meeting(request: Request) -> dict[str, Setting]:
         "WORDRUN_RUN_ID": (decided.run_id, decided.run_why),
         "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
         "WORDRUN_LAUNCH_RECORD": (decided.path("json"), ""),
-        # The names are only for people, and ten thousand of them are too long for a variable.
+        # The names are informational, and ten thousand of them do not fit into a variable.
         **({"WORDRUN_HOSTS": (hosts, "")} if len(hosts) <= LONGEST else {}),
         **({"WORDRUN_RESUME": ("auto", decided.resume_why)} if decided.resume_why else {}),
     }
 
 
 def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
-    """Yield what makes ranks behave as the user expects, where the user has exported nothing else."""
+    """Yield defaults that make ranks behave as expected, where the user has not exported these variables."""
     decided, watched = request.decided, request.options.idle_timeout
     yield "WORDRUN_LAUNCHER", (launcher.name, "")
     if launcher.in_between and "PYTHONUNBUFFERED" not in env:

@@ -52,7 +52,7 @@ def count_devices(env: Mapping[str, str], root: str = "/") -> tuple[int, str]:
     for name in DEVICE_VARIABLES:
         if name in env:
             visible = [word.strip() for word in env[name].split(",")]
-            # CUDA stops at the first name that it does not know: empty, -1 or NoDevFiles hide all that follow.
+            # CUDA stops at the first invalid name: empty, -1 or NoDevFiles hide all that follow.
             end = next((i for i, word in enumerate(visible) if word in ("", "-1", "NoDevFiles")), len(visible))
             return end, f"{name}={env[name]}"
     nvidia = len(_names(os.path.join(root, "proc/driver/nvidia/gpus")))

@@ -1,4 +1,4 @@
-"""What the user asked ``launch`` for."""
+"""The options of ``launch``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line; None where nothing was said."""
+    """The values of the command line; None where an option was not given."""
 
     np: int | None = None
     nodes: int | None = None

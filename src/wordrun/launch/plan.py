@@ -11,7 +11,7 @@ from wordrun.launch.request import Request
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan(Request):
-    """A request, and how it is met."""
+    """A request, and the command line and environment that fulfil it."""
 
     launcher: Launcher
     argv: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""From the options and this machine to what is run."""
+"""From the options and this machine to a launch plan."""
 
 from __future__ import annotations
 

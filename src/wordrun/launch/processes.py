@@ -26,7 +26,7 @@ class Process:
 
 
 def descendants(pid: int, without: int = 0) -> list[Process]:
-    """Return the living processes below ``pid``, parents before their children; not ``without`` and those below it."""
+    """Return the living processes below ``pid``, parents first, except ``without`` and those below it."""
     children: dict[int, list[Process]] = {}
     for process in _table():
         children.setdefault(process.parent, []).append(process)
@@ -82,7 +82,7 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
 
 
 def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
-    """Send SIGABRT to one rank after the other, so that their stacks do not run into each other.
+    """Send SIGABRT to one rank after the other, so that their stacks are not interleaved.
 
     ``launcher`` and its daemons, which would end all the others after the first, are stopped in the meantime.
     """
@@ -110,7 +110,7 @@ def _runs(pid: int, module: str) -> bool:
 
 
 def _has(pid: int, setting: str) -> bool:
-    """Say whether a process of ours was started with ``setting``, NAME=VALUE, in its environment."""
+    """Say whether a process was started with ``setting``, NAME=VALUE, in its environment."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return setting.encode() in file.read().split(b"\0")
@@ -125,7 +125,7 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
 
 
 def orphans(child: int) -> bool:
-    """Say whether there are children of ours other than ``child``: they have been adopted (Linux)."""
+    """Say whether launch has children other than ``child``: adopted ones (Linux)."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return any(int(pid) != child for pid in file.read().split())
@@ -134,7 +134,7 @@ def orphans(child: int) -> bool:
 
 
 def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
-    """End every process below this one: SIGTERM, and SIGKILL to those still there after ``patience_s``.
+    """End every process below this one: SIGTERM, and SIGKILL to those that remain after ``patience_s``.
 
     Args:
         patience_s: seconds between the two signals.
@@ -174,13 +174,13 @@ def reap() -> dict[int, int]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that none of them gets lost (Linux)."""
+    """Become the parent of descendants whose own parent exits, so that none escapes (Linux)."""
     if sys.platform == "linux":
         _prctl()(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def before_exec(*, own_group: bool, death_signal: int) -> Callable[[], None]:
-    """Return what a new child does before it becomes the command: leave our group, and die when we are killed."""
+    """Return what a new child does before exec: leave launch's process group, and die when launch is killed."""
     prctl = _prctl() if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -218,7 +218,7 @@ def _table() -> Iterator[Process]:
                 text = file.read()
         except OSError:
             continue  # it has just ended
-        # The name stands in brackets and may hold spaces and brackets itself.
+        # The name is in parentheses and may itself contain spaces and parentheses.
         name = text[text.index("(") + 1 : text.rindex(")")]
         state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
         if state not in "ZX":

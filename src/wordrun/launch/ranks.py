@@ -1,4 +1,4 @@
-"""How many ranks there are, and on which hosts."""
+"""The number of ranks on each host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wordrun.launch.options import Options
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks there are and where."""
+    """The ranks and their hosts."""
 
     layout: tuple[int, ...]
     """Ranks on each of the first hosts of the job."""
@@ -20,30 +20,30 @@ class Ranks:
 
     @property
     def np(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return sum(self.layout)
 
     @property
     def nodes(self) -> int:
-        """Hosts that have ranks."""
+        """Number of hosts that have ranks."""
         return len(self.layout)
 
     @property
     def ppn(self) -> int:
-        """Ranks on the fullest host."""
+        """Most ranks on a host."""
         return max(self.layout)
 
     @property
     def even(self) -> bool:
-        """Say whether all hosts have the same number."""
+        """Whether all hosts have the same number of ranks."""
         return len(set(self.layout)) == 1
 
 
 def decide_ranks(options: Options, job: Job) -> Ranks:
-    """Return the layout that -n, -N and --ppn ask for; any two decide the third, none takes the job's slots.
+    """Return the layout that -n, -N and --ppn ask for; any two determine the third, none means the job's slots.
 
     Raises:
-        ConfigError: they contradict each other or the job; says what would fit.
+        ConfigError: they contradict each other or the job; the message says what would fit.
     """
     have = len(job.hosts)
     np, nodes, ppn = options.np, options.nodes, options.ppn
@@ -88,7 +88,7 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
     if np <= sum(slots) and not (nodes and np % nodes == 0 and all(np // nodes <= most for most in room)):
         layout: list[int] = []
         for at, most in enumerate(slots):
-            # Of the hosts that -N asks for none stays empty.
+            # Each of the hosts that -N asks for gets a rank.
             kept_back = nodes - at - 1 if nodes else 0
             layout.append(min(most, np - sum(layout) - kept_back))
             if sum(layout) == np:

@@ -21,7 +21,7 @@ HIDDEN = "***"
 
 
 def mask(name: str, value: str) -> str:
-    """Return ``value``, or asterisks where ``name`` is that of a secret."""
+    """Return ``value``, or asterisks if ``name`` is that of a secret."""
     return HIDDEN if SECRET.search(name) else value
 
 
@@ -59,7 +59,7 @@ def facts(plan: LaunchPlan) -> dict[str, Any]:
 
 
 class Record:
-    """The launch's file; written when it starts and again when it has ended."""
+    """The launch's record; written at its start and again at its end."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.path = plan.env["WORDRUN_LAUNCH_RECORD"]
@@ -77,12 +77,12 @@ class Record:
         }
 
     def begin(self) -> None:
-        """Write the file for the first time; an OSError says that it cannot be kept."""
+        """Write the file for the first time; raises OSError."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._write()
 
     def end(self, status: int) -> None:
-        """Complete the file with how the launch ended."""
+        """Complete the file with the end of the launch."""
         self.content |= {"end": _now(), "exit_status": status}
         self._write()
 

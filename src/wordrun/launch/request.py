@@ -1,4 +1,4 @@
-"""What is asked of a launcher."""
+"""What is asked of a launcher, and what is decided for it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Decided:
     own_bin: str
     """Directory of the ``python`` that has wordrun."""
     master_addr: str = ""
-    """Name or address at which the first of several hosts is reached."""
+    """Name or address of the first of several hosts."""
     master_why: str = ""
     interfaces: tuple[str, ...] = ()
     """Network interfaces of this machine."""
     terminal: str = ""
     """COLUMNSxLINES of the terminal that launch writes to, if it is one."""
     name: str = ""
-    """What this launch's files under outputs/launches are called; empty: as the run."""
+    """Name of this launch's files under outputs/launches; empty: the run's."""
     run_why: str = ""
     """Why the run is not a new one."""
     resume_why: str = ""
-    """Why the ranks should continue from what the run has left."""
+    """Why the ranks should resume the run."""
 
     def path(self, suffix: str) -> str:
         """Return the path of one of this launch's files."""
@@ -53,7 +53,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Request:
-    """All that a launcher's command line follows from."""
+    """Everything that determines a launcher's command line."""
 
     job: Job
     options: Options

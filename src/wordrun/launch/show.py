@@ -18,7 +18,7 @@ from wordrun.launch.ranks import Ranks
 from wordrun.launch.record import facts, mask, mask_words
 from wordrun.launch.site import Site
 
-# More hosts than this are cut short for people; --json has them all.
+# Longer lists of hosts are cut; --json has them all.
 SHOWN = 8
 
 

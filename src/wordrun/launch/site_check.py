@@ -67,7 +67,7 @@ def _cores(value: Any) -> str:
 
 
 def _unfilled(text: str, known: Sequence[str], *, slips_only: bool = False) -> str:
-    """Return which braces would be left as they stand; with ``slips_only`` those that resemble a known placeholder."""
+    """Return the braces that are not placeholders; with ``slips_only`` only those that resemble one."""
     names = [f"{{{word}}}" for word in known]
     for found in re.findall(r"(?<!\$){\w+}" if slips_only else r"{[^{}]*}?|}", text):
         hint = "" if found in names else nearest(found, names)
@@ -114,7 +114,7 @@ QUEUE = {
     "rerunnable": FLAG,
     "device_per_rank": FLAG,
 }  # fmt: skip
-# The keys whose values need more than a look at their type; a list stands for many of its one kind.
+# The keys whose values need more than a type check; a list means a list of that kind.
 SHAPES: dict[str, Any] = {
     "recognise": {"hosts": _pattern, "env": {VARIABLE: _pattern}},
     "scheduler": _one_of(*(name for name, each in SCHEDULERS.items() if each.variable)),
@@ -143,7 +143,7 @@ SHAPES: dict[str, Any] = {
 
 
 def mismatches(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with single values of a site file; its keys are known and their values of the right type."""
+    """Return what is wrong with single values of a site file, whose keys and types have been checked."""
     return [
         problem for key, value in values.items() if key in SHAPES for problem in _mismatches(key, value, SHAPES[key])
     ]
@@ -174,7 +174,7 @@ def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
 
 
 def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with values that are right one by one."""
+    """Return contradictions between values that are valid one by one."""
     scheduler, launcher, problems = values["scheduler"], values.get("launcher", ""), []
     for name, each in LAUNCHERS.items():
         for key in each.site_keys:

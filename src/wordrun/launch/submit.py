@@ -1,4 +1,4 @@
-"""``launch --submit``: write a job script for the site's scheduler and hand it over."""
+"""``launch --submit``: write a job script for the site's scheduler, and submit it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
 from wordrun.run_id import new_run_id
 
-# How long before the walltime ends wordrun is asked to save, unless --walltime-margin says; of a short one, a part.
+# Default of --walltime-margin for wordrun, in seconds; of a short walltime, one part in so many.
 MARGIN_S = 120.0
 MARGIN_PART = 20
 # The system's prefix is no environment: first in PATH after a site's modules, it would hide what they provide.
@@ -30,7 +30,7 @@ SYSTEM = ("/usr", "/usr/local")
 
 
 class SubmitError(UserError):
-    """The scheduler did not take the job."""
+    """The scheduler refused the job."""
 
     exit_status = 2
 
@@ -90,7 +90,7 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
     """
     quoted, path = shlex.quote(prefix), f"PATH={shlex.quote(os.path.join(prefix, 'bin'))}:$PATH"
     if os.path.isdir(os.path.join(prefix, "conda-meta")):
-        # A batch shell often has no `conda`, and the environment's own scripts are run only by it.
+        # A batch shell often has no `conda`, and only `conda` runs the environment's own scripts.
         return [f"conda activate {quoted} 2>/dev/null || export {path} CONDA_PREFIX={quoted}"], prefix
     if os.path.isfile(os.path.join(prefix, "bin", "activate")):
         return [f"source {shlex.quote(os.path.join(prefix, 'bin', 'activate'))}"], ""
@@ -130,7 +130,7 @@ def _ending(options: Options, scheduler: Scheduler) -> list[str]:
 
 
 def inner(options: Options, scheduler: Scheduler) -> list[str]:
-    """Return the launch command that the script runs: all options that are not the submission's."""
+    """Return the launch command that the script runs: with all options except those of the submission."""
     words = ["launch"]
     for option in INNER:
         value = getattr(options, option.field)
@@ -145,7 +145,7 @@ def inner(options: Options, scheduler: Scheduler) -> list[str]:
 
 
 def write(path: str, text: str) -> None:
-    """Write the job script ``text`` to ``path``, making its folders.
+    """Write the job script ``text`` to ``path``, creating its folders.
 
     Raises:
         ConfigError: that cannot be.
@@ -228,7 +228,7 @@ def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
 
 
 def _hours(limits: Mapping[int, float], nodes: int) -> float:
-    """Return the hours that a job of ``nodes`` may have, of a table of most nodes and hours."""
+    """Return the hours that a job of ``nodes`` may run, from a table of most nodes and hours."""
     return next((hours for most, hours in sorted(limits.items()) if nodes <= most), float("inf"))
 
 
@@ -288,10 +288,10 @@ def main(options: Options) -> int:
 
 
 def _choose(options: Options, site: Site) -> Scheduler:
-    """Return the scheduler that is named, that of the site, or the one whose command is in PATH."""
+    """Return the scheduler of --scheduler, else the site's, else the one whose command is in PATH."""
     in_path = (name for name, each in SUBMITTERS.items() if shutil.which(each.submitter))
     name = options.scheduler or site.scheduler or next(in_path, "")
     if name not in SUBMITTERS:
         submitters = " or ".join(each.submitter for each in SUBMITTERS.values())
-        raise ConfigError(f"--submit: no {submitters} in PATH, and no --site or --scheduler says which it should be")
+        raise ConfigError(f"--submit: no {submitters} in PATH, and neither --site nor --scheduler chooses one")
     return SUBMITTERS[name]

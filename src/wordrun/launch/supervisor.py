@@ -1,4 +1,4 @@
-"""A launch while it runs: what has happened to it so far, and what is done about it."""
+"""Supervision of a running launch: the reactions to signals, failed ranks, silence and the time limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDLE_STATUS = 124
 # saved, the scheduler sets the limit.
 STOP_PATIENCE_S = 30.0
 JOB_PATIENCE_S = 600.0
-# After one rank has failed the others get this long to end by themselves, and then again after SIGTERM.
+# After one rank has failed, the others get this long to exit by themselves, and again after SIGTERM.
 FAILURE_PATIENCE_S = 4.0
 # A rank's last lines may arrive this much later than its exit status.
 LAST_LINES_S = 2.0
@@ -42,7 +42,7 @@ def say(message: str) -> None:
 
 @dataclass
 class Supervisor:
-    """The job's first process, what has happened so far, and what is waited for."""
+    """The launched process, what has happened so far, and the next deadline."""
 
     plan: LaunchPlan
     child: subprocess.Popen[bytes]
@@ -51,12 +51,12 @@ class Supervisor:
     """Exit status of the first process, once it has ended."""
     interrupts: int = 0
     stopped_by: int = 0
-    """The signal that we were asked to pass on and that ends jobs."""
+    """The first stopping signal that launch received."""
     idle: bool = False
     failed: tuple[int, int] | None = None
     """First rank to report a failure, and its exit status."""
     saved: bool = False
-    """A rank has reported that the run has saved and is to be continued."""
+    """A rank has reported that the run has saved and can be resumed."""
     deadline: float = float("inf")
     """When ``at_deadline`` is called, on the monotonic clock."""
     at_deadline: Callable[[], None] = field(default=lambda: None)
@@ -64,18 +64,18 @@ class Supervisor:
     warn_at: float = float("inf")
     """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
     asking: threading.Thread | None = None
-    """Asks the scheduler for that."""
+    """The thread that asks the scheduler for it."""
     tail: Tail = field(default_factory=Tail)
     """The end of stderr, where it passes through launch."""
     complaint: str = ""
-    """How the first rank to fail did."""
+    """How the first rank failed, for the user."""
     last_lines: list[str] = field(default_factory=list)
-    """What that rank wrote last."""
+    """That rank's last lines."""
     listen_until: float = 0.0
     next_look: float = 0.0
 
     def look(self) -> None:
-        """Look for what ranks have reported, and for what they have left behind."""
+        """Check what ranks have reported, and what they have left behind."""
         if self.status_dir:
             self.next_look = time.monotonic() + POLL_S
             self.look_for_failure()
@@ -142,7 +142,7 @@ class Supervisor:
             say(f"could not pass {signal.Signals(number).name} on: {error}")
 
     def receive(self, number: int) -> None:
-        """Act on a signal that launch itself got."""
+        """Act on a signal that launch received."""
         if number == signal.SIGINT and self.plan.launcher.keeps_terminal():
             return  # the terminal has sent it to the command too
         if number not in STOPPING:
@@ -207,12 +207,12 @@ class Supervisor:
 
     def give_up(self) -> None:
         """End the ranks that outlive a failed one, or that have been silent for too long."""
-        say("ending the other ranks" if self.failed or self.saved else "ending the job")
+        say("stopping the other ranks" if self.failed or self.saved else "stopping the job")
         self.deliver(signal.SIGTERM)
         self.patience(FAILURE_PATIENCE_S, self.kill)
 
     def kill(self) -> None:
-        """End all processes of the job at once."""
+        """Kill all processes of the job."""
         self.deadline = float("inf")
         if self.plan.launcher.is_step:
             self.deliver(signal.SIGKILL)
@@ -234,7 +234,7 @@ class Supervisor:
 
 
 def _spy(pid: int) -> bool:
-    """Print a process's stacks by py-spy; say whether that was possible."""
+    """Print a process's stacks with py-spy; say whether that was possible."""
     program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
     try:
         done = subprocess.run(

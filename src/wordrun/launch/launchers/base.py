@@ -50,7 +50,7 @@ class Launcher:
     version_texts: ClassVar[tuple[str, ...]] = ()
     """Parts of the output of ``mpiexec --version`` that identify it."""
     remedy: ClassVar[str] = ""
-    """How to get one."""
+    """How to install or load one."""
     stale: ClassVar[tuple[str, ...]] = ()
     """Variables that would mislead a rank of another launcher (NAME_: all that begin with it)."""
     daemons: ClassVar[tuple[str, ...]] = ()
@@ -58,7 +58,7 @@ class Launcher:
     host_line: ClassVar[str] = "{host}\n"
     """A line of its file of hosts; {ranks} stands for the host's ranks."""
     own_module: ClassVar[str] = ""
-    """The Python module that its processes run, where it is written in Python."""
+    """The Python module that its processes run, if it is written in Python."""
     own_lines: ClassVar[str] = ""
     """Regular expression for the beginning of its own lines on stderr."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
@@ -68,18 +68,18 @@ class Launcher:
     death_signal: ClassVar[signal.Signals] = signal.SIGKILL
     """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
     in_between: ClassVar[bool] = True
-    """Whether it stands between launch and the ranks, and their output and exit statuses pass through it."""
+    """Whether the ranks' output and exit statuses pass through it, rather than reach launch directly."""
     is_step: ClassVar[bool] = False
     """Whether its ranks are started by the scheduler's daemons, so that no rank is a process below it."""
 
     @classmethod
     def is_default(cls, search: Search) -> bool:
-        """Say whether this is the launcher to take where the user names none: in the jobs of its scheduler."""
+        """Say whether this is the default launcher: in the jobs of its scheduler."""
         return search.job.scheduler == cls.scheduler
 
     @classmethod
     def find(cls, search: Search) -> Launcher:
-        """Return the launcher that this machine has.
+        """Return this machine's launcher of this kind.
 
         Raises:
             ConfigError: there is none, or it cannot do what is asked.
@@ -115,7 +115,7 @@ class Launcher:
         return max(1, min(cores // ranks for cores, ranks in pairs))
 
     def keeps_terminal(self) -> bool:
-        """Say whether the command reads the terminal itself, as pdb and a shell do: then it stays in our group."""
+        """Say whether the command reads the terminal itself, as pdb and a shell do, and stays in our process group."""
         return False
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
@@ -140,7 +140,7 @@ def rank_command(options: Options) -> tuple[str, ...]:
 
 
 def mpiexec_command(options: Options) -> tuple[str, ...]:
-    """Return the same for an mpiexec, to which the argument ``:`` means a second program."""
+    """Return the same for an mpiexec, for which the argument ``:`` separates programs."""
     if ":" in options.command:
         raise ConfigError(
             "the argument ':' in the command would begin a second program for mpiexec: quote the command "
@@ -150,7 +150,7 @@ def mpiexec_command(options: Options) -> tuple[str, ...]:
 
 
 def needs_hosts(request: Request) -> bool:
-    """Say whether an mpiexec must be given the hosts: not on this machine alone."""
+    """Say whether an mpiexec must be given the hosts, as in any job."""
     return not request.job.is_local or len(request.job.hosts) > 1 or request.options.hostfile is not None
 
 
@@ -162,7 +162,7 @@ def refuse_binding(options: Options, what: str) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """The machine in which a launcher is looked for."""
+    """The search for a launcher on this machine."""
 
     wanted: str | None
     """--launcher."""
@@ -195,7 +195,7 @@ class Search:
         return None, passed_over
 
     def not_found(self, what: str, why: Sequence[str]) -> str:
-        """Return the message that nothing was found."""
+        """Return the error message."""
         asked = f"--launcher {self.wanted}: " if self.wanted else ""
         return f"{asked}{what}: " + "; ".join(filter(None, ["none beside python or in PATH", *why]))
 

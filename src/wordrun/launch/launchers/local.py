@@ -39,14 +39,14 @@ class Local(Launcher):
         return request.options.command
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return what rank_env.sh would set."""
+        """Return the variables that rank_env.sh sets for other launchers."""
         ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
         return {name: (value, "") for name, value in ours.items()}
 
     def keeps_terminal(self) -> bool:
-        """Where launch has one."""
+        """If launch itself has one."""
         return sys.stdin is not None and sys.stdin.isatty()
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
-        """Pass every signal on as it is."""
+        """Pass every signal on unchanged."""
         processes.send(pid, number, group=not self.keeps_terminal())

@@ -22,7 +22,7 @@ class Torchrun(Launcher):
     )  # fmt: skip
     own_module = "torch.distributed.run"
     own_lines = r"[WE]\d{4} "
-    # It dies of them and leaves the ranks running.
+    # They would kill it and leave the ranks running.
     direct = (signal.SIGUSR1, signal.SIGUSR2)
     death_signal = signal.SIGTERM
 

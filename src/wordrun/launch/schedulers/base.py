@@ -13,13 +13,13 @@ from wordrun.launch.site import Site
 
 
 class Scheduler:
-    """One scheduler. The defaults are for one that runs jobs but has nothing else to say."""
+    """One scheduler. The defaults are for one that only runs jobs."""
 
     name: ClassVar[str]
     variable: ClassVar[str] = ""
     """Variable that is set in its jobs."""
     numbers_hosts: ClassVar[bool] = False
-    """Whether its launcher numbers the hosts, and the ranks with them, in an order of its own."""
+    """Whether its launcher numbers the hosts, and with them the ranks, in the job's order."""
     checks_names: ClassVar[bool] = True
     """Whether hosts should be looked up before ranks start; not where the scheduler distributes addresses itself."""
     end_query: ClassVar[tuple[str, ...]] = ()
@@ -73,7 +73,7 @@ class Scheduler:
         raise NotImplementedError
 
     def directives(self, options: Options, site: Site) -> list[str]:
-        """Return the options of a job script, without what begins their lines."""
+        """Return the options of a job script, without ``directive``."""
         raise NotImplementedError
 
     def submit_command(self, path: str, previous: str | None) -> list[str]:
@@ -85,7 +85,7 @@ class Scheduler:
         return False
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """Return what in a site's file already decides a ``resource`` (gpu or cpus) of a job; empty: nothing."""
+        """Return what in a site's file already fixes a ``resource`` (gpu or cpus) of its jobs; empty: nothing."""
         return ""
 
     def signal_step(self, job: Job, step: str, number: int) -> None:

@@ -99,7 +99,7 @@ class PBS(Scheduler):
 
 
 def _select(options: Options, site: Site) -> str:
-    """Return PBS's chunks: as the site's file writes them, else with what is known of a node."""
+    """Return PBS's chunks: from the site's file, else from what is known of a node."""
     by_device = site.queue(options.queue).get("device_per_rank")
     own = site.submit.get("select", "")
     each = (options.gpus or ranks_of_node(options, site)) if by_device else 1

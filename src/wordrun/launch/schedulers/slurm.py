@@ -111,7 +111,7 @@ class Slurm(Scheduler):
         return ["sbatch", "--parsable", *([f"--dependency=afterany:{previous}"] if previous else []), path]
 
     def sends_warning(self, options: Options) -> bool:
-        """Its --signal reaches the ranks of an srun; it would end another launcher."""
+        """Its --signal reaches the ranks of srun; another launcher would be ended by it."""
         return options.launcher in (None, "srun")
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
@@ -137,7 +137,7 @@ class Slurm(Scheduler):
 
 
 def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the job's hosts; refuse jobs and places in which launch cannot start a step."""
+    """Return the job's hosts; refuse jobs and shells in which launch cannot start a step."""
     if env.get("SLURM_HET_SIZE"):
         raise ConfigError(
             f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out; "
