@@ -80,9 +80,12 @@ def _filled(key: str, kind: Kind) -> Kind:
     return lambda value: kind(value) or _unfilled(str(value), PLACEHOLDERS[key])
 
 
-def _address(value: str) -> str:
-    wrong = _unfilled(value, PLACEHOLDERS["master_addr"])
-    return wrong or ("" if "{host}" in value else "should hold {host}, a node's short name")
+def _address(value: Any) -> str:
+    return (
+        TEXT(value)
+        or _unfilled(value, PLACEHOLDERS["master_addr"])
+        or ("" if "{host}" in value else "should hold {host}, a node's short name")
+    )
 
 
 def _reasoned(value: Any) -> str:
@@ -114,21 +117,26 @@ QUEUE = {
     "rerunnable": FLAG,
     "device_per_rank": FLAG,
 }  # fmt: skip
-# The keys whose values need more than a type check; a list means a list of that kind.
+# What each key may hold; a list means a list of that kind.
 SHAPES: dict[str, Any] = {
+    "description": TEXT,
     "recognise": {"hosts": _pattern, "env": {VARIABLE: _pattern}},
     "scheduler": _one_of(*(name for name, each in SCHEDULERS.items() if each.variable)),
     "launcher": _one_of(*(name for name, each in LAUNCHERS.items() if each.in_sites)),
     "launcher_paths": [TEXT],
     "devices": FROM_0,
+    "device": TEXT,
+    "count_devices": FLAG,
     "ranks_per_node": FROM_1,
     "cores": FROM_1,
     "cores_near_device": [_cores],
+    "pals_binding": TEXT,
     "srun_args": [_filled("srun_args", WORD)],
     "master_addr": _address,
     "env": {VARIABLE: _reasoned},
     "unset": {VARIABLE: TEXT},
     "proxies": {VARIABLE: TEXT},
+    "internet": FLAG,
     "modules": [LINE],
     "submit": {
         "filesystems": TEXT,
@@ -142,11 +150,10 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def mismatches(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with single values of a site file, whose keys and types have been checked."""
-    return [
-        problem for key, value in values.items() if key in SHAPES for problem in _mismatches(key, value, SHAPES[key])
-    ]
+def problems(content: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the content of a site file."""
+    missing = [] if "scheduler" in content else [f"scheduler is missing: it {SHAPES['scheduler'](None)}"]
+    return [*missing, *_mismatches("", content, SHAPES)] or _contradictions(content)
 
 
 def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
@@ -160,20 +167,21 @@ def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
     if not isinstance(value, dict):
         return [f"{key}: {value!r} should be names and values ({{}} for none)"]
     free = next((word for word in (ANY, VARIABLE) if word in shape), None)
-    problems = []
+    problems, at = [], f"{key}." if key else ""
     for name, inner in value.items():
         if free is None and name not in shape:
-            problems.append(f"{key}: unknown key '{name}'{nearest(str(name), shape)}; known are {', '.join(shape)}")
+            known = f"; known are {', '.join(shape)}" if key else ""
+            problems.append(f"{key and key + ': '}unknown key '{name}'{nearest(str(name), shape)}{known}")
         elif free is not None and not isinstance(name, str):
             problems.append(f"{key}: the name {name!r} should be {QUOTED}")
         elif free == VARIABLE and not re.fullmatch(r"[A-Za-z_]\w*", name):
             problems.append(f"{key}: {name!r} should be the name of a variable")
         else:
-            problems += _mismatches(f"{key}.{name}", inner, shape[free or name])
+            problems += _mismatches(f"{at}{name}", inner, shape[free or name])
     return problems
 
 
-def contradictions(values: Mapping[str, Any]) -> list[str]:
+def _contradictions(values: Mapping[str, Any]) -> list[str]:
     """Return contradictions between values that are valid one by one."""
     scheduler, launcher, problems = values["scheduler"], values.get("launcher", ""), []
     for name, each in LAUNCHERS.items():

@@ -5,14 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any
 
 from wordrun.errors import ConfigError, nearest
 from wordrun.launch import site_check
 from wordrun.launch.site import UNKNOWN, Site
 
-KINDS = {int: "a whole number", list: "a list", dict: "names and values", str: "text", bool: "true or false"}
 OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sites")
 
 
@@ -83,30 +80,11 @@ def load(path: str, *, trusted: bool = False) -> Site:
         raise ConfigError(f"site file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"site file {path} should hold keys and values")
-    known = {f.name: f for f in fields(Site) if f.name != "name"}
-    problems: list[str] = []
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        if key not in known:
-            problems.append(f"unknown key '{key}'{nearest(str(key), known)}")
-            continue
-        default: Any = known[key].default
-        if default is MISSING:
-            default = {}
-        kind = int if default is None else list if default == () else type(default)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            problems.append(f"{key}: {value!r} should be {KINDS[kind]}")
-            continue
-        values[key] = value
-    if not trusted:
-        if "scheduler" not in content:
-            problems.append(f"scheduler is missing: it {site_check.SHAPES['scheduler'](None)}")
-        problems += site_check.mismatches(values)
-        problems = problems or site_check.contradictions(values)
+    problems = [] if trusted else site_check.problems(content)
     if problems:
         raise ConfigError("\n".join(f"site file {path}: {problem}" for problem in problems))
-    lists = {key: tuple(map(str, value)) for key, value in values.items() if isinstance(value, list)}
-    return Site(name=os.path.splitext(os.path.basename(path))[0], **{**values, **lists})
+    lists = {key: tuple(map(str, value)) for key, value in content.items() if isinstance(value, list)}
+    return Site(name=os.path.splitext(os.path.basename(path))[0], **{**content, **lists})
 
 
 def _yaml(folder: str) -> list[str]:
