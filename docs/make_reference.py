@@ -1,4 +1,4 @@
-"""Write docs/reference.md from the code: every option with its type, default and meaning, and every metric.
+"""Generate docs/reference.md from the code: every option with its type, default and meaning, and every metric.
 
 python docs/make_reference.py
 """
@@ -15,9 +15,9 @@ from wordrun.train.metrics import LEGEND
 HEAD = """\
 # Reference
 
-Made by `python docs/make_reference.py` from the code; a test compares.
+Generated from the code by `python docs/make_reference.py`; a test keeps it current.
 
-An option is set by `KEY=VALUE`, a group's file is chosen by `GROUP=NAME`. `null` means that the value is worked out.
+`KEY=VALUE` sets an option, `GROUP=NAME` chooses a group's file. `null` means that the value is determined at run time.
 
 """
 

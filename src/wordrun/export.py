@@ -140,7 +140,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
 def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and the tokenizer's files."""
     from wordrun.backend.precision import TORCH_DTYPES
-    from wordrun.data.huggingface import tokenizer_json
+    from wordrun.data.tokenizers.huggingface import tokenizer_json
     from wordrun.model import outline
     from wordrun.model.huggingface import huggingface_config
 

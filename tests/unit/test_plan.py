@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +59,8 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
             loss = model(tokens, tokens).mean()
         loss.backward()
 
-    passes()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     return peak(passes)
 
 
@@ -70,7 +73,7 @@ older = pytest.mark.skipif(
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_activations_are_those_of_the_measured_peak(shape: str, dtype: str, checkpointing: str) -> None:
+def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: str, checkpointing: str) -> None:
     for vocab_size in (128, 4096):
         cfg = Config(model=SHAPES[shape], backend=DDPConfig())
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
@@ -78,9 +81,17 @@ def test_activations_are_those_of_the_measured_peak(shape: str, dtype: str, chec
         need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
         # One process has buckets beside its gradients; both are there before.
         planned = need.total - need.parameters - need.optimizer - need.gradients - 4 * model.parameters
-        # A CPU without bf16 of its own computes it in copies in fp32; on one that has it the plan is somewhat too high.
-        near = 0.2 if dtype == "fp32" else 0.25
-        assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=near), vocab_size
+        assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
+
+
+@older
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
+def test_activations_are_so_on_a_processor_without_bf16(command: Command) -> None:
+    """There oneDNN multiplies bf16 in other copies, and the peak is another one."""
+    tests = [__file__, "-k", "fifth and gpt2 and bf16", "-q", "-p", "no:cacheprovider"]
+    done = command(sys.executable, "-m", "pytest", *tests, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
 
 
 @older

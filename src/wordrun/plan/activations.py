@@ -146,10 +146,11 @@ def activation_memory(
     head = 0.0
     if cfg.n_layer - 1 in layers:  # the last norm's input, its result, and the logits
         head = start + cfg.n_embd * strategy.compute + CROSS_ENTROPY * model.vocab_size / tp
-    widest = max(size(each) for each in tensors)
+    # Gradients of the widest layer's output and of its input. What is recomputed includes that output, which is freed
+    # before the second gradient is allocated.
+    widest = max(size(each) for each in tensors) * (1 if recomputed else 2)
     return {
         "activations": tokens * per_token,
         "logits": tokens * head,
-        # Recomputed tensors, and gradients: of the stream, of the widest layer's result and of its input.
-        "block": tokens * (recomputed + start + 2 * widest),
+        "block": tokens * (recomputed + start + widest),  # with the gradient of the stream
     }
