@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import SCHEMAS, documentation
+from wordrun.config import SCHEMAS, documentation, value_text
 from wordrun.train.metrics import LEGEND
 
 HEAD = """\
@@ -48,7 +48,7 @@ def own_fields(schema: type[Any]) -> bool:
 def row(group: str, schema: type[Any], field: Any) -> str:
     """Return the table row of one option."""
     default = field.default_factory() if field.default is MISSING else field.default
-    shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
+    shown = repr(default) if isinstance(default, str) else value_text(default)
     kind = str(field.type).replace("|", "\\|")
     meaning = " ".join(documentation(schema)[field.name].split())  # a row is one line
     return f"| `{group}.{field.name}` | {kind} | `{shown}` | {meaning} |\n"
