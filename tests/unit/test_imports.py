@@ -46,7 +46,7 @@ MAY_USE: dict[str, set[str]] = {
     "track": CONFIG,
     "checkpoint": {"errors", "files", "log", "dist", "config", "model"},
     "backend": PARALLEL | {"checkpoint"},
-    "prepare": CONFIG | {"data", "arguments"},
+    "prepare": CONFIG | {"data"},
     "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
