@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from wordrun.checkpoint.saved import find
 from wordrun.data.tokenizers.char import CharTokenizer
-from wordrun.data.tokenizers.huggingface import _letters, tokenizer_json
+from wordrun.data.tokenizers.huggingface import letters, tokenizer_json
 from wordrun.errors import UserError
 from wordrun.export import main
 from wordrun.model import Transformer
@@ -135,8 +135,8 @@ def test_gpt2s_tokenizer_becomes_one_of_the_library(learned: Any) -> None:
     assert learned.get_vocab_size() == 600
     names = sorted(learned.get_vocab(), key=learned.token_to_id)
     table = tokenizers.decoders.ByteLevel()
-    letters = {letter: byte for byte, letter in enumerate(_letters())}
-    words = [bytes(letters[letter] for letter in name) for name in names]
+    bytes_of = {letter: byte for byte, letter in enumerate(letters())}
+    words = [bytes(bytes_of[letter] for letter in name) for name in names]
     assert [table.decode([name]) for name in names[250:]] == [word.decode(errors="replace") for word in words[250:]]
     ranks = " ".join(base64.b64encode(word).decode() for word in words)
     made, end = tokenizer_json({"kind": "gpt2", "ranks": ranks})
