@@ -17,6 +17,7 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import wordrun
 from wordrun.train.hooks import Hook
@@ -84,25 +85,25 @@ class BareStep(Hook):
         self.bare_s: list[float] = []
         self._left = 0.0
 
-    def at_start(self, trainer: Trainer) -> None:
+    def at_start(self, trainer: Any) -> None:
         """Build the second model."""
         import torch
 
         from wordrun.model import build
         from wordrun.train.optim import adamw
 
-        self.model = build(trainer.cfg.model, trainer.corpus.tokenizer.vocab_size)
+        self.model = build(trainer.cfg.model, trainer.task.vocab_size)
         self.optimizer = adamw(trainer.cfg.optimizer, self.model.parameters())
         self.clip = torch.nn.utils.clip_grad_norm_
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, trainer: Any) -> None:
         """Time what the trainer did since the last call, then a bare step."""
         arrived = time.perf_counter()
         if self._left:
             self.trainer_s.append(arrived - self._left)
         size = trainer.cfg.model.batch_size
         begin = time.perf_counter()
-        batch = trainer.sequences.batch(trainer.step * size, size)
+        batch = trainer.task.sequences.batch(trainer.step * size, size)
         self.model(batch.tokens, batch.targets).mean().backward()
         self.clip(self.model.parameters(), 1.0)
         self.optimizer.step()

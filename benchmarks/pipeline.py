@@ -26,7 +26,7 @@ import wordrun
 from wordrun import dist
 from wordrun.checks import microbatches, stages
 from wordrun.config import SCHEDULES, PPConfig
-from wordrun.train.hooks import Hook
+from wordrun.train.hooks import Hook, Training
 
 STEPS, WARM_UP = 12, 3
 SHAPES = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.eval_interval=0", "train.sample_tokens=0",
@@ -55,12 +55,12 @@ class Recorder(Hook):
         self.steps: list[list[Pass]] = [[]]
         self.old = {name: getattr(PipelineStage, name) for name in PASSES}
 
-    def at_start(self, trainer: wordrun.Trainer) -> None:
+    def at_start(self, trainer: Training) -> None:
         """Put a clock around the passes."""
         for name, kind in PASSES.items():
             setattr(PipelineStage, name, self._timed(self.old[name], kind))
 
-    def after_step(self, trainer: wordrun.Trainer) -> None:
+    def after_step(self, trainer: Training) -> None:
         """Begin the next step's list."""
         self.steps.append([])
         td.barrier()  # or the next step's first stage would start in this one's bubble

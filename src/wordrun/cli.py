@@ -27,8 +27,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist, log
-from wordrun.composer import Tree, compose, register, to_config
-from wordrun.config import SCHEMAS, SECTIONS, Config, documentation
+from wordrun.composer import Tree, compose, register, renamed, to_config
+from wordrun.config import SCHEMAS, Config, documentation, parts_in
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
 
 USAGE = """\
@@ -135,7 +135,7 @@ def _once(world: dist.World, action: Any) -> int:
 def _hydra(words: Sequence[str], task: Any) -> int:
     """Hand the command line to Hydra's own application, which runs ``task`` for every point of a sweep."""
     register()
-    old, sys.argv = sys.argv, ["wordrun", *words]
+    old, sys.argv = sys.argv, ["wordrun", *map(renamed, words)]
     try:
         hydra_main(version_base="1.3", config_path="pkg://wordrun.conf", config_name="config")(task)()
     finally:
@@ -193,8 +193,7 @@ def _help(args: Namespace) -> None:
     print("Groups, and the files to choose from (a backend is chosen by train.backend=NAME):")
     for group, options in _groups().items():
         print(textwrap.fill(" ".join(options), 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
-    for section in SECTIONS:
-        node = getattr(cfg, section)
+    for section, node in parts_in(cfg).items():
         print(f"\n{section}: {type(node).__doc__}")
         for option in fields(node):
             setting = f"  {section}.{option.name}={_shown(getattr(node, option.name))}"
