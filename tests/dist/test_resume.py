@@ -121,7 +121,7 @@ with dist.session() as world:
                 return lambda *args: None
 
             def after_step(self, trainer):  # the save after step 3 fails, and no other
-                broken = trainer.step == 2 and world.rank == rank
+                broken = trainer.step == 3 and world.rank == rank
                 trainer.checkpoints.join(None)
                 setattr(module, function, fail if broken else real)
 

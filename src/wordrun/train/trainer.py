@@ -54,7 +54,8 @@ class Summary:
 class Trainer:
     """Trains, evaluates and generates, as a config says.
 
-    Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own.
+    Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own,
+    and before a checkpoint is saved.
     ``close`` (or a ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
     """
 
