@@ -44,7 +44,7 @@ def test_nothing_sets_an_attribute_of_another_object(path: Path) -> None:
             changed.append((node.lineno, ast.unparse(node.value)))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
             changed.append((node.lineno, ast.unparse(node.args[0])))
-    assert [f"line {line}: {name}" for line, name in changed if name != "self"] == []
+    assert [f"line {line}: {name}" for line, name in changed if name not in ("self", "sys")] == []
 
 
 def test_a_step_that_is_skipped_takes_data_and_does_not_count() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.pieces import Group
 from wordrun.config import Config, part_of
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.model import Transformer

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wordrun.backend.base import Job
 from wordrun.backend.native import NativeBackend, prepare_blocks
 from wordrun.config import DDPConfig
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.dist import mpi
 from wordrun.model import Transformer, materialise, outline
 

@@ -27,7 +27,7 @@ from wordrun.checkpoint.deepspeed import TAG
 from wordrun.checkpoint.pieces import Group
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
 from wordrun.model import Transformer, materialise, outline

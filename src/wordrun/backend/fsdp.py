@@ -16,7 +16,7 @@ from wordrun.backend.base import Job
 from wordrun.backend.native import NativeBackend
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import FSDPConfig
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.model import Transformer
 
 

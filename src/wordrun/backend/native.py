@@ -17,7 +17,7 @@ from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import pieces
 from wordrun.config import Config
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.errors import ConfigError
 from wordrun.model import Transformer
 

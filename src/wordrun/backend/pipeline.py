@@ -17,7 +17,7 @@ from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import INTERLEAVED, PPConfig
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.model import Transformer
 from wordrun.model.base import losses_of_sequences
 
@@ -73,7 +73,7 @@ class PipelineBackend(FSDPBackend):
         """Take one optimizer step on ``batches``, all of which flow through the pipeline."""
         tokens = torch.cat([batch.tokens for batch in batches])
         targets = torch.cat([batch.targets for batch in batches])
-        documents = Batch(tokens, targets, batches[0].mark).documents
+        documents = Batch(tokens, targets, batches[0].eot).documents
         losses: list[Tensor] = []
         first = (tokens,) if self.parts[0].is_first else ()
         last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}

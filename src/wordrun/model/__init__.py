@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from wordrun.config import ModelConfig, part_of
-from wordrun.model.base import Kept, Transformer
+from wordrun.model.base import Transformer
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
 
-__all__ = ["GPT", "Kept", "Llama", "Transformer", "build", "materialise", "outline"]
+__all__ = ["GPT", "Llama", "Transformer", "build", "materialise", "outline"]
 
 
 def outline(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> Transformer:

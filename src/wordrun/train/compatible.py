@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import Config, to_plain
+from wordrun.config import RENAMED, Config, to_plain
 from wordrun.errors import ConfigError
 
 FREE = {
     "model": {"name", "batch_size"},
-    "data": {"path", "url", "offline", "prepared", "workers", "stage", "ahead"},
+    "data": {"path", "url", "offline", "prepared", "workers", "stage", "prefetch"},
     "tokenizer": {"path", "train_mb"},
     "optimizer": {"gas"},
     "train": {
@@ -54,7 +54,7 @@ def check(ours: Mapping[str, Any], manifest: Mapping[str, Any], folder: Path) ->
     Raises:
         ConfigError: names each option with both values.
     """
-    theirs = {**manifest["fixed"], **manifest["facts"]}
+    theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
     different = [
         f"  {name} is {theirs[name]} in the checkpoint and {value} here"
         for name, value in ours.items()

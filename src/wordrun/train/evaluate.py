@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from wordrun.backend import Backend
-from wordrun.data.loader import FixedSet
+from wordrun.data.fixed_set import FixedSet
 from wordrun.dist.collectives import all_sum
 
 

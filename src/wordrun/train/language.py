@@ -9,16 +9,16 @@ import torch
 
 from wordrun.backend import Backend
 from wordrun.config import Config
-from wordrun.data import corpus as corpora
-from wordrun.data import orders
-from wordrun.data.ahead import Loader
-from wordrun.data.loader import FixedSet
+from wordrun.data.fixed_set import FixedSet
+from wordrun.data.loader import Loader
+from wordrun.data.order import eot_for, order_of_run
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
 from wordrun.model import outline
 from wordrun.model.generate import generate
+from wordrun.prepare.obtain import obtain
 from wordrun.train.evaluate import evaluation_mode
 
 
@@ -34,13 +34,13 @@ class LanguageTask:
 
     def __init__(self, cfg: Config, world: World, layout: Layout) -> None:
         self.cfg, self.layout, self.dp_rank = cfg, layout, layout.dp_index(world.rank)
-        self.corpus = corpora.obtain(cfg, world)
+        self.corpus = obtain(cfg, world)
         self.tokenizer = self.corpus.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self._check_vocabulary()
         self.meta_model = outline(cfg.model, self.vocab_size)
-        self.sequences = orders.of_run(cfg, self.corpus)
-        self.mark = orders.mark_for("mask_documents", cfg, self.corpus)
+        self.sequences = order_of_run(cfg, self.corpus)
+        self.eot = eot_for("mask_documents", cfg, self.corpus)
         self.tokens_per_example = cfg.model.block_size
         self.flops_per_example = self.meta_model.flops_per_token() * cfg.model.block_size
 
@@ -63,17 +63,15 @@ class LanguageTask:
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
-        return Loader(
-            self.sequences, self.cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, self.cfg.data.ahead,
-            self.mark,
-        )  # fmt: skip
+        size, prefetch = self.cfg.model.batch_size, self.cfg.data.prefetch
+        return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch, self.eot)
 
     def validation_set(self, count: int | None) -> FixedSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
         parts = [(len(part.val), part.share) for part in self.corpus.mix]
         model = self.cfg.model
         return FixedSet(
-            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.mark, parts
+            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.eot, parts
         )
 
     def generate(
@@ -112,11 +110,11 @@ class LanguageTask:
 
     def facts(self) -> dict[str, Any]:
         """Return what run.json says of the data and the model."""
-        source = self.corpus.source
+        corpus = self.corpus
         return {
             "data": {
-                "origin": source.origin, "banner": source.banner, "vocab_size": self.vocab_size,
-                "train_tokens": len(self.corpus.train), "val_tokens": len(self.corpus.val),
+                "origin": corpus.origin, "banner": corpus.banner, "vocab_size": self.vocab_size,
+                "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
             },
             "parameters": self.meta_model.num_parameters(),
         }  # fmt: skip
@@ -134,8 +132,8 @@ class LanguageTask:
         corpus = self.corpus
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
-            self.cfg.data.name, corpus.source.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
+            self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
             self.vocab_size, self.sequences.epoch_of(examples), self.tokens_per_example,
         )  # fmt: skip
-        if corpus.source.banner:
-            LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.source.banner, "*" * 80)
+        if corpus.banner:
+            LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.banner, "*" * 80)

@@ -18,7 +18,7 @@ from wordrun import dist, log
 from wordrun.backend import StepResult
 from wordrun.checks import accumulation, check
 from wordrun.config import PARTS, Config
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
