@@ -467,10 +467,10 @@ class OptimizerConfig(Section):
 
 @dataclass
 class TrainConfig(Section):
-    """The run."""
+    """Length, batch, precision, evaluation, samples and checkpoints of the run."""
 
     backend: str = "DDP"
-    """How to train in parallel: one of the backends."""
+    """Parallelization backend: DDP, FSDP, TP, PP, 3D or deepspeed."""
     max_iters: int = 2000
     """Optimizer steps."""
     global_batch_size: int | None = None
@@ -478,50 +478,50 @@ class TrainConfig(Section):
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
-    """Evaluate as many sequences as this many steps take, spread over the validation text; null: all of it."""
+    """Steps' worth of validation sequences per evaluation, spread evenly over the validation text; null: all of it."""
     log_interval: int = 10
     """Steps between lines of metrics."""
     sample_interval: int = 500
     """Steps between generated samples; 0: only at the end."""
     sample_tokens: int = 200
-    """Length of a generated sample; 0: no samples."""
+    """Tokens to generate per sample; 0: no samples."""
     sample_prompt: str = "\n"
-    """What the samples begin with."""
+    """Prompt of the samples."""
     temperature: float = 0.8
-    """Divides the logits when sampling: below 1 is safer, above 1 wilder."""
+    """Sampling temperature: lower is more deterministic."""
     top_k: int | None = 200
-    """Sample from this many likeliest tokens; null: from all."""
+    """Sample from the k most likely tokens; null: from all."""
     dtype: str = "auto"
-    """Precision of the computation: fp32, bf16, fp16, or auto (bf16 where the device is fast at it, else fp32)."""
+    """Precision of the computation: fp32, bf16, fp16, or auto (bf16 where the device has fast bf16, else fp32)."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile: minutes at the start, faster steps."""
+    """Compile the model's blocks with torch.compile: a slower start, by up to minutes, and faster steps."""
     activation_checkpointing: str = "none"
-    """What the backward pass computes again, to save memory: none, full (each block), a number n (each n-th block), or
-    selective (all of a block but its matrix products)."""
+    """What to recompute in the backward pass, to save memory: none, full (every block), a number n (every n-th block),
+    or selective (everything in a block except matrix products)."""
     device: str = "auto"
-    """auto (the accelerator if there is one), cpu, cuda or xpu."""
+    """auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
-    """Seed of every random stream: weights, order of the data, dropout, samples."""
+    """Random seed of weights, data order, dropout and samples."""
     timeout_s: int = 1800
-    """Seconds before a collective that some rank never reached ends the run."""
+    """Seconds after which a collective that some rank does not reach aborts the run."""
     checkpoint_interval: int = 1000
-    """Steps between checkpoints, of which the last step makes one too; 0: none at all."""
+    """Steps between checkpoints; the last step always makes one. 0: no checkpoints."""
     keep_checkpoints: int = 2
-    """Checkpoints to keep: the last so many, and the best."""
+    """Checkpoints to keep: the most recent N, plus the best."""
     save_best: bool = True
-    """Make a checkpoint of each evaluation that is better than all before."""
+    """Also make a checkpoint whenever an evaluation is the best so far."""
     async_save: bool = True
-    """Write checkpoints while training goes on; the steps wait for a copy in the host's memory alone."""
+    """Write checkpoints in the background: only the device-to-host copy blocks training."""
     on_save_error: str = "continue"
-    """When a checkpoint cannot be written: continue with a warning and the one before, or stop."""
+    """If a checkpoint cannot be written: continue with a warning, or stop."""
     on_nonfinite: str = "stop"
-    """When loss or gradients are no longer finite: stop, skip the step, or rollback to the last checkpoint and go on
-    with other data."""
+    """If gradients are non-finite: stop, skip the step, or rollback to the last checkpoint and continue with other
+    data."""
     resume: str | None = None
-    """auto (from this run directory's newest checkpoint, else a fresh start), or a run directory or checkpoint to
-    continue; null: auto where a job was requeued, chained or retried, else a fresh start."""
+    """Run directory or checkpoint to resume, or auto: this run directory's newest checkpoint if there is one, else a
+    new run; null: auto if the job was requeued, chained or retried, else a new run."""
     init_from: str | None = None
-    """First weights, and nothing else, from a run directory or checkpoint, or hf:FOLDER or hf:NAME of Hugging Face."""
+    """Initial weights only, from a run directory or checkpoint, or from Hugging Face by hf:DIRECTORY or hf:NAME."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
@@ -539,7 +539,7 @@ class TrainConfig(Section):
         if not 0 < self.temperature < float("inf"):
             problems.append(f"train.temperature={self.temperature} should be a number above 0")
         if not self.sample_prompt:
-            problems.append("train.sample_prompt is empty: a sample has to begin with something, such as a line break")
+            problems.append("train.sample_prompt is empty: a prompt is needed, such as a line break")
         return problems
 
     def _save_problems(self) -> list[str]:
@@ -550,7 +550,7 @@ class TrainConfig(Section):
             problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
         if self.init_from and self.resume not in (None, "auto"):
             problems.append(
-                f"train.resume={self.resume} continues a run and train.init_from={self.init_from} begins one: "
+                f"train.resume={self.resume} resumes a run and train.init_from={self.init_from} starts a new one: "
                 "choose one"
             )
         return problems
