@@ -262,6 +262,8 @@ MARGINS = {
     "a short one": ("--walltime 0:05:00 -- /venv/bin/wordrun data=sample", 15),
     "as asked": ("--walltime 0:05:00 --walltime-margin 40 -- wordrun", 40),
     "none is asked for": ("--walltime 1:00:00 --walltime-margin 0 -- wordrun", 0),
+    "the command train": ("--walltime 1:00:00 -- wordrun train data=sample", 120),
+    "a command that does not train": ("--walltime 1:00:00 -- python -m wordrun prepare data=sample", None),
     "a program that may know no SIGUSR1": ("--walltime 1:00:00 -- python train.py wordrun.yaml", None),
 }  # fmt: skip
 
