@@ -103,7 +103,7 @@ def finish(job: subprocess.Popen[str], timeout: float = 30) -> tuple[str, str]:
 
 
 def left_over(mark: str) -> list[str]:
-    """Return the command lines of living processes that have ``mark`` among their words."""
+    """Return the command lines of living processes that contain the argument ``mark``."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -174,12 +174,12 @@ def test_exit_status_is_the_failing_ranks(tmp_path: Path, words: list[str], comm
     assert run.returncode in (status if isinstance(status, tuple) else (status,)), run.stderr
     assert read_record(tmp_path)["exit_status"] == run.returncode
     if words:
-        assert re.search(r"^launch: rank [12] (ended with|was ended by)", run.stderr, re.MULTILINE)
+        assert re.search(r"^launch: rank [12] (ended with|was killed by)", run.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("how", "status"), [("os._exit(3)", 3), ("MPI.COMM_WORLD.Abort(5)", 5)])
 def test_rank_lost_inside_mpi(tmp_path: Path, how: str, status: int) -> None:
-    """Hydra kills the other ranks itself and then returns 9, or 9 | 3; launch knows better."""
+    """Hydra kills the other ranks itself and then returns 9, or 9 | 3; launch reports the first failure."""
     text = f"import os, time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: {how}\ntime.sleep(30)"
     assert launch(tmp_path, "-n", "2", "python", script(tmp_path, text)).returncode == status
 
@@ -278,7 +278,7 @@ def test_a_run_that_has_saved_can_be_continued(
     record = read_record(tmp_path)
     assert record["exit_status"] == 75
     # That line, and nothing of a rank that failed.
-    said = f"launch: stopped before its end, nothing lost (exit status 75): run {record['run_id']} can be continued\n"
+    said = f"launch: stopped early, with its state saved (exit status 75): run {record['run_id']} can be resumed\n"
     assert err == said
 
 
@@ -524,7 +524,7 @@ sys.exit(4)
     assert output.count("interrupted once") == 1
 
 
-def test_ranks_are_told_the_terminals_size(tmp_path: Path) -> None:
+def test_ranks_know_the_terminals_size(tmp_path: Path) -> None:
     status, output = in_terminal(tmp_path, ["-n", "2", "sh", "-c", "echo [$WORDRUN_TERMINAL]"], [])
     assert status == 0
     assert len(re.findall(r"\[\d+x\d+\]", output)) == 2
@@ -610,7 +610,7 @@ def test_a_port_that_was_taken_in_the_meantime_is_survived(tmp_path: Path) -> No
 
 
 def test_a_port_that_the_user_named_is_not_changed(tmp_path: Path) -> None:
-    from wordrun.launch.launcher import free_port
+    from wordrun.launch.address import free_port
 
     run = launch(tmp_path, "--env", f"MASTER_PORT={free_port()}", "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
     assert run.returncode == 1

@@ -23,7 +23,7 @@ from wordrun.config import SCHEDULES, BackendConfig, Config, DDPConfig, GPTConfi
 from wordrun.devices import VARIANTS
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
-from wordrun.launch import site as sites
+from wordrun.launch import site_files as sites
 from wordrun.plan import show
 from wordrun.plan.activations import saved_tensors
 from wordrun.plan.advice import Advice, advise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -456,19 +457,24 @@ def test_workers_count_what_they_have_done(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_ends_the_preparation_and_is_named(tmp_path: Path) -> None:
-    """A worker that waits for a pipe, as it would for a hanging file system, is killed as for want of memory."""
+    """A worker that reads a pipe, as slow as a file system may be, is killed as if memory had run out."""
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "abc"}\n' * 20)
-    (tmp_path / "c.jsonl.gz").write_bytes(b"not empty")
+    pipe = tmp_path / "c.jsonl.gz"
+    pipe.write_bytes(b"not empty")
     working = by_workers(tmp_path, tmp_path / "out")
-    (tmp_path / "c.jsonl.gz").unlink()
-    os.mkfifo(tmp_path / "c.jsonl.gz")
-    while next(working)[0] < 2:
-        pass
+    pipe.unlink()
+    os.mkfifo(pipe)
+    end = None
+    while end is None or next(working)[0] < 2:
+        with contextlib.suppress(OSError):  # no worker reads it yet
+            end = end or os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        next(working)
     for pid in children():
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(UserError, match=r"a worker process died .*c\.jsonl\.gz \(work item 2\)\. Run the same command"):
         list(working)
+    os.close(end)
     assert children() == set()
 
 

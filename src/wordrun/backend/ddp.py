@@ -45,7 +45,7 @@ class DDPBackend(NativeBackend):
         if options.compress == "bf16":
             # Not the hook itself, which torch refuses to any but NCCL, though gloo sums bf16 as well.
             self.replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-        elif self.device.type == "cpu" and not self.alone and mpi.at_work(job.world):
+        elif self.device.type == "cpu" and not self.alone and mpi.in_use(job.world):
             # torch looks into a hook's annotations and takes no strings, which all of this file's are.
             self.replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
         return [model]
