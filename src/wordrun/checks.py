@@ -36,6 +36,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     """
     problems = [problem for section in SECTIONS for problem in getattr(cfg, section).problems()]
     problems += _check_backend(cfg)
+    if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
+        problems.append("optimizer.decay_lr=false is schedule=constant, and not schedule=linear: leave it out")
     if ranks is None:
         if problems:
             raise ConfigError("\n".join(problems))

@@ -15,7 +15,7 @@ from typing import Any
 
 from wordrun.errors import UserError
 from wordrun.registry import Part
-from wordrun.validation import not_negative, one_of, positive
+from wordrun.validation import fractions, not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -423,28 +423,24 @@ SCHEDULES = ("GPipe", "1F1B", *INTERLEAVED)
 
 @dataclass
 class OptimizerConfig(Section):
-    """AdamW with warm-up and cosine decay."""
+    """What every optimizer has."""
 
     name: str = "adamw"
-    """Name of the optimizer."""
+    """Name of the optimizer: adamw or sgd."""
     learning_rate: float = 1e-3
-    """Highest learning rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up; what follows is the schedule's."""
     weight_decay: float = 0.1
     """Decay of matrices; vectors (norms, biases) are not decayed."""
-    beta1: float = 0.9
-    """Decay of the mean of the gradients."""
-    beta2: float = 0.99
-    """Decay of the mean of the squared gradients."""
     grad_clip: float = 1.0
-    """Largest norm of all gradients together; 0: no clipping."""
+    """Largest norm of the gradients of the full model; 0: no clipping."""
     decay_lr: bool = True
-    """Cosine decay to min_lr; false: constant after the warm-up."""
+    """Former name: decay_lr=false is schedule=constant, and accepted until the next release."""
     warmup_iters: int = 100
     """Steps of linear warm-up."""
     lr_decay_iters: int | None = None
-    """Step at which min_lr is reached; null: train.max_iters."""
+    """Step at which the schedule reaches min_lr; null: train.max_iters."""
     min_lr: float | None = None
-    """Lowest learning rate; null: a tenth of learning_rate."""
+    """Final learning rate; null: a tenth of learning_rate."""
     scale_lr: str = "none"
     """Multiply learning_rate by the number of data-parallel ranks (linear), its square root (sqrt), or not (none)."""
     gas: int | None = None
@@ -458,11 +454,62 @@ class OptimizerConfig(Section):
             problems.append(f"optimizer.learning_rate={self.learning_rate} should be a number above 0")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             problems.append(f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}")
-        problems += one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(f"optimizer.{name}={getattr(self, name)} should be at least 0 and less than 1")
+        return problems + one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW: Adam with decoupled weight decay."""
+
+    beta1: float = 0.9
+    """Decay of the running mean of the gradients."""
+    beta2: float = 0.99
+    """Decay of the running mean of the squared gradients."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return super().problems() + fractions("optimizer", self, "beta1", "beta2")
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent."""
+
+    name: str = "sgd"
+    """Name of the optimizer: adamw or sgd."""
+    momentum: float = 0.9
+    """Decay of the running sum of the gradients; 0: none is kept."""
+    nesterov: bool = False
+    """Nesterov's momentum, which looks one step ahead."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = super().problems() + fractions("optimizer", self, "momentum")
+        if self.nesterov and not self.momentum:
+            problems.append("optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false")
         return problems
+
+
+@dataclass
+class ScheduleConfig(Section):
+    """The learning rate after the warm-up: cosine (half a cosine down to optimizer.min_lr) or constant."""
+
+    name: str = "cosine"
+    """Name of the schedule: cosine, linear or constant."""
+
+
+@dataclass
+class LinearScheduleConfig(ScheduleConfig):
+    """Constant after the warm-up, then a linear decay to optimizer.min_lr at the end (WSD: warm-up, stable, decay)."""
+
+    name: str = "linear"
+    """Name of the schedule: cosine, linear or constant."""
+    decay_iters: int | None = None
+    """Steps of the decay; null: all after the warm-up."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return positive("schedule", self, "decay_iters")
 
 
 @dataclass
@@ -620,6 +667,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -665,7 +713,15 @@ PARTS: dict[str, dict[str, Part]] = {
         "3d": Part(ThreeDConfig, "wordrun.backend.pipeline:PipelineBackend"),
         "deepspeed": Part(DeepSpeedConfig, "wordrun.backend.deepspeed:DeepSpeedBackend"),
     },
-    "optimizer": {"adamw": Part(OptimizerConfig, "wordrun.train.optim:adamw")},
+    "optimizer": {
+        "adamw": Part(AdamWConfig, "wordrun.train.optim:adamw"),
+        "sgd": Part(SGDConfig, "wordrun.train.optim:sgd"),
+    },
+    "schedule": {
+        "cosine": Part(ScheduleConfig, "wordrun.train.schedule:cosine"),
+        "linear": Part(LinearScheduleConfig, "wordrun.train.schedule:linear"),
+        "constant": Part(ScheduleConfig, "wordrun.train.schedule:constant"),
+    },
     "tracker": {
         "jsonl": Part(TrackerConfig, "wordrun.track.jsonl:JsonlTracker"),
         "wandb": Part(WandbConfig, "wordrun.track.wandb:WandbTracker"),

@@ -159,9 +159,9 @@ def write(options: GenerateConfig) -> None:
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transformer:
     """Return the model of a checkpoint, ready to predict, with weights of ``dtype`` on ``device``."""
-    from wordrun.model import outline
+    from wordrun.model import meta_model
 
-    model = outline(saved.config.model, saved.vocab_size)
+    model = meta_model(saved.config.model, saved.vocab_size)
     state = {name: tensor.to(device, dtype) for name, tensor in saved.weights().items()}
     if model.tied:
         state["head.weight"] = state["tokens.weight"]

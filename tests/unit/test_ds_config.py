@@ -52,7 +52,7 @@ CONTRADICTIONS = {
     "bfloat16.enabled": (False, "train.dtype", "true"),
     "zero_optimization.stage": (3, "backend.stage", "1"),
     "zero_optimization.offload_optimizer.device": ("nvme", "backend.offload_optimizer", '"none"'),
-    "optimizer.type": ("Lamb", "optimizer", '"AdamW"'),
+    "optimizer.type": ("Lamb", "optimizer", '"adamw"'),
     "optimizer.params.lr": (3e-4, "optimizer.learning_rate", "0.001"),
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 from wordrun import files
 from wordrun.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
@@ -55,7 +55,7 @@ class Folder:
             raise DamagedError(f"{self.path} is damaged: {MANIFEST} holds other bytes than were written (checksum)")
         if manifest["format"] > FORMAT:
             raise UserError(
-                f"{self.path} has format {manifest['format']}, this wordrun reads {FORMAT}: use a newer wordrun"
+                f"{self.path} has format {manifest['format']}, this wordrun reads up to {FORMAT}: use a newer wordrun"
             )
         return manifest
 

@@ -1,4 +1,4 @@
-"""What every model here is: a stack of blocks between an embedding and an output layer, and facts about itself.
+"""What a backend asks of a model, and the transformer that every model here is.
 
 Shapes: B sequences, T tokens, C = n_embd, V vocabulary.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
-from wordrun.model.attention import keeps_weights, within
-from wordrun.model.cache import Past
+from wordrun.model.attention import document_mask, keeps_weights
+from wordrun.model.cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,92 @@ class Kept:
 
 
 DRAWN_ON_CPU = 2**25
-"""Matrices up to this many elements begin with values drawn on the CPU, the same on every kind of device.
+"""Matrices of up to this many elements are drawn on the CPU, so that they are the same on every kind of device.
 
-Larger ones are drawn where they live: the CPU would take seconds for each.
+Larger ones are drawn on their own device: the CPU would take seconds for each.
 """
+
+
+class Model(nn.Module):
+    """What a backend trains: an ``nn.Module`` that computes its losses and initialises itself, module by module.
+
+    A backend builds it on the meta device, where tensors have shapes and no memory. A module that registers buffers
+    fills them in ``reset_parameters``, as torch's own do.
+    """
+
+    blocks: nn.ModuleDict
+    """The modules that are sharded, recomputed and compiled one by one."""
+
+    def losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,).
+
+        Args:
+            batch: what the data consist of, on the model's device.
+            forward: calls the model through a wrapper, such as DistributedDataParallel; None: calls it directly. Either
+                way the model is *called*: hooks of its modules gather parameters and compile.
+        """
+        raise NotImplementedError
+
+    def tie(self) -> None:
+        """Share the parameters again that modules have in common; giving them memory has made copies."""
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Return how the ranks of a tensor-parallel group split the matrices: module names to torch's styles."""
+        raise NotImplementedError
+
+    def initial_std(self, name: str) -> float:
+        """Return the standard deviation of the normal distribution from which the matrix ``name`` is drawn."""
+        return 0.02
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint holds of the model: parameters, shared ones once, and persistent buffers."""
+        yield from self.named_parameters()
+        persistent = self.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.named_buffers() if name in persistent)
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters; shared ones count once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @torch.no_grad()
+    def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
+        """Set the initial values: matrices normal, other parameters 1, biases 0, buffers as their modules say.
+
+        Each matrix has a random generator of its own, seeded with ``seed`` and its name, so that a rank can draw the
+        part that it holds without the others.
+
+        Args:
+            seed: of the weights.
+            module: initialise this module of the model only.
+            prefix: the beginning of its parameters' names in the full model.
+            recurse: include the modules in it.
+        """
+        module = module or self
+        for each in module.modules() if recurse else [module]:
+            self._fill_buffers(each)
+        for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), recurse=recurse):
+            if parameter.dim() >= 2:
+                parameter.copy_(self._draw(seed, name, parameter))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        device = torch.device("cpu") if parameter.numel() <= DRAWN_ON_CPU else parameter.device
+        stream = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+        values = parameter if parameter.device == device else torch.empty_like(parameter, device=device)
+        return values.normal_(std=self.initial_std(name), generator=stream)
+
+    def _fill_buffers(self, module: nn.Module) -> None:
+        if not any(True for _ in module.buffers(recurse=False)):
+            return
+        if not hasattr(module, "reset_parameters"):
+            names = ", ".join(name for name, _ in module.named_buffers(recurse=False))
+            raise NotImplementedError(
+                f"{type(module).__name__} has buffers ({names}) and no method reset_parameters, which fills them: "
+                "the model is built without memory, and values set in a constructor are lost"
+            )
+        module.reset_parameters()  # type: ignore[operator]
 
 
 class Block(nn.Module):
@@ -55,24 +137,39 @@ class Block(nn.Module):
         self.norm_2 = norm_2
         self.mlp = mlp
 
-    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the residual stream after this block.
 
         Args:
             x: (B, T, C), as the result.
-            past: what came before.
-            seen: (B, 1, T, T), which tokens each one attends to; None: itself and all before.
+            cache: keys and values of the tokens before; those of ``x`` are appended.
+            mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
         """
-        x = x + self.attention(self.norm_1(x), past=past, seen=seen)
+        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask)
         return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
 
 
-class Transformer(nn.Module):
-    """A decoder, or a run of its blocks: the part of it that is one stage of a pipeline.
+class TokenBatch(Protocol):
+    """What a transformer reads of a batch."""
 
-    The first part has the embedding, the last has the norm and the output layer. Parameters have the same names in
-    every part as in the whole, and begin with the same values whoever draws them, so that any layout of ranks holds
-    the same model.
+    @property
+    def tokens(self) -> Tensor:
+        """(B, T) int64."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(B, T) the tokens that should follow."""
+
+    @property
+    def documents(self) -> Tensor | None:
+        """(B, T) numbers of the documents that tokens belong to, if attention is to stay within them."""
+
+
+class Transformer(Model):
+    """A decoder, or consecutive blocks of one: a stage of a pipeline.
+
+    The first stage has the embedding, the last has the norm and the output layer. Parameters have the same names and
+    the same initial values in every stage as in the full model, so that any layout of ranks holds the same model.
     """
 
     def __init__(self, cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> None:
@@ -133,8 +230,12 @@ class Transformer(nn.Module):
             return [*masks, *[Kept(N * T)] * (3 if p else 1)]
         return [*masks, Kept(N, of="fp32", product=True)]
 
+    def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
+        # In the last stage of a pipeline the output layer is alone, and still the embedding.
+        return super()._draw(seed, "tokens.weight" if self.tied and name == "head.weight" else name, parameter)
+
     def initial_std(self, name: str) -> float:
-        """Return the deviation of the normal distribution from which the matrix ``name`` is drawn.
+        """Return the standard deviation of the normal distribution from which the matrix ``name`` is drawn.
 
         0.02, and 0.02 / sqrt(2 n_layer) for the projections that end in the residual stream: with that its variance
         does not grow with depth (Radford et al. 2019, section 2.3).
@@ -169,77 +270,65 @@ class Transformer(nn.Module):
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
     def tie(self) -> None:
-        """Share the weights again that are to be shared, where both are in this part."""
+        """Let the output layer use the embedding's weights, if the model ties them and both are in this stage."""
         if self.tied and self.is_first and self.is_last:
             self.head.weight = self.tokens.weight
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, at: int | None = None, pasts: Sequence[Past] | None = None,
+        self, x: Tensor, at: int | None = None, caches: Sequence[KVCache] | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return what the next part needs; of the last part the losses, or the logits.
+        """Return the logits; of a stage before the last, the residual stream for the next one.
 
         Args:
-            x: (B, T) token numbers, T at most block_size; for a later part, what the one before returns.
-            targets: (B, T) the tokens that should follow.
-            at: the token whose logits alone are wanted.
-            pasts: what came before ``x``, for each block of this part; ``x`` is added to it.
+            x: (B, T) token numbers, T at most block_size; for a later stage, the output of the one before.
+            at: compute the logits of this token only.
+            caches: keys and values of the tokens before ``x``, for each block of this stage.
             documents: (B, T) numbers of the documents that tokens belong to, if attention is to stay within them.
 
         Returns:
-            (B, T, C); of the last part with targets (B,), the mean over each sequence's tokens in nats, else (B, T, V),
-            or (B, V) of token ``at``.
+            (B, T, V), or (B, V) of token ``at``; of a stage before the last (B, T, C).
         """
-        x = self.features(x, pasts, documents)
+        x = self.features(x, caches, documents)
         if not self.is_last:
             return x
-        logits = self.head(x if at is None else x[:, at])
-        return logits if targets is None else losses_of_sequences(logits, targets)
+        return self.head(x if at is None else x[:, at])  # type: ignore[no-any-return]
 
-    def features(self, x: Tensor, pasts: Sequence[Past] | None = None, documents: Tensor | None = None) -> Tensor:
-        """Return the residual stream (B, T, C) at the end of this part; normalised at the end of the last."""
+    def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
+        """Return the residual stream (B, T, C) at the end of this stage; of the last, normalised."""
         if self.is_first:
-            x = self.embed(x, pasts[0].length if pasts else 0)
-        seen = None if documents is None else within(documents)
-        for block, past in zip(self.blocks.values(), pasts or repeat(None), strict=False):
-            x = block(x, past=past, seen=seen)
+            x = self.embed(x, caches[0].length if caches else 0)
+        mask = None if documents is None else document_mask(documents)
+        for block, cache in zip(self.blocks.values(), caches or repeat(None), strict=False):
+            x = block(x, cache=cache, mask=mask)
         return self.norm(x) if self.is_last else x
 
-    def num_parameters(self) -> int:
-        """Return the number of parameters; shared ones count once."""
-        return sum(p.numel() for p in self.parameters())
+    def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the mean cross entropy of each sequence in nats per token, (B,)."""
+        return self.criterion((forward or self)(batch.tokens, documents=batch.documents), batch.targets)
 
-    @torch.no_grad()
-    def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "") -> None:
-        """Give the parameters their first values: vectors of norms 1, other vectors 0, matrices normal.
-
-        Every matrix has a random stream of its own, made of ``seed`` and its name, so that a rank can draw the part
-        that it holds without the others.
+    @staticmethod
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy of each sequence in nats per token, (B,).
 
         Args:
-            seed: of the weights.
-            module: initialise this module of the model alone.
-            prefix: what the names of its parameters begin with in the whole model.
+            logits: (B, T, V).
+            targets: (B, T).
         """
-        for name, parameter in (module or self).named_parameters(prefix=prefix.rstrip(".")):
-            if self.tied and name == "head.weight":  # alone in the last part of a pipeline, and yet the embedding
-                name = "tokens.weight"
-            if parameter.dim() >= 2:
-                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                device = torch.device("cpu") if parameter.numel() <= DRAWN_ON_CPU else parameter.device
-                stream = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
-                values = parameter if parameter.device == device else torch.empty_like(parameter, device=device)
-                parameter.copy_(values.normal_(std=self.initial_std(name), generator=stream))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(1)
 
+    @staticmethod
+    def stage_inputs(batches: Sequence[TokenBatch]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return what the stages of a pipeline read of ``batches``, which go through it together.
 
-def losses_of_sequences(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of each sequence in nats, (B,).
+        Returns:
+            The first stage's input (B, T); keyword arguments of every stage; the targets of ``criterion``, (B, T).
+        """
+        tokens, targets = (torch.cat(each) for each in zip(*((b.tokens, b.targets) for b in batches), strict=True))
+        documents = [batch.documents for batch in batches if batch.documents is not None]
+        return tokens, {"documents": torch.cat(documents)} if documents else {}, targets
 
-    Args:
-        logits: (B, T, V).
-        targets: (B, T).
-    """
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view(targets.shape).mean(1)
+    def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
+        """Return the shape of what a stage sends to the next for ``tokens`` (B, T), split over ``tp`` ranks."""
+        return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wordrun.config import GPTConfig
 from wordrun.model.attention import causal_attention
 from wordrun.model.base import Block, Kept, Transformer
-from wordrun.model.cache import Past
+from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
 
 
@@ -30,15 +30,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
-        """Return what each token gathers from itself and the tokens before it; as ``Block.forward``."""
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Attend to each token itself and those before it; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
         # Each (B, N, T, H); taken apart first, because the backward pass then puts the gradients together in one copy.
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(3))
-        if past is not None:
-            k, v = past.add(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, seen)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
 from wordrun.errors import ConfigError
-from wordrun.model import outline
+from wordrun.model import meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
@@ -121,7 +121,7 @@ def match(
         if not cfg.bias:
             found = {key: name for key, name in found.items() if not name.endswith(".bias") or theirs[name].any()}
     embedding = found.get(_their_name("tokens.weight", cfg))
-    model = outline(cfg, 1 if embedding is None else shapes[embedding][0])
+    model = meta_model(cfg, 1 if embedding is None else shapes[embedding][0])
     problems = []
     if model.tied and embedding is not None:  # files of tied models may lack the copy
         copy = found.setdefault("lm_head.weight", embedding)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wordrun.config import LlamaConfig
 from wordrun.model.attention import causal_attention
 from wordrun.model.base import Block, Kept, Transformer
-from wordrun.model.cache import Past
+from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
 
 TRAINED_LENGTH = 8192
@@ -76,15 +76,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
-        """Return what each token gathers from itself and the tokens before it; as ``Block.forward``."""
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Attend to each token itself and those before it; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
-        table = self.table(q, past.length if past else 0)
+        table = self.table(q, cache.length if cache else 0)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
-        if past is not None:
-            k, v = past.add(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, seen)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
     def table(self, q: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         kept = type(q) is Tensor and not torch.compiler.is_compiling()
         make = _kept_table if kept else rotary_table
         end = start + q.shape[1]
-        # With a past one table serves for many tokens to come.
+        # While tokens are generated, one table serves many of them.
         T = 2 ** math.ceil(math.log2(end)) if start else end
         cos, sin = make(T, self.head_size, self.rope_theta, self.rope_factor, q.device)
         return cos[start:end], sin[start:end]

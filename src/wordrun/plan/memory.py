@@ -110,9 +110,9 @@ def read(cfg: ModelConfig, vocab_size: int, on_cpu: bool, *, bf16: bool = False)
         on_cpu: on a CPU rather than an accelerator.
         bf16: computed in bf16.
     """
-    from wordrun.model import outline
+    from wordrun.model import meta_model
 
-    whole = outline(replace(cfg, n_layer=1), vocab_size)
+    whole = meta_model(replace(cfg, n_layer=1), vocab_size)
     shared = whole.tied and [_weights(whole, "head")[0]]
     first = [each for name in _outside(whole, is_first=True) for each in _weights(whole, name)]
     last = [each for name in _outside(whole, is_first=False) for each in _weights(whole, name)]

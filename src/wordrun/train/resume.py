@@ -22,7 +22,7 @@ from wordrun.config import Config, to_plain
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.model import outline, pretrained
+from wordrun.model import meta_model, pretrained
 from wordrun.train import streams
 from wordrun.train.run import Start, read_record
 
@@ -33,7 +33,7 @@ FREE = {
     "model": {"name", "batch_size"},
     "data": {"path", "url", "offline", "prepared", "workers", "stage", "ahead"},
     "tokenizer": {"path", "train_mb"},
-    "optimizer": {"gas"},
+    "optimizer": {"gas", "decay_lr"},
     "train": {
         "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
         "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "activation_checkpointing", "device",
@@ -218,6 +218,8 @@ def check_same(cfg: Config, facts: Mapping[str, Any], resumed: Resumed) -> None:
         ConfigError: names each option with both values.
     """
     theirs = {**resumed.manifest["fixed"], **resumed.manifest["facts"]}
+    # Before there were schedules, an option said so.
+    theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
     # An option that has come since then has its default in both.
     folder = resumed.folder.path if resumed.folder else resumed.run_dir
     different = [
@@ -249,8 +251,8 @@ def first_weights(cfg: Config, vocab_size: int, world: dist.World) -> Mapping[st
         return pretrained.open_weights(folder, cfg.model, vocab_size)
     # One rank checks all files, and says which checkpoint is whole.
     saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
-    theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
-    ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
+    theirs = {name: p.shape for name, p in meta_model(saved.config.model, saved.vocab_size).weights()}
+    ours = {name: p.shape for name, p in meta_model(cfg.model, vocab_size).weights()}
     different = [
         f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
         for name in sorted(ours.keys() | theirs.keys())

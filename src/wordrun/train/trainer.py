@@ -20,7 +20,7 @@ from wordrun import backend as backends
 from wordrun import dist, log
 from wordrun.backend.base import StepResult
 from wordrun.checks import accumulation, check
-from wordrun.config import Config
+from wordrun.config import Config, part_of
 from wordrun.data import corpus as corpora
 from wordrun.data import orders
 from wordrun.data.ahead import Loader
@@ -29,14 +29,15 @@ from wordrun.dist.collectives import all_sum
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.model import outline
+from wordrun.model import meta_model
 from wordrun.model.generate import generate
-from wordrun.train import finite, optim, resume, streams
+from wordrun.train import finite, resume, streams
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hooks import Bar, Checkpoint, Evaluate, Hook, Log, Sample
 from wordrun.train.metrics import Meter, device_name
 from wordrun.train.profile import profiled
 from wordrun.train.run import Run, Start
+from wordrun.train.schedule import learning_rate
 from wordrun.train.stop import Interrupted, StopSignal
 
 # After a failure the checkpoint that is being written gets so long; other ranks may be past helping with it.
@@ -113,7 +114,7 @@ class Trainer:
                 f"model.vocab_size={cfg.model.vocab_size} is too small for data={cfg.data.name}, "
                 f"which has {vocab_size} tokens: leave it out, or use at least {vocab_size}"
             )
-        self.outline = outline(cfg.model, vocab_size)
+        self.outline = meta_model(cfg.model, vocab_size)
         if self.outline.vocab_size % layout.tp:
             raise ConfigError(
                 f"data={cfg.data.name} has a vocabulary of {vocab_size} tokens, which backend.tp={layout.tp} does not "
@@ -123,9 +124,10 @@ class Trainer:
             self.corpus.tokenizer.encode(cfg.train.sample_prompt)
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
-        make_optimizer = partial(optim.adamw, cfg.optimizer)
+        make_model = partial(meta_model, cfg.model, vocab_size)
+        make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         weights = resume.first_weights(cfg, vocab_size, world) if fresh else None
-        self.backend = backends.build(backends.Job(cfg, world, layout, vocab_size, make_optimizer, weights))
+        self.backend = backends.build(backends.BackendSpec(cfg, world, layout, make_model, make_optimizer, weights))
         self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
         self.gas = accumulation(cfg, layout.dp)
         self.sequences = orders.of_run(cfg, self.corpus)
@@ -180,7 +182,8 @@ class Trainer:
             return self.summary()
         with self._session() as hooks, streams.swapped(self.streams):
             while self.step < cfg.train.max_iters and not self.stop.agreed(self.step):
-                self.lr = optim.learning_rate(cfg.optimizer, self.step, cfg.train.max_iters, self.layout.dp)
+                dp = self.layout.dp
+                self.lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, dp)
                 self.result = self._train_step()
                 self.position += self.sequences_per_step
                 if not finite.counts(self):
