@@ -25,16 +25,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import wordrun
+from memory_peak import peak
 from wordrun import dist
 from wordrun.backend.pipeline import blocks_of
 from wordrun.backend.split import full, local, reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import AdamWConfig
 from wordrun.model import Transformer, materialise, meta_model
-from wordrun.plan import memory
-from wordrun.plan.measure import peak
-from wordrun.plan.options import PlanConfig, machine
-from wordrun.plan.ways import Planner
+from wordrun.plan.candidates import Planner
+from wordrun.plan.memory import memory
+from wordrun.plan.options import PlanConfig, hardware
+from wordrun.plan.shapes import shapes_of
 from wordrun.train.optim import adamw
 
 VOCABULARY = 50304
@@ -168,11 +169,10 @@ def memories(world: dist.World, folder: str) -> list[str]:
             step()  # the optimizer's state is there from now on,
             step()  # and DDP's last buckets
             measured = peak(step)
-            shape = memory.read(trainer.cfg.model, VOCABULARY, True)
+            model = shapes_of(trainer.cfg.model, VOCABULARY)
             options = PlanConfig(devices=world.size, per_node=world.size, device="cpu")
-            way = Planner(trainer.cfg, shape, machine(options)).way(backend, trainer.cfg.backend)
-            assert isinstance(way, memory.Way)
-            need = memory.memory(shape, way, "none", place=trainer.layout.index(world.rank, "pp"))
+            strategy = Planner(trainer.cfg, model, hardware(options)).strategy(backend, trainer.cfg.backend)
+            need = memory(model, strategy, "none", pp_rank=trainer.layout.index(world.rank, "pp"))
             planned = need.total - need.parameters - need.optimizer
             if backend == "DDP":  # its gradients live in buckets that are there all the time
                 planned -= need.gradients

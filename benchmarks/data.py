@@ -25,15 +25,16 @@ from pathlib import Path
 import numpy as np
 
 from wordrun.config import BPETokenizerConfig, DataConfig, TokenizerConfig
-from wordrun.data import manifest as manifests
-from wordrun.data import opening, piecework, preparing, shards, tokenizers
-from wordrun.data.ahead import Loader
-from wordrun.data.documents import pieces
-from wordrun.data.loader import Sequences
+from wordrun.data import tokenizers
+from wordrun.data.corpus import open_prepared
+from wordrun.data.loader import Loader
 from wordrun.data.manifest import Entry, Manifest
+from wordrun.data.order import Sequences
 from wordrun.data.shards import Tokens, examine
-from wordrun.data.sources import locate
+from wordrun.data.tokenizers.char import ByteTokenizer
 from wordrun.dist import World
+from wordrun.prepare import run, tokenize, writer
+from wordrun.prepare.sources import locate
 
 COPIES = 48
 """Times that the text is repeated for the characters: some seconds of work for nanoGPT, and one piece for us."""
@@ -65,7 +66,7 @@ def row(name: str, value: str, wanted: str = "") -> None:
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, folder: Path) -> None:
     """Prepare ``data`` in ``folder``, where nothing is."""
-    preparing.execute(preparing.plan(data, tokenizer, locate(data), folder), World())
+    run.execute(run.begin(locate(data), tokenizer, folder), World())
 
 
 def characters(scratch: Path, nanogpt: Path, text: str, rounds: int) -> None:
@@ -94,7 +95,7 @@ def characters(scratch: Path, nanogpt: Path, text: str, rounds: int) -> None:
 
     ours_s, theirs_s = in_turns(rounds, ours, theirs)
     same = np.fromfile(scratch / "train.bin", dtype=np.uint16)
-    _, train, _ = opening.open_prepared(scratch / "chars", data, TokenizerConfig("char"))
+    _, train, _ = open_prepared(scratch / "chars", data, TokenizerConfig("char"))
     assert np.array_equal(train[:], same)  # the same tokens
     ratio = statistics.median(b / a for a, b in zip(ours_s, theirs_s, strict=True))
     row("characters, tokens/s per core", f"{len(whole) / statistics.median(ours_s):,.0f}")
@@ -125,12 +126,13 @@ def byte_pairs(scratch: Path, text: str, rounds: int) -> None:
     words = tokenizers.build(BPETokenizerConfig(), [text])
     (out / "tokenizer.json").write_text(words.to_json())
     data = DataConfig("bpe", path=str(scratch / "one"))
-    (piece,) = pieces(data, locate(data))
+    source = locate(data)
+    (item,) = source.items()
     texts = [json.loads(line)["text"] for line in (scratch / "one" / "0.jsonl").read_text().splitlines()]
     library = words._fast  # type: ignore[attr-defined]
     ours_s, theirs_s = in_turns(
         rounds,
-        lambda: cpu_seconds(lambda: piecework.run("shards", piece, data, out, lambda *counts: None)),
+        lambda: cpu_seconds(lambda: tokenize.process("shards", item, source, out, lambda *counts: None)),
         lambda: cpu_seconds(lambda: library.encode_batch(texts, add_special_tokens=False)),
     )
     tokens = sum(entry["tokens"] for entry in json.loads((out / "work" / "000000.shards.json").read_text())["train"])
@@ -187,13 +189,13 @@ def ranks(scratch: Path, text: str, rounds: int) -> None:
 
 def simulated(scratch: Path) -> Iterator[tuple[int, Tokens]]:
     """Yield 10^6 to 10^12 tokens: links to one file, so that all of it is in the cache, but every name is opened."""
-    per = shards.SHARD_TOKENS
+    per = writer.SHARD_TOKENS
     rng = np.random.default_rng(1)
     for exponent in (6, 8, 10, 12):
         folder = scratch / f"1e{exponent}"
         folder.mkdir()
         count, size = max(1, round(10**exponent / per)), min(per, 10**exponent)
-        shards.write(folder / "0.bin", rng.integers(0, 50257, size, dtype=np.uint16), "<u2")
+        writer.write_shard(folder / "0.bin", [rng.integers(0, 50257, size, dtype=np.uint16)], "<u2")
         for number in range(1, count):
             os.link(folder / "0.bin", folder / f"{number}.bin")
         np.fromfile(folder / "0.bin", dtype=np.uint8)
@@ -213,11 +215,11 @@ def load(scratch: Path, rounds: int) -> None:
     torch.set_num_threads(1)
     before = resident()
     for exponent, tokens in simulated(scratch):
-        first = np.arange(len(tokens.shards), dtype=np.int64) * shards.SHARD_TOKENS
+        first = np.arange(len(tokens.shards), dtype=np.int64) * writer.SHARD_TOKENS
         begin = time.perf_counter()
         tokens.rows(first, BLOCK + 1)
         opening_s = time.perf_counter() - begin
-        loader = Loader(Sequences(tokens, BLOCK, seed=1), BATCH, ahead=0)
+        loader = Loader(Sequences(tokens, BLOCK, seed=1), BATCH, prefetch=0)
         step, steps, speeds = 0, 200, []
         for _ in range(rounds + 1):
             begin, wall = time.process_time(), time.perf_counter()
@@ -238,12 +240,12 @@ def step(scratch: Path, text: str) -> None:
     from wordrun.train.trainer import Trainer
 
     (scratch / "step.txt").write_text(text)
-    for ahead in (2, 0):
+    for prefetch in (2, 0):
         waited = [0.0]
         cfg = wordrun.compose([
             "data=text", f"data.path={scratch / 'step.txt'}", "tokenizer.vocab_size=512", "tracker=jsonl",
-            "train.max_iters=60", f"data.ahead={ahead}", "train.eval_interval=0", "train.sample_tokens=0",
-            f"hydra.run.dir={scratch / f'step{ahead}'}",
+            "train.max_iters=60", f"data.prefetch={prefetch}", "train.eval_interval=0", "train.sample_tokens=0",
+            f"hydra.run.dir={scratch / f'step{prefetch}'}",
         ])  # fmt: skip
         with Trainer(cfg) as trainer:
             build = trainer._micro_batches
@@ -256,7 +258,7 @@ def step(scratch: Path, text: str) -> None:
 
             trainer._micro_batches = timed  # type: ignore[method-assign,assignment]
             summary = trainer.train()
-        how = "built ahead" if ahead else "built in line"
+        how = "prefetched" if prefetch else "built in line"
         row(f"share of a step that waits for batches, {how}", f"{waited[0] / summary.seconds:.3%}", "less than 1 %")
 
 
@@ -264,9 +266,9 @@ def start(scratch: Path, rounds: int) -> None:
     """Open a prepared data set of 10,000 shards: as the first rank of a node, which looks at each, and as another."""
     folder = scratch / "start"
     folder.mkdir()
-    words = tokenizers.ByteTokenizer().to_json().encode()
+    words = ByteTokenizer().to_json().encode()
     (folder / "tokenizer.json").write_bytes(words)
-    shards.write(folder / "train_000000_00.bin", np.arange(100), "<u2")
+    writer.write_shard(folder / "train_000000_00.bin", [np.arange(100)], "<u2")
     entries = [Entry(f"train_{n:06d}_00.bin", 100, 0, "0" * 64) for n in range(10_000)]
     for entry in entries[1:]:
         os.link(folder / entries[0].file, folder / entry.file)
@@ -278,11 +280,11 @@ def start(scratch: Path, rounds: int) -> None:
         "tokenizer": {"name": "byte"},
     }
     digest = hashlib.sha256(words).hexdigest()
-    manifests.save(folder, Manifest("many", "here", None, settings, 257, 256, digest, entries, entries[:1]))
+    writer.save(folder, Manifest("many", "here", None, settings, 257, 256, digest, entries, entries[:1]))
 
-    def seconds(look: bool) -> float:
+    def seconds(examine: bool) -> float:
         begin = time.perf_counter()
-        _, train, _ = opening.open_prepared(folder, DataConfig(), TokenizerConfig("byte"), look=look)
+        _, train, _ = open_prepared(folder, DataConfig(), TokenizerConfig("byte"), examine=examine)
         Sequences(train, 64, seed=1).batch(0, 8)
         return time.perf_counter() - begin
 

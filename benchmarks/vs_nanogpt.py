@@ -162,7 +162,7 @@ def loss_of_checkpoint(nanogpt: Path, checkpoint: Path, shape: Shape) -> float:
     import numpy as np
     import torch
 
-    from wordrun.data.loader import FixedSet
+    from wordrun.data.fixed_set import FixedSet
 
     sys.path.insert(0, str(nanogpt))
     import model as theirs  # type: ignore[import-not-found]

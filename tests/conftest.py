@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,17 @@ def _missing(tier: str) -> str | None:
 
         return None if torch.accelerator.is_available() else "an accelerator that torch finds"
     return None
+
+
+def pytest_configure() -> None:
+    """Start every process with the usual reactions to signals.
+
+    Under nohup, or in the background of a script, we ignore SIGHUP or SIGINT, and so would all that we start. A handler
+    does as little, and a started process does not inherit it.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,6 +123,25 @@ def command() -> Command:
         )
 
     return run
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a command without waiting for it; what still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        started.append(subprocess.Popen([str(word) for word in words], **pipes))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        with process:
+            process.kill()
 
 
 @pytest.fixture

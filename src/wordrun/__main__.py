@@ -1,4 +1,4 @@
-"""``python -m wordrun`` trains."""
+"""``python -m wordrun`` is the same as ``wordrun``."""
 
 from wordrun.cli import main
 

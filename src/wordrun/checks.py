@@ -1,4 +1,7 @@
-"""Validation of a config: all impossible values and combinations, found together and before anything starts."""
+"""Validation rules that concern several sections of a config, or the number of ranks.
+
+Rules about one section alone are its ``problems()``. All problems are found together, before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -31,50 +34,45 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
 
     Args:
         cfg: the composed config.
-        ranks: number of ranks; None: not known yet, and what depends on it is not checked.
-        per_node: ranks on each node, if not all are on one.
+        ranks: number of ranks; None: unknown, and what depends on it is not checked.
+        per_node: ranks per node; None: all are on one.
     """
     problems = [problem for section in SECTIONS for problem in getattr(cfg, section).problems()]
-    problems += _check_backend(cfg)
+    problems += _check_choice(cfg)
     if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
-        problems.append("optimizer.decay_lr=false is schedule=constant, and not schedule=linear: leave it out")
-    if ranks is None:
-        if problems:
-            raise ConfigError("\n".join(problems))
-        return Layout()
-    whole = Layout(replicate=ranks)
-    try:
-        whole = layout(cfg.backend, ranks, per_node or ranks)
-        problems += _check_batch(cfg, whole.dp) or _check_static_graph(cfg, whole.dp)
-    except ConfigError as error:
-        problems += str(error).splitlines()
-    if isinstance(cfg.backend, FSDPConfig) and not problems:  # else their numbers may mean nothing
-        problems += [*_check_tensor(cfg.model, whole.tp), *_check_sharded(cfg, cfg.backend, whole)]
-        if isinstance(cfg.backend, PPConfig):
-            problems += _check_pipeline(cfg, cfg.backend, whole)
-    if isinstance(cfg.backend, DeepSpeedConfig):
-        problems += _check_deepspeed(cfg, cfg.backend, None if problems else ranks)
+        problems.append("optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it")
+    at = Layout()
+    if ranks is not None:
+        try:
+            at = layout(cfg.backend, ranks, per_node or ranks)
+            problems += _check_batch(cfg, at.dp) or _check_static_graph(cfg, at.dp)
+        except ConfigError as error:
+            problems += str(error).splitlines()
+        if not problems:  # else the arithmetic below may be meaningless
+            problems += _check_layout(cfg, at)
+        if isinstance(cfg.backend, DeepSpeedConfig):
+            problems += _check_deepspeed(cfg, cfg.backend, None if problems else ranks)
     if problems:
         raise ConfigError("\n".join(problems))
-    return whole
+    return at
 
 
-def _check_backend(cfg: Config) -> list[str]:
-    """Look for what ``train`` and ``backend`` say against each other."""
+def _check_choice(cfg: Config) -> list[str]:
+    """Compare ``train`` with the backend that it chooses."""
     train, problems = cfg.train, []
     if train.backend not in BACKENDS:
         problems += one_of("train.backend", train.backend, BACKENDS)
     elif train.backend != cfg.backend.name:
         problems.append(
-            f"train.backend={train.backend}, but the options are those of backend={cfg.backend.name}: "
-            f"choose by train.backend={cfg.backend.name} alone "
+            f"train.backend={train.backend} contradicts backend={cfg.backend.name}: choose a backend with "
+            f"train.backend={cfg.backend.name} alone "
             "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
     if isinstance(cfg.backend, DeepSpeedConfig):
         if train.on_nonfinite == "skip":
             problems.append(
-                "train.on_nonfinite=skip: DeepSpeed's engine takes every step by itself; use "
-                "train.on_nonfinite=rollback"
+                "train.on_nonfinite=skip is impossible with DeepSpeed, whose engine takes every step: "
+                "use train.on_nonfinite=rollback"
             )
         if train.compile and cfg.backend.stage == 3:
             problems.append(
@@ -99,30 +97,30 @@ def accumulation(cfg: Config, dp: int) -> int:
 
 
 def stages(backend: PPConfig, pp: int) -> int:
-    """Return the runs of blocks of the whole pipeline, with ``pp`` stages of ranks."""
+    """Return the stages of a pipeline of ``pp`` ranks."""
     if backend.schedule == "ZBVZeroBubble":
-        return 2 * pp  # each rank has one on the way in and one on the way back
+        return 2 * pp  # the stages form a V: each rank has one on its first half and one on its second
     return pp * backend.stages_per_rank if backend.schedule in INTERLEAVED else pp
 
 
 def microbatches(cfg: Config, backend: PPConfig, pp: int) -> int:
-    """Return into how many parts a micro-step's sequences are cut for the pipeline."""
+    """Return the micro-batches that a micro-step's sequences are split into for the pipeline."""
     return backend.microbatches or math.gcd(cfg.model.batch_size, pp)
 
 
 def _check_batch(cfg: Config, dp: int) -> list[str]:
-    whole, per_micro_step = cfg.train.global_batch_size, cfg.model.batch_size * dp
-    if whole is None or per_micro_step < 1:
+    batch, per_micro_step = cfg.train.global_batch_size, cfg.model.batch_size * dp
+    if batch is None or per_micro_step < 1:
         return []
-    if whole < 1 or whole % per_micro_step:
-        fits = max(1, round(whole / per_micro_step)) * per_micro_step
+    if batch < 1 or batch % per_micro_step:
+        fits = max(1, round(batch / per_micro_step)) * per_micro_step
         return [
-            f"train.global_batch_size={whole} is not a multiple of model.batch_size={cfg.model.batch_size} "
+            f"train.global_batch_size={batch} is not a multiple of model.batch_size={cfg.model.batch_size} "
             f"x {dp} data-parallel ranks = {per_micro_step}: use {fits}, or another model.batch_size"
         ]
-    if cfg.optimizer.gas not in (None, whole // per_micro_step):
+    if cfg.optimizer.gas not in (None, batch // per_micro_step):
         return [
-            f"train.global_batch_size={whole} needs {whole // per_micro_step} micro-steps of {per_micro_step} "
+            f"train.global_batch_size={batch} needs {batch // per_micro_step} micro-steps of {per_micro_step} "
             f"sequences, but optimizer.gas={cfg.optimizer.gas}: leave one of the two out"
         ]
     return []
@@ -136,32 +134,42 @@ def _check_static_graph(cfg: Config, dp: int) -> list[str]:
         return []
     return [
         f"backend.static_graph=true makes every backward pass send gradients, but a step has {gas} of them and "
-        "only the last does: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
+        "only the last may: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
     ]
 
 
-def _check_sharded(cfg: Config, backend: FSDPConfig, whole: Layout) -> list[str]:
+def _check_layout(cfg: Config, at: Layout) -> list[str]:
+    """Compare the model and the batch with the layout of the ranks."""
     problems = []
-    if backend.cpu_offload and whole.shard == 1:
+    if isinstance(cfg.backend, FSDPConfig):
+        problems += [*_check_tensor(cfg.model, at.tp), *_check_sharding(cfg, cfg.backend, at)]
+    if isinstance(cfg.backend, PPConfig):
+        problems += _check_pipeline(cfg, cfg.backend, at)
+    return problems
+
+
+def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> list[str]:
+    problems = []
+    if backend.cpu_offload and at.shard == 1:
         problems.append(
-            "backend.cpu_offload=true moves shares to the host, and with backend.shard=1 there are none: "
+            "backend.cpu_offload=true moves shards to the host, and with backend.shard=1 there are none: "
             "use backend.shard=-1 backend.replicate=1, or backend.cpu_offload=false"
         )
-    if whole.size == 1:
+    if at.size == 1:
         problems.append(
-            f"train.backend={cfg.train.backend} shares the model among ranks, and there is one: "
+            f"train.backend={cfg.train.backend} shards the model across ranks, and there is only one: "
             "use launch -n 2, or train.backend=DDP"
         )
     if DTYPES[cfg.train.dtype] == "fp16":
         problems.append(
-            f"train.dtype=fp16 needs a loss scaler that sharded gradients do not have: with train.backend="
+            "train.dtype=fp16 needs a loss scaler, which sharded gradients do not have: with train.backend="
             f"{cfg.train.backend} use train.dtype=bf16 or fp32"
         )
     return problems
 
 
 def _check_tensor(model: ModelConfig, tp: int) -> list[str]:
-    """Each rank of a tensor-parallel group has whole heads, and the same number of hidden units and tokens."""
+    """Check that the ranks of a tensor-parallel group get complete heads and equally many hidden units and tokens."""
     names = ["n_head", "n_embd", "block_size", "vocab_size"]
     if isinstance(model, LlamaConfig):
         names += ["n_kv_head", "n_hidden"]
@@ -177,12 +185,12 @@ def _check_tensor(model: ModelConfig, tp: int) -> list[str]:
     return problems
 
 
-def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:
+def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> list[str]:
     problems = []
-    count, parts = stages(backend, whole.pp), microbatches(cfg, backend, whole.pp)
+    count, parts = stages(backend, at.pp), microbatches(cfg, backend, at.pp)
     if count > cfg.model.n_layer:
         problems.append(
-            f"a pipeline of {count} stages (backend.pp={whole.pp}, backend.schedule={backend.schedule}) needs as many "
+            f"a pipeline of {count} stages (backend.pp={at.pp}, backend.schedule={backend.schedule}) needs as many "
             f"blocks, but model.n_layer={cfg.model.n_layer}: use a smaller backend.pp, or a deeper model"
         )
     if cfg.model.batch_size % parts:
@@ -190,35 +198,38 @@ def _check_pipeline(cfg: Config, backend: PPConfig, whole: Layout) -> list[str]:
             f"backend.microbatches={parts} does not divide model.batch_size={cfg.model.batch_size}: "
             f"use {math.gcd(cfg.model.batch_size, parts)}, or another model.batch_size"
         )
-    in_all = parts * accumulation(cfg, whole.dp)
-    if backend.schedule != "GPipe" and in_all % whole.pp:
+    total = parts * accumulation(cfg, at.dp)
+    if backend.schedule != "GPipe" and total % at.pp:
         problems.append(
-            f"backend.schedule={backend.schedule} needs a multiple of backend.pp={whole.pp} micro-batches in a step, "
-            f"not {in_all}: change model.batch_size, optimizer.gas or backend.microbatches, or use GPipe"
+            f"backend.schedule={backend.schedule} needs a multiple of backend.pp={at.pp} micro-batches in a step, "
+            f"not {total}: change model.batch_size, optimizer.gas or backend.microbatches, or use GPipe"
         )
-    if backend.schedule in ZERO_BUBBLE:
-        others = {"backend.shard": whole.shard, "backend.tp": whole.tp}
-        problems += [
-            f"backend.schedule={backend.schedule} splits the backward pass in two, which {key}={size} cannot: "
-            f"use {key}=1, or backend.schedule=1F1B"
-            for key, size in others.items()
-            if size > 1
-        ]
-        if cfg.train.compile:
-            problems.append(
-                f"backend.schedule={backend.schedule} splits the backward pass in two, which compiled blocks cannot: "
-                "use train.compile=false, or backend.schedule=1F1B"
-            )
-        if cfg.train.activation_checkpointing != "none":
-            problems.append(
-                f"backend.schedule={backend.schedule} splits the backward pass in two, which would compute "
-                "checkpointed activations twice: use train.activation_checkpointing=none, or backend.schedule=1F1B"
-            )
-    return problems
+    return problems + (_check_zero_bubble(cfg, backend, at) if backend.schedule in ZERO_BUBBLE else [])
+
+
+def _check_zero_bubble(cfg: Config, backend: PPConfig, at: Layout) -> list[str]:
+    """Check for what a backward pass in two parts, inputs before weights, does not support."""
+    train = cfg.train
+    conflicts = [
+        (at.shard > 1, f"backend.shard={at.shard} cannot", "backend.shard=1"),
+        (at.tp > 1, f"backend.tp={at.tp} cannot", "backend.tp=1"),
+        (train.compile, "compiled blocks cannot", "train.compile=false"),
+        (
+            train.activation_checkpointing != "none",
+            "would recompute checkpointed activations twice",
+            "train.activation_checkpointing=none",
+        ),
+    ]
+    return [
+        f"backend.schedule={backend.schedule} splits the backward pass in two, which {reason}: "
+        f"use {remedy}, or backend.schedule=1F1B"
+        for is_conflict, reason, remedy in conflicts
+        if is_conflict
+    ]
 
 
 def _check_deepspeed(cfg: Config, backend: DeepSpeedConfig, ranks: int | None) -> list[str]:
-    """Look for the package, and for contradictions in a ds_config file, as far as ``ranks`` is known to be good."""
+    """Check that the package is installed, and a ds_config file; ``ranks`` is None if their number is unsuitable."""
     problems = []
     if importlib.util.find_spec("deepspeed") is None:
         problems.append(

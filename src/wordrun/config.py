@@ -168,12 +168,12 @@ class DataConfig(Section):
     """Begin each sequence where a document begins, if one does in its stretch of the tokens."""
     mask_documents: bool = False
     """Let each token attend to those of its own document alone, and not to the one before in the same sequence."""
-    ahead: int = 2
-    """Steps whose batches a thread builds while the current one computes."""
+    prefetch: int = 2
+    """Number of steps whose batches are prepared in advance, by a thread; 0: none."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("data.kind", self.kind, ["file", "download", "sample", "hf", "shards", "mix"])
+        problems = one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
         problems += one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind in ("file", "download") and not self.path:
             problems.append(f"data={self.name} needs data.path=FILE, a text file")
@@ -185,7 +185,7 @@ class DataConfig(Section):
             problems.append(f"data={self.name} needs data.dataset=NAME of a Hugging Face data set, or a FOLDER")
         if not 0 < self.val_fraction < 1:
             problems.append(f"data.val_fraction={self.val_fraction} should be between 0 and 1")
-        problems += positive("data", self, "shard_mb", "workers") + not_negative("data", self, "ahead")
+        problems += positive("data", self, "shard_mb", "workers") + not_negative("data", self, "prefetch")
         return problems + self._mix_problems()
 
     def _mix_problems(self) -> list[str]:
@@ -699,11 +699,18 @@ PARTS: dict[str, dict[str, Part]] = {
         "llama": Part(LlamaConfig, "wordrun.model.llama:Llama"),
     },
     "tokenizer": {
-        "char": Part(TokenizerConfig, "wordrun.data.tokenizers:CharTokenizer"),
-        "byte": Part(TokenizerConfig, "wordrun.data.tokenizers:ByteTokenizer"),
-        "gpt2": Part(GPT2TokenizerConfig, "wordrun.data.subword:GPT2Tokenizer"),
-        "bpe": Part(BPETokenizerConfig, "wordrun.data.subword:BPETokenizer"),
-        "hf": Part(HFTokenizerConfig, "wordrun.data.subword:HFTokenizer"),
+        "char": Part(TokenizerConfig, "wordrun.data.tokenizers.char:CharTokenizer"),
+        "byte": Part(TokenizerConfig, "wordrun.data.tokenizers.char:ByteTokenizer"),
+        "gpt2": Part(GPT2TokenizerConfig, "wordrun.data.tokenizers.subword:GPT2Tokenizer"),
+        "bpe": Part(BPETokenizerConfig, "wordrun.data.tokenizers.subword:BPETokenizer"),
+        "hf": Part(HFTokenizerConfig, "wordrun.data.tokenizers.subword:HFTokenizer"),
+    },
+    "data": {
+        "file": Part(DataConfig, "wordrun.prepare.sources.files:FileSource"),
+        "download": Part(DataConfig, "wordrun.prepare.sources.download:DownloadSource"),
+        "sample": Part(DataConfig, "wordrun.prepare.sources.sample:SampleSource"),
+        "hf": Part(DataConfig, "wordrun.prepare.sources.hub:HubSource"),
+        "shards": Part(DataConfig, "wordrun.prepare.sources.shards:ShardSource"),
     },
     "backend": {
         "ddp": Part(DDPConfig, "wordrun.backend.ddp:DDPBackend"),
@@ -731,7 +738,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "pyinstrument": Part(PyinstrumentConfig, "wordrun.train.profile:profiled"),
     },
 }
-"""Every part that a config can choose: kind (a config group) to name to options and code."""
+"""Every part that a config can choose: kind (a config group) to name (for data, of data.kind) to options and code."""
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {
     **{kind: {name: part.options for name, part in parts.items()} for kind, parts in PARTS.items()},
@@ -744,6 +751,11 @@ BACKENDS = tuple(part.options.name for part in PARTS["backend"].values())
 """The names that train.backend takes."""
 
 
+def value_text(value: Any) -> str:
+    """Return ``value`` as it is written on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def part_of(kind: str, options: Section) -> Part:
     """Return the entry of ``PARTS[kind]`` whose options these are."""
     found = {name: part for name, part in PARTS[kind].items() if part.options is type(options)}
@@ -751,7 +763,7 @@ def part_of(kind: str, options: Section) -> Part:
     return found.get(str(getattr(options, "name", "")).lower()) or next(iter(found.values()))
 
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"data.ahead": "data.prefetch"}
 """Options that have a better name now, old to new; the old names are accepted until the next release."""
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "run_dir")

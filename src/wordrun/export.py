@@ -1,4 +1,4 @@
-"""``python -m wordrun.export run=DIR``: a checkpoint as a folder that transformers loads, or as weights alone."""
+"""``wordrun export run=DIR``: a checkpoint as a folder that transformers loads, or as weights alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wordrun.arguments import run
 from wordrun.config import DTYPES
 from wordrun.errors import ConfigError, UserError
-from wordrun.words import describe, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,53 +21,43 @@ if TYPE_CHECKING:
     from wordrun.checkpoint.saved import Saved
 
 USAGE = """\
-Write a checkpoint as a folder of Hugging Face's form: model.safetensors, config.json and the tokenizer.
+Export a checkpoint to Hugging Face format: model.safetensors, config.json and the tokenizer.
 
-  python -m wordrun.export run=outputs/latest
-  python -m wordrun.export run=outputs/latest checkpoint=best out=my-model dtype=bf16
-  python -m wordrun.export run=outputs/latest form=checkpoint out=weights
+  wordrun export run=outputs/latest
+  wordrun export run=outputs/latest checkpoint=best out=my-model dtype=bf16
+  wordrun export run=outputs/latest form=checkpoint out=weights
 
-transformers loads it by AutoModelForCausalLM.from_pretrained(DIR) and AutoTokenizer.from_pretrained(DIR), and another
-run begins with its weights by train.init_from=hf:DIR. form=checkpoint writes wordrun's own format, weights alone and in
-fp32: what DeepSpeed's engine has saved in its own way can then be read without it. docs/generate.md says more.
+Load the result with AutoModelForCausalLM.from_pretrained(DIR) and AutoTokenizer.from_pretrained(DIR), or start another
+run from its weights with train.init_from=hf:DIR. form=checkpoint writes fp32 weights in wordrun's own format instead,
+which makes a DeepSpeed checkpoint readable without DeepSpeed. See docs/generate.md for details.
 """
 
 
 @dataclass
 class ExportConfig:
-    """Which checkpoint, and where to."""
+    """The checkpoint, and where and how to write it."""
 
     run: str = "outputs/latest"
-    """The run directory, or one checkpoint in it."""
+    """Run directory, or one checkpoint in it."""
     out: str | None = None
-    """The folder to write, which must not be there; null: FORM/step-NUMBER in the run directory."""
+    """Folder to create, which must not exist; null: FORM/step-NUMBER in the run directory."""
     form: str = "huggingface"
-    """huggingface, or checkpoint for train.init_from, wordrun.generate and wordrun.export."""
+    """huggingface, or checkpoint for train.init_from, wordrun generate and wordrun export."""
     checkpoint: str = "latest"
-    """latest, best, or the number of steps after which it was made."""
+    """latest, best, or a step."""
     dtype: str = "fp32"
-    """Type of the weights in the file: fp32, bf16 or fp16."""
+    """Precision of the exported weights: fp32, bf16 or fp16."""
     shard_gb: float = 4.0
-    """Largest file of weights in GB (10^9 bytes), as long as no single weight is larger; so much memory is needed."""
+    """Largest weights file in GB (10^9 bytes), unless a single weight is larger; export needs this much memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(words):
-        print("\n".join([USAGE, "Options:", *describe(ExportConfig)]))
-        return 0
-    try:
-        options, _ = parse(ExportConfig, words)
-        print(export(options))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 0
+    return run(ExportConfig, USAGE, lambda options: print(export(options)), argv)
 
 
 def export(options: ExportConfig) -> Path:
-    """Write the folder that ``options`` ask for, and return it.
+    """Write the folder that ``options`` ask for, and return its path.
 
     Raises:
         ConfigError: names every impossible value.
@@ -81,27 +71,27 @@ def export(options: ExportConfig) -> Path:
     if not options.shard_gb > 0:
         problems.append(f"shard_gb={options.shard_gb:g} should be above 0")
     if options.out is not None and Path(options.out).exists():
-        problems.append(f"out={options.out} is there already: remove it, or choose another folder")
+        problems.append(f"out={options.out} already exists: remove it, or choose another folder")
     if problems:
         raise ConfigError("\n".join(problems))
-    # Not at the top: --help and mistakes should not wait for torch.
+    # Not at the top: --help and error messages should not wait for torch.
     from wordrun.checkpoint.saved import find
 
     saved = find(Path(options.run), options.checkpoint)
     out = Path(options.out or saved.folder.parent.parent / options.form / saved.folder.name)
     if out.exists():
-        raise ConfigError(f"{out} is there already: remove it, or choose another folder by out=DIR")
-    draft = out.with_name(f".{out.name}.new")  # an interrupted export is never taken for a whole one
+        raise ConfigError(f"{out} already exists: remove it, or choose another folder with out=DIR")
+    draft = out.with_name(f".{out.name}.new")  # an interrupted export is never mistaken for a complete one
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it reads its own
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it reads its checkpoints
             if options.form == "checkpoint":
                 write_weights_alone(draft, saved)
             else:
                 write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
                 write_texts(draft, saved, DTYPES[options.dtype])
-        for file in draft.glob("*.safetensors"):  # which only the owner may read as it comes from the library
+        for file in draft.glob("*.safetensors"):  # the library makes them readable only by the owner
             file.chmod((draft / "config.json").stat().st_mode)
         draft.rename(out)
     except OSError as error:
@@ -123,7 +113,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
     model = meta_model(cfg, saved.vocab_size)
     shards: list[list[str]] = [[]]
     room = limit
-    # Without memory first: the name of a file says how many there are.
+    # Plan the files on the meta model first: each name states how many there are.
     for name, shape in model.state_dict().items():
         if model.tied and name == "head.weight":
             continue
@@ -150,7 +140,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
 def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and the tokenizer's files."""
     from wordrun.backend.precision import TORCH_DTYPES
-    from wordrun.data.huggingface import tokenizer_json
+    from wordrun.data.tokenizers.huggingface import tokenizer_json
     from wordrun.model import meta_model
     from wordrun.model.huggingface import huggingface_config
 
@@ -162,12 +152,12 @@ def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
     _write_json(folder / "tokenizer.json", tokenizer)
     _write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
-        "clean_up_tokenization_spaces": False,  # a blank before a comma is text, too
+        "clean_up_tokenization_spaces": False,  # a space before a comma is part of the text
     })  # fmt: skip
 
 
 def write_weights_alone(folder: Path, saved: Saved) -> None:
-    """Write the weights of ``saved`` as a checkpoint that any backend can begin with, but no run can continue."""
+    """Write the weights of ``saved`` as a checkpoint that any backend can start from, but no run can resume."""
     from wordrun.checkpoint import folder as folders
     from wordrun.checkpoint import shards
     from wordrun.checkpoint.saved import MODEL

@@ -1,4 +1,4 @@
-"""``python -m wordrun.generate run=DIR prompt=TEXT``: text from a run's checkpoint, shown while it is written."""
+"""``wordrun generate run=DIR prompt=TEXT``: stream text from a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wordrun.arguments import run
 from wordrun.config import DTYPES
-from wordrun.errors import ConfigError, UserError
-from wordrun.words import describe, parse
+from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -22,45 +22,45 @@ if TYPE_CHECKING:
     from wordrun.model import Transformer
 
 USAGE = """\
-Let a trained model write.
+Generate text from a trained model.
 
-  python -m wordrun.generate run=outputs/latest prompt="ROMEO:"
-  python -m wordrun.generate run=outputs/latest prompt=$'First line\\nSecond line\\n' length=200 temperature=0.5
-  python -m wordrun.generate run=outputs/latest prompt="ROMEO:" num_samples=3 top_k=null top_p=0.9
-  python -m wordrun.generate run=outputs/latest checkpoint=best prompt="ROMEO:" seed=7 > sample.txt
+  wordrun generate run=outputs/latest prompt="ROMEO:"
+  wordrun generate run=outputs/latest prompt=$'First line\\nSecond line\\n' length=200 temperature=0.5
+  wordrun generate run=outputs/latest prompt="ROMEO:" num_samples=3 top_k=null top_p=0.9
+  wordrun generate run=outputs/latest checkpoint=best prompt="ROMEO:" seed=7 > sample.txt
 
-The text goes to the standard output as it is written, everything else to the standard error. The same options give the
-same text. docs/generate.md says more.
+The text is streamed to standard output, everything else goes to standard error. The same options produce the same text.
+See docs/generate.md for details.
 """
 
 
 @dataclass
 class GenerateConfig:
-    """Which model, and how it writes."""
+    """The model, and how to sample from it."""
 
     run: str = "outputs/latest"
-    """The run directory, or one checkpoint in it."""
+    """Run directory, or one checkpoint in it."""
     prompt: str = "\n"
-    """What the text begins with; a line break is written $'\\n' in the shell."""
+    """Text to continue; in the shell, write a line break as $'\\n'."""
     length: int = 500
-    """Tokens to add to the prompt."""
+    """Tokens to generate after the prompt."""
     num_samples: int = 1
-    """Texts to write, all at once: the first is shown while it is written, the others after it."""
+    """Number of texts, generated as one batch: the first is streamed, the others follow it."""
     temperature: float = 0.8
-    """Divides the logits: below 1 is safer, above 1 wilder."""
+    """Sampling temperature; lower is more deterministic."""
     top_k: int | None = 200
-    """Draw from this many likeliest tokens; 1: always the likeliest; null: from all."""
+    """Sample from the k most likely tokens; 1 is greedy decoding, null is no limit."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens that have this probability together."""
+    """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
     seed: int = 1337
-    """Of the draws."""
+    """Random seed for sampling."""
     slide: int = 1
-    """Tokens to leave out of the beginning, each time that the text has outgrown model.block_size. The model then reads
-    the rest anew: with 1 for every token, which is slow; a quarter of block_size is fast, and shows it less."""
+    """Tokens to drop from the beginning of the context when it is full (model.block_size). The rest is then recomputed:
+    with 1 that happens for every token, which is slow; a quarter of block_size is fast but shortens the context."""
     checkpoint: str = "latest"
-    """latest, best, or the number of steps after which it was made."""
+    """latest, best, or a step."""
     device: str = "auto"
-    """auto (the accelerator if there is one), cpu, cuda or xpu."""
+    """auto (an accelerator if there is one), cpu, cuda or xpu."""
     dtype: str = "auto"
     """Precision of weights and computation: fp32, bf16, fp16, or auto (bf16 where the device is fast at it, else
     fp32)."""
@@ -68,49 +68,46 @@ class GenerateConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(words):
-        print("\n".join([USAGE, "Options:", *describe(GenerateConfig)]))
-        return 0
     try:
-        options, _ = parse(GenerateConfig, words)
-        check(options)
-        write(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        return run(GenerateConfig, USAGE, write, argv)
     except KeyboardInterrupt:
         print(flush=True)
         return 130
-    except BrokenPipeError:  # whoever reads has seen enough; at the end Python would try to write once more
+    except BrokenPipeError:  # the reader has closed the pipe; Python would try to write once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
 
 
 def check(options: GenerateConfig) -> None:
-    """Refuse impossible values, all of them at once."""
+    """Raise one ConfigError that names every impossible value."""
     o = options
     wrong = {
-        "prompt is empty: begin with something, such as a line break (prompt=$'\\n')": not o.prompt,
+        "prompt is empty: start with some text, such as a line break (prompt=$'\\n')": not o.prompt,
         f"length={o.length} should be at least 0": o.length < 0,
         f"num_samples={o.num_samples} should be at least 1": o.num_samples < 1,
-        f"temperature={o.temperature:g} should be above 0; for the likeliest token always, use top_k=1": not (
+        f"temperature={o.temperature:g} should be above 0; for greedy decoding use top_k=1": not (
             0 < o.temperature < float("inf")
         ),
-        f"top_k={o.top_k} should be at least 1; for all tokens, use top_k=null": o.top_k is not None and o.top_k < 1,
+        f"top_k={o.top_k} should be at least 1; for no limit use top_k=null": o.top_k is not None and o.top_k < 1,
         f"top_p={o.top_p:g} should be above 0 and at most 1": not 0 < o.top_p <= 1,
         f"slide={o.slide} should be at least 1": o.slide < 1,
         f"device={o.device} should be auto, cpu, cuda or xpu": o.device not in ("auto", "cpu", "cuda", "xpu"),
         f"dtype={o.dtype} should be one of {', '.join(DTYPES)}": o.dtype not in DTYPES,
     }
-    problems = [problem for problem, holds in wrong.items() if holds]
+    problems = [problem for problem, is_wrong in wrong.items() if is_wrong]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def write(options: GenerateConfig) -> None:
-    """Write what ``options`` ask for to the standard output."""
-    # Not at the top: --help and mistakes should not wait for torch.
+    """Generate what ``options`` ask for, to standard output.
+
+    Raises:
+        ConfigError: names every impossible value.
+        UserError: there is no such checkpoint.
+    """
+    check(options)
+    # Not at the top: --help and error messages should not wait for torch.
     import torch
 
     from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
@@ -132,7 +129,7 @@ def write(options: GenerateConfig) -> None:
         prompt = torch.from_numpy(tokenizer.encode(options.prompt))
     except ConfigError as error:
         raise ConfigError(f"prompt: {error}") from None
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it reads its own
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it reads its checkpoints
         model = read_model(saved, device, dtype)
     _say(
         f"{saved.folder}: {saved.config.model.name}, {model.num_parameters():,} parameters, "
@@ -158,7 +155,7 @@ def write(options: GenerateConfig) -> None:
 
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Return the model of a checkpoint, ready to predict, with weights of ``dtype`` on ``device``."""
+    """Return the model of a checkpoint in evaluation mode, with weights of ``dtype`` on ``device``."""
     from wordrun.model import meta_model
 
     model = meta_model(saved.config.model, saved.vocab_size)
@@ -171,23 +168,23 @@ def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transf
 
 
 class Screen:
-    """Shows a text that comes token by token, a character as soon as all of it is there."""
+    """Prints text token by token, each character as soon as all of its bytes have arrived."""
 
     def __init__(self, decode: Callable[[Any], str]) -> None:
         self.decode = decode
-        self.waiting: list[int] = []
+        self.held_back: list[int] = []
 
     def __call__(self, tokens: Sequence[int]) -> None:
-        """Show ``tokens``; of one that is a part of a character, nothing until the rest of it comes."""
-        self.waiting += tokens
-        text = self.decode(self.waiting)
+        """Print ``tokens``; an incomplete character is held back until the rest of it arrives."""
+        self.held_back += tokens
+        text = self.decode(self.held_back)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text, end="", flush=True)
-            self.waiting = []
+            self.held_back = []
 
     def end(self) -> None:
-        """Show what is still waiting, and end the line."""
-        print(self.decode(self.waiting) if self.waiting else "", flush=True)
+        """Print what was held back, and end the line."""
+        print(self.decode(self.held_back) if self.held_back else "", flush=True)
 
 
 def _title(number: int, options: GenerateConfig) -> str:

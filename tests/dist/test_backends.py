@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import memory_peak
 import pytest
 import torch
 
@@ -224,10 +226,10 @@ import json, sys
 from functools import partial
 import torch
 import wordrun
+from memory_peak import peak
 from wordrun import backend, dist
 from wordrun.checks import check
 from wordrun.model import meta_model
-from wordrun.plan.measure import peak
 from wordrun.train.optim import adamw
 
 with dist.session(device="cpu") as world:
@@ -244,6 +246,7 @@ with dist.session(device="cpu") as world:
 
 def test_no_rank_ever_holds_the_whole_model(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "build.py").write_text(BUILD)
+    shutil.copy(memory_peak.__file__, tmp_path)
     n_layer, n_embd = 16, 64
     words = ["data=sample", f"model.n_layer={n_layer}", f"model.n_embd={n_embd}", "train.dtype=fp32", "train.backend=FSDP"]
     done = ranks(2, "build.py", *words, under="fork")

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from wordrun.composer import compose
-from wordrun.plan import memory
-from wordrun.plan.options import PlanConfig, machine
-from wordrun.plan.ways import Planner
+from wordrun.plan.candidates import Planner
+from wordrun.plan.memory import memory
+from wordrun.plan.options import PlanConfig, hardware
+from wordrun.plan.shapes import shapes_of
 
 VOCAB = 97  # a prime: no number of ranks divides it
 SMALL = [
@@ -86,12 +87,14 @@ def test_states_are_those_of_the_plan_to_the_byte(n: int, ranks: Any, tmp_path: 
 
 
 def plan(words: list[str], n: int, rank: int) -> tuple[dict[str, float], bool]:
-    """Return what the plan says of ``rank``, and whether its shares are the first, which are the largest."""
+    """Return the plan for ``rank``, and whether its shards are the first, which are the largest."""
     cfg = compose(words)
-    model = memory.read(cfg.model, VOCAB, on_cpu=True)
-    way = Planner(cfg, model, machine(PlanConfig(devices=n, per_node=n, device="cpu"))).way("as asked", cfg.backend)
-    need = memory.memory(model, way, "none", place=way.layout.index(rank, "pp"))
-    is_first = way.layout.index(rank, "shard") == way.layout.index(rank, "tp") == 0
+    model = shapes_of(cfg.model, VOCAB)
+    planner = Planner(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
+    strategy = planner.strategy("as asked", cfg.backend)
+    layout = strategy.layout
+    need = memory(model, strategy, "none", pp_rank=layout.index(rank, "pp"))
+    is_first = layout.index(rank, "shard") == layout.index(rank, "tp") == 0
     return {name: getattr(need, name) for name in ("parameters", "gradients", "optimizer")}, is_first
 
 

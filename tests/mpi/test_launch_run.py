@@ -14,9 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from conftest import Start
 
 pytestmark = pytest.mark.mpi
 
@@ -69,34 +72,20 @@ def launch(cwd: Path, *words: str, timeout: float = 60, **extra: Any) -> subproc
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(start: Start) -> Iterator[Start]:
     """Start launch without waiting for it; what still runs at the end of the test is ended."""
     jobs: list[subprocess.Popen[str]] = []
 
     def begin(cwd: Path, *words: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        jobs.append(
-            subprocess.Popen(
-                [LAUNCH, *words],
-                cwd=cwd,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-            )
-        )
+        jobs.append(start(LAUNCH, *words, cwd=cwd, env=environment(), stdin=subprocess.DEVNULL))
         return jobs[-1]
 
     yield begin
     for job in jobs:
-        with job:
-            job.kill()
+        job.kill()
+        job.wait()
         for status_dir in Path(os.environ.get("TMPDIR") or "/tmp").glob(f"wordrun-launch-{job.pid}-*"):
             shutil.rmtree(status_dir)  # a killed launch cannot
-
-
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def wait_for(job: subprocess.Popen[str], text: str, times: int) -> str:
@@ -104,7 +93,7 @@ def wait_for(job: subprocess.Popen[str], text: str, times: int) -> str:
     seen = ""
     while seen.count(text) < times:
         line = job.stdout.readline()
-        assert line, f"the job ended after {seen!r}"
+        assert line, f"the job ended after {seen!r}: {job.communicate()[1]}"
         seen += line
     return seen
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wordrun.data.sample import sample_text
 from wordrun.prepare.cli import main
+from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
 
 Ranks = Callable[..., Any]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from conftest import Start
 
 SMOKE = ["data=sample", "train=smoke", "tracker=jsonl", "train.max_iters=4", "model.n_layer=2", "model.n_embd=32"]
 
@@ -131,10 +133,11 @@ def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_ends_the_run_after_a_whole_step(number: signal.Signals, status: int, tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_after_a_whole_step(
+    number: signal.Signals, status: int, start: Start, tmp_path: Path
+) -> None:
     words = [*SMOKE, "train.max_iters=100000", "train.eval_interval=0", "profiler=pyinstrument"]
-    words = ["launch", "-n", "2", "python", "-m", "wordrun", *words]
-    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    job = start("launch", "-n", "2", "python", "-m", "wordrun", *words, stderr=subprocess.STDOUT)
     assert job.stdout is not None
     for line in job.stdout:
         if "step 5/" in line:
@@ -171,10 +174,11 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_before_the_first_step_asks_for_another_start(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_asks_for_another_start(
+    number: signal.Signals, start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    words = ["launch", "-n", "2", "python", "slow.py", *SMOKE]
-    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    job = start("launch", "-n", "2", "python", "slow.py", *SMOKE, stderr=subprocess.STDOUT)
     assert job.stdout is not None
     begun = 0
     for line in job.stdout:

@@ -65,10 +65,10 @@ def save_run() -> SaveRun:
     from wordrun.checkpoint import folder as folders
     from wordrun.checkpoint import shards
     from wordrun.config import to_plain
-    from wordrun.data.tokenizers import CharTokenizer
+    from wordrun.data.tokenizers.char import CharTokenizer
 
     def save(run: Path, *words: str, step: int = 100, text: str = TEXT) -> Transformer:
-        tokenizer = CharTokenizer.of_text(text)
+        tokenizer = CharTokenizer(text)
         cfg = wordrun.compose([*SMALL, *words])
         model = models.build(cfg.model, tokenizer.vocab_size, seed=step).eval()
         with torch.no_grad():

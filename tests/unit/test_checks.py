@@ -23,7 +23,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP"],
             1,
-            "train.backend=FSDP shares the model among ranks, and there is one: use launch -n 2",
+            "train.backend=FSDP shards the model across ranks, and there is only one: use launch -n 2",
         ),
         (
             ["train.backend=TP", "backend.tp=3"],

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from wordrun import cli, config
 from wordrun.track.jsonl import read
+from wordrun.train.cli import flags, sweep_points
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -127,6 +128,61 @@ def test_launchs_record_moves_into_the_run_directory(
     assert record.resolve() == tmp_path / "here" / "launch.json"  # so that launch can complete it
 
 
+# Commands
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_its_help(name: str, command: Command) -> None:
+    listed = command("wordrun", "--help").stdout
+    assert re.search(rf"^  {name} +\S", listed, re.MULTILINE)
+    done = command(sys.executable, "-m", "wordrun", name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(rf"^  .*wordrun[ .]{'data=' if name == 'train' else name}", done.stdout, re.MULTILINE)
+    assert "Commands (" not in done.stdout
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["pln"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("unknown command 'pln'; did you mean 'plan'? (commands: train, prepare, generate, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_train_is_the_default(small: Words, tmp_path: Path) -> None:
+    assert main(["train", *small("hydra.run.dir=run", "train.sample_tokens=0")]) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_reason"] == "finished"
+
+
+# What depends on Hydra's internals
+
+
+def test_flags_are_those_of_hydra() -> None:
+    from hydra._internal.utils import get_args_parser
+
+    def described(parser: Any) -> dict[str, tuple[Any, ...]]:
+        return {
+            action.dest: (set(action.option_strings), type(action).__name__, action.nargs, action.const)
+            for action in parser._actions
+        }
+
+    assert described(flags()) == described(get_args_parser()), "Hydra's flags have changed: copy them to train/cli.py"
+
+
+def test_points_of_a_sweep_are_those_of_hydras_sweeper() -> None:
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    words = ["a=1,2", "b=x", "c=range(0,3)", "+d='y,z',w", "b=u", "~e"]
+    (batch,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), max_batch_size=None)
+    ours = [[word for word in point if word != "~e"] for point in sweep_points(words)]
+    assert ours == [[word for word in point if not word.startswith("~e")] for point in batch], (
+        "Hydra's sweeper has changed: see sweep_points in train/cli.py"
+    )
+    assert sweep_points(["a=1", "b=glob(*)", "c=1,2"]) == [["a=1"]]
+    assert sweep_points(["a=1", "b=interval(0,1)"]) == [["a=1"]]
+
+
 # Sweeps
 
 
@@ -168,6 +224,6 @@ def test_a_sweep_is_not_for_many_ranks(command: Command, tmp_path: Path) -> None
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     done = command("wordrun", "-m", "train.seed=1,2", **ranks)
     assert done.returncode == 2
-    assert "-m runs its points one after another in one process, but here are 2 ranks" in done.stderr
+    assert "-m runs its points one after another in one process, but there are 2 ranks" in done.stderr
     assert "launch -n 2 python -m wordrun train.seed=$s" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -388,7 +388,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"data": DataConfig("mix", "mix", mix={"a": 1.0, "b": 1e-5})}, ["data.mix.b=1e-05", "raise it to 0.000244"]),
     ({"data__shard_mb": 0}, ["data.shard_mb=0", "at least 1"]),
     ({"data__workers": 0}, ["data.workers=0", "at least 1"]),
-    ({"data__ahead": -1}, ["data.ahead=-1", "negative"]),
+    ({"data__prefetch": -1}, ["data.prefetch=-1", "negative"]),
     ({"tokenizer__name": "cahr"}, ["tokenizer.name=cahr", "did you mean 'char'?"]),
     ({"tokenizer": BPETokenizerConfig(vocab_size=100)}, ["tokenizer.vocab_size=100", "at least 257"]),
     ({"tokenizer": HFTokenizerConfig()}, ["tokenizer=hf", "tokenizer.path=FOLDER"]),

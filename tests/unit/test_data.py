@@ -20,12 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wordrun.config import DataConfig
-from wordrun.data import corpus
-from wordrun.data.loader import FixedSet, Permutation, Sequences
-from wordrun.data.sample import sample_text
-from wordrun.data.sources import Source, locate, read
-from wordrun.data.tokenizers import CharTokenizer
+from wordrun.data.corpus import Opened
+from wordrun.data.fixed_set import FixedSet
+from wordrun.data.order import Permutation, Sequences
+from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.errors import ConfigError, UserError
+from wordrun.prepare.obtain import read_text
+from wordrun.prepare.sources import locate
+from wordrun.prepare.sources.base import Source
+from wordrun.prepare.sources.sample import sample_text
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n"
 
@@ -36,7 +39,7 @@ TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n"
 @settings(max_examples=40)
 @given(st.text(alphabet=st.characters(codec="utf-8"), min_size=1))
 def test_what_is_encoded_can_be_decoded(text: str) -> None:
-    tokenizer = CharTokenizer.of_text(text)
+    tokenizer = CharTokenizer(text)
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert tokenizer.vocab_size == len(set(text))
@@ -44,13 +47,13 @@ def test_what_is_encoded_can_be_decoded(text: str) -> None:
 
 
 def test_tokens_are_numbered_by_code_point() -> None:
-    assert CharTokenizer.of_text("cab").encode("abc").tolist() == [0, 1, 2]
+    assert CharTokenizer("cab").encode("abc").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("text", "absent"), [("Grüße", "üß"), ("z", "z"), ("\x00a", "\\x00"), ("😀", "😀")])
 def test_unknown_characters_are_named(text: str, absent: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        CharTokenizer.of_text("Graeh").encode(text)
+        CharTokenizer("Graeh").encode(text)
     assert absent in str(caught.value)
     assert "vocabulary" in str(caught.value)
 
@@ -202,6 +205,13 @@ def test_a_block_longer_than_the_validation_text_is_refused() -> None:
 # Where the text comes from
 
 
+def read(source: Source) -> str:
+    """Return the text of a source that is one."""
+    item = source.single_text()
+    assert item is not None
+    return "".join(document.text for document in source.documents(item))
+
+
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves the current directory without a word."""
 
@@ -308,9 +318,10 @@ def test_downloading_leaves_the_root_logger_alone(served: str, tmp_path: Path) -
         (b"", "empty"),
         (b" \n\n ", "empty"),
         (b"caf\xe9 au lait", "not UTF-8 text (byte 3)"),
-        (bytes(range(256)), "not UTF-8 text (byte 128)"),
+        (bytes(range(1, 256)), "not UTF-8 text (byte 127)"),
+        (bytes(range(256)), "is a binary file"),
         (None, "No such file"),
-        ("folder", "Is a directory"),
+        ("folder", "has no .txt"),
     ],
 )
 def test_a_bad_text_file_is_one_clear_message(content: bytes | str | None, says: str, tmp_path: Path) -> None:
@@ -343,23 +354,37 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # Splits and the sample
 
 
+def in_memory(path: Path) -> Opened:
+    """Return what a run reads of a small text in characters."""
+    source = locate(DataConfig("text", path=str(path)))
+    item = source.single_text()
+    assert item is not None
+    return read_text(source, item)
+
+
 def test_the_last_tenth_is_for_validation(tmp_path: Path) -> None:
     path = tmp_path / "input.txt"
     path.write_text(TEXT * 10)
-    loaded = corpus.load(DataConfig("text", path=str(path)), Source(str(path), str(path)))
-    whole = np.concatenate((loaded.train, loaded.val))
-    assert loaded.tokenizer.decode(whole) == TEXT * 10
-    assert len(loaded.train) == int(0.9 * len(TEXT) * 10)
-    assert loaded.train.dtype == np.uint16
+    tokenizer, train, val = in_memory(path)
+    assert tokenizer.decode(np.concatenate((train[:], val[:]))) == TEXT * 10
+    assert len(train) == int(0.9 * len(TEXT) * 10)
+    assert train.dtype == np.uint16
+
+
+def test_line_breaks_of_windows_are_one_character(tmp_path: Path) -> None:
+    path = tmp_path / "input.txt"
+    path.write_bytes(TEXT.replace("\n", "\r\n").encode() * 10)
+    tokenizer, train, val = in_memory(path)
+    assert tokenizer.decode(np.concatenate((train[:], val[:]))) == TEXT * 10
 
 
 def test_a_vocabulary_beyond_16_bits_is_kept_whole(tmp_path: Path) -> None:
     text = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
     path = tmp_path / "input.txt"
     path.write_text(text, encoding="utf-8")
-    loaded = corpus.load(DataConfig("text", path=str(path)), Source(str(path), str(path)))
-    assert loaded.tokenizer.vocab_size == 70_000
-    assert loaded.tokenizer.decode(loaded.val) == text[-7_000:]
+    tokenizer, _, val = in_memory(path)
+    assert tokenizer.vocab_size == 70_000
+    assert tokenizer.decode(val[:]) == text[-7_000:]
 
 
 def test_the_sample_is_the_same_on_every_machine() -> None:

@@ -1,4 +1,4 @@
-"""Sources in every format, in pieces that together are the whole, and what is wrong with a file said in one message."""
+"""Sources in every format, work items that add up to the complete source, and one message for a file that is wrong."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wordrun.config import DataConfig
-from wordrun.data import documents as docs
-from wordrun.data import hub
-from wordrun.data.documents import Piece, documents, files, pieces
-from wordrun.data.sources import locate
 from wordrun.errors import ConfigError, UserError
+from wordrun.prepare.sources import files, hub, locate
+from wordrun.prepare.sources.base import WorkItem
+from wordrun.prepare.sources.files import FileSource
 
 TEXTS = [f"document {number}: " + "grün " * (number % 7) for number in range(60)]
 
@@ -41,9 +40,9 @@ def write(path: Path, texts: list[str], key: str = "text") -> Path:
 
 
 def read(path: Path | str, **options: Any) -> list[str]:
-    """Return the texts of a source, as all its pieces together have them."""
-    data = DataConfig("mine", path=str(path), **options)
-    return [document.text for piece in pieces(data, locate(data)) for document in documents(piece, data)]
+    """Return the texts of a source, as all its work items together have them."""
+    source = locate(DataConfig("mine", path=str(path), **options))
+    return [document.text for item in source.items() for document in source.documents(item)]
 
 
 # Formats
@@ -77,11 +76,11 @@ def test_halves_of_characters_and_empty_documents_are_left_out(tmp_path: Path) -
     lines=st.lists(st.text(alphabet="aé😀 \n", max_size=12), min_size=1, max_size=12), count=st.integers(1, 9),
     data=st.data(),
 )  # fmt: skip
-def test_pieces_of_a_file_are_the_whole_and_nothing_twice(
+def test_work_items_of_a_file_add_up_to_it(
     lines: list[str], count: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("t") / "a"
-    options = DataConfig(path=str(path))
+    source = FileSource.locate(DataConfig(path=str(path)))
     for kind in ("text", "jsonl"):
         content = "".join(lines) if kind == "text" else "".join(json.dumps({"text": line}) + "\n" for line in lines)
         path.write_text("x" + content if kind == "text" else content, encoding="utf-8", newline="")
@@ -90,7 +89,7 @@ def test_pieces_of_a_file_are_the_whole_and_nothing_twice(
         found = [
             document
             for i in range(count)
-            for document in documents(Piece(i, kind, str(path), cuts[i], cuts[i + 1]), options)
+            for document in source.documents(WorkItem(i, kind, str(path), cuts[i], cuts[i + 1]))
         ]
         if kind == "jsonl":
             assert [document.text for document in found] == [line for line in lines if line]
@@ -101,28 +100,28 @@ def test_pieces_of_a_file_are_the_whole_and_nothing_twice(
 
 
 def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs, "LOOK_FOR_LINE", 10)
+    monkeypatch.setattr(files, "MAX_LINE", 10)
     text = "é" * 50
     path = write(tmp_path / "a.txt", [text])
     cuts = [0, 33, 67, 100]
+    source = FileSource.locate(DataConfig(path=str(path)))
     found = [
         document.text
         for i in range(3)
-        for document in documents(Piece(i, "text", str(path), cuts[i], cuts[i + 1]), DataConfig(path=str(path)))
+        for document in source.documents(WorkItem(i, "text", str(path), cuts[i], cuts[i + 1]))
     ]
     assert "".join(found) == text
     assert len(found) == 3
 
 
-def test_large_files_fall_into_pieces_by_size_alone(tmp_path: Path) -> None:
+def test_large_files_are_divided_by_size_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["x" * 1000] * 3000)
     data = DataConfig(path=str(path), shard_mb=1)
-    parts = pieces(data, locate(data))
-    assert [part.number for part in parts] == [0, 1, 2]
+    assert [item.number for item in locate(data).items()] == [0, 1, 2]
     assert len(read(path, shard_mb=1)) == 3000
     write(tmp_path / "a.parquet", [f"{i}" * 300 for i in range(9000)])
     data = DataConfig(path=str(tmp_path / "a.parquet"), shard_mb=1)
-    assert len(pieces(data, locate(data))) > 1
+    assert len(locate(data).items()) > 1
     assert len(read(tmp_path / "a.parquet", shard_mb=1)) == 9000
 
 
@@ -134,7 +133,7 @@ def test_a_local_hugging_face_data_set_is_read(form: str, tmp_path: Path, monkey
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("wordrun.data.hub.ROWS", 25)
+    monkeypatch.setattr("wordrun.prepare.sources.hub.ROWS", 25)
     folder = tmp_path / "set"
     if form == "files":
         folder.mkdir()
@@ -143,12 +142,12 @@ def test_a_local_hugging_face_data_set_is_read(form: str, tmp_path: Path, monkey
     else:
         table = datasets.Dataset.from_dict({"text": TEXTS})
         (datasets.DatasetDict({"train": table}) if form == "splits" else table).save_to_disk(str(folder))
-    data = DataConfig("mine", "hf", dataset=str(folder))
-    parts = pieces(data, locate(data))
-    assert len(parts) == 3
-    assert [document.text for part in parts for document in documents(part, data)] == TEXTS
+    source = locate(DataConfig("mine", "hf", dataset=str(folder)))
+    items = source.items()
+    assert len(items) == 3
+    assert [document.text for item in items for document in source.documents(item)] == TEXTS
     with pytest.raises(ConfigError, match=r"no column data\.text_key=content, but"):
-        pieces(DataConfig("mine", "hf", dataset=str(folder), text_key="content"), locate(data))
+        locate(DataConfig("mine", "hf", dataset=str(folder), text_key="content")).items()
 
 
 def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +161,7 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
     begin = time.monotonic()
     data = DataConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT")
     with pytest.raises(UserError) as caught:
-        pieces(data, locate(data))
+        locate(data).items()
     wanted = ("data=fineweb", "HuggingFaceFW/fineweb", "login node", "wordrun.prepare data=fineweb", "hf download")
     assert [text for text in wanted if text not in str(caught.value)] == []
     assert time.monotonic() - begin < 20  # the hub's client alone would try for half a minute
@@ -181,17 +180,17 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
         ("a.txt", "Grüße".encode("latin1"), "is not UTF-8 text (byte 2)"),
         ("a.txt", "Grüße".encode("utf-16"), "is a binary file"),
         ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": ', "(line 2) is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "(line 2) is not valid JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"content": "b"}\n', "(line 2) has no text in the field data.text_key=text"),
-        ("a.jsonl", b'{"content": "b", "id": 1}\n', "but the fields content, id"),
-        ("a.jsonl", b'["a"]\n', "but a list"),
+        ("a.jsonl", b'{"content": "b", "id": 1}\n', "only the fields content, id"),
+        ("a.jsonl", b'["a"]\n', "only a list"),
         ("a.jsonl", b'{"text": 3}\n', "has no text in the field"),
         ("a.jsonl", b'{"text": "Gr\xfc\xdfe"}\n', "(line 1) is not UTF-8"),
-        ("a.jsonl.gz", b"no gzip", "is a broken .gz"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999, mtime=0)[:-20], "is a broken .gz"),
-        ("a.jsonl.zst", b"no zst, but long enough", "is broken"),
-        ("a.jsonl.zst", zstandard.ZstdCompressor().compress(b'{"text": "abc"}\n' * 999)[:-9], "is broken"),
-        ("a.parquet", b"PAR1 and no more", "is a broken .parquet"),
+        ("a.jsonl.gz", b"no gzip", "is a damaged .gz"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999, mtime=0)[:-20], "is a damaged .gz"),
+        ("a.jsonl.zst", b"no zst, but long enough", "is damaged"),
+        ("a.jsonl.zst", zstandard.ZstdCompressor().compress(b'{"text": "abc"}\n' * 999)[:-9], "is damaged"),
+        ("a.parquet", b"PAR1 and no more", "is a damaged .parquet"),
         ("a.txt", None, "No such file"),
     ],
 )  # fmt: skip
@@ -208,9 +207,7 @@ def test_a_bad_file_is_one_clear_message(name: str, content: bytes | None, says:
 
 def test_a_parquet_without_the_column_names_those_that_it_has(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", TEXTS)
-    with pytest.raises(
-        ConfigError, match=r"no column of text called data\.text_key=id, but id \(int64\), text \(string\)"
-    ):
+    with pytest.raises(ConfigError, match=r"no text column data\.text_key=id, only id \(int64\), text \(string\)"):
         read(path, text_key="id")
 
 
@@ -219,11 +216,11 @@ def test_a_damaged_parquet_is_one_message(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[40:400] = b"\xff" * 360
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a\.parquet is a broken \.parquet"):
+    with pytest.raises(ConfigError, match=r"a\.parquet is a damaged \.parquet"):
         read(path)
 
 
 @pytest.mark.parametrize(("path", "says"), [("", "has no .txt, .jsonl"), ("*.txt", "matches no file")])
 def test_no_files_are_one_message(path: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        files(f"{tmp_path}/{path}")
+        files.find(f"{tmp_path}/{path}")

@@ -15,13 +15,13 @@ import transformers
 from safetensors import safe_open
 
 from wordrun.checkpoint.saved import find
-from wordrun.data.huggingface import _letters, tokenizer_json
-from wordrun.data.sample import sample_text
-from wordrun.data.tokenizers import CharTokenizer
+from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.data.tokenizers.huggingface import _letters, tokenizer_json
 from wordrun.errors import UserError
 from wordrun.export import main
 from wordrun.model import Transformer
 from wordrun.model.pretrained import open_weights
+from wordrun.prepare.sources.sample import sample_text
 
 SaveRun = Callable[..., Transformer]
 TEXT = "Zwölf  Boxkämpfer \n\tjagen, 'Viktor' quer : über <unk> den großen 🦊 . \u0301\r\n"
@@ -36,7 +36,7 @@ MODELS = {
 @pytest.mark.parametrize("words", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("shard_gb", [4, 4e-6], ids=["one file", "many files"])
 def test_transformers_computes_the_same(words: tuple[str, ...], shard_gb: float, save_run: SaveRun) -> None:
-    run, tokenizer = Path("run"), CharTokenizer.of_text(TEXT)
+    run, tokenizer = Path("run"), CharTokenizer(TEXT)
     ours = save_run(run, *words, text=TEXT)
     assert main([f"run={run}", "out=folder", f"shard_gb={shard_gb}"]) == 0
     assert (len(list(Path("folder").glob("*.safetensors"))) > 3) == (shard_gb < 1)
@@ -59,7 +59,7 @@ def test_transformers_computes_the_same(words: tuple[str, ...], shard_gb: float,
 def test_the_tokenizer_is_the_same(save_run: SaveRun) -> None:
     save_run(Path("run"), text=TEXT)
     assert main(["run=run", "out=folder"]) == 0
-    ours, theirs = CharTokenizer.of_text(TEXT), transformers.AutoTokenizer.from_pretrained("folder")
+    ours, theirs = CharTokenizer(TEXT), transformers.AutoTokenizer.from_pretrained("folder")
     tokens = theirs(TEXT).input_ids
     assert tokens == ours.encode(TEXT).tolist()
     assert theirs.decode(tokens) == TEXT
@@ -85,7 +85,7 @@ def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.Ca
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert main(["run=run", "checkpoint=100"]) == 2
-    assert capsys.readouterr().err == f"{folder} is there already: remove it, or choose another folder by out=DIR\n"
+    assert capsys.readouterr().err == f"{folder} already exists: remove it, or choose another folder with out=DIR\n"
     assert main(["run=run"]) == 0
     assert capsys.readouterr().out == f"{folder.with_name('step-00000200')}\n"
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.Ca
         (["checkpoint=7"], 1, "has no checkpoint 7: there are latest and those after 100 steps"),
         (["dtyp=fp32"], 2, "unknown option 'dtyp'; did you mean 'dtype'?"),
         (["dtype=auto", "shard_gb=0", "out=run"], 2, "dtype=auto should be fp32, bf16 or fp16\nshard_gb=0 should"),
-        (["dtype=auto", "shard_gb=0", "out=run"], 2, "\nout=run is there already: remove it, or choose anoth"),
+        (["dtype=auto", "shard_gb=0", "out=run"], 2, "\nout=run already exists: remove it, or choose another fol"),
         (["out=file/folder"], 1, "cannot write "),
     ],
 )  # fmt: skip
@@ -156,14 +156,14 @@ def test_bytes_become_tokens_of_the_library() -> None:
 
 def test_tokenizers_of_the_library_go_as_they_are() -> None:
     assert tokenizer_json({"kind": "bpe", "eot": 0, "tokenizer": {"model": "m"}}) == ({"model": "m"}, 0)
-    with pytest.raises(UserError, match="the kind words has no form that transformers reads"):
+    with pytest.raises(UserError, match="the kind words cannot be converted"):
         tokenizer_json({"kind": "words"})
 
 
 def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert "  out=null                The folder to write" in said
+    assert "  out=null                Folder to create" in said
     assert max(map(len, said.splitlines())) <= 120
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,11 +15,14 @@ import torch
 
 from wordrun import model as models
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.data.tokenizers import CharTokenizer
+from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.generate import Screen, main
 from wordrun.model import Transformer
 from wordrun.model.cache import Cached, KVCache
 from wordrun.model.generate import draw, generate
+
+if TYPE_CHECKING:
+    from conftest import Start
 
 V = 23
 BLOCK = 16
@@ -230,8 +232,8 @@ def test_the_other_precision_and_the_model_are_named_beside_the_text(
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
         (["prompt="], 2, "prompt= has no value"),
         (["lenght=3", "top_k=x"], 2, "unknown option 'lenght'; did you mean 'length'?\ntop_k=x should be a whole"),
-        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for the likeliest"),
-        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for all tokens, use top_k="),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for greedy"),
+        (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for no limit use top_k="),
         (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_p=1.5 should be above 0 and at most 1\n"),
         (["length=-1", "num_samples=0"], 2, "length=-1 should be at least 0\nnum_samples=0 should be at least 1\n"),
         (["slide=0", "device=gpu", "dtype=fp8"], 2, "slide=0 should be at least 1\ndevice=gpu should be auto, cpu,"),
@@ -249,33 +251,27 @@ def test_mistakes_are_named(
 def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert "  num_samples=1           Texts to write" in said
+    assert "  num_samples=1           Number of texts" in said
     assert max(map(len, said.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("by", ["ctrl-c", "head"])
-def test_text_is_shown_while_it_is_written_until_it_is_enough(run: Path, by: str) -> None:
+def test_text_is_shown_while_it_is_written_until_it_is_enough(run: Path, by: str, start: Start) -> None:
     words = [f"run={run}", "prompt=fox", "length=1000000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "wordrun.generate", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # Of a suite that runs in the background the shell lets all commands ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(10).startswith(b"fox")
-        if by == "head":
-            process.stdout.close()
-            assert b"Traceback" not in process.stderr.read()
-            assert process.wait(60) == 0
-        else:
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-            assert process.returncode == 130
-            assert out.endswith(b"\n")
-            assert b"Traceback" not in err
+    process = start(sys.executable, "-m", "wordrun.generate", *words)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(10).startswith("fox")
+    if by == "head":
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(60) == 0
+    else:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert out.endswith("\n")
+        assert "Traceback" not in err
 
 
 def test_a_character_is_shown_when_all_of_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "registry": set(),
+    "devices": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
     "ports": set(),
@@ -45,15 +46,15 @@ MAY_USE: dict[str, set[str]] = {
     "compat": set(),
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
-    "train": PARALLEL | {"checkpoint", "backend"},
+    "prepare": CONFIG | {"data", "arguments"},
+    "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
-    "words": {"errors", "config"},
-    "generate": PARALLEL | {"words", "checkpoint", "backend"},
-    "export": PARALLEL | {"words", "checkpoint", "backend"},
-    "plan": PARALLEL | {"words", "backend", "launch"},
-    "prepare": PARALLEL,
-    "cli": PARALLEL | {"backend", "train", "launch"},
+    "arguments": {"errors", "config"},
+    "generate": PARALLEL | {"arguments", "checkpoint", "backend"},
+    "export": PARALLEL | {"arguments", "checkpoint", "backend"},
+    "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
+    "cli": {"errors", "dist"},
     "__main__": {"cli"},
     "": {"composer", "train"},
 }
@@ -88,7 +89,7 @@ def test_imports_go_one_way(module: str) -> None:
 
 def test_the_walk_sees_the_imports_that_are_there() -> None:
     edges = {(layer(module), layer(name)) for module in MODULES for name in imported(module)}
-    assert {("cli", "train"), ("train", "backend"), ("backend", "dist"), ("dist", "errors")} <= edges
+    assert {("train", "composer"), ("train", "backend"), ("backend", "dist"), ("dist", "errors")} <= edges
 
 
 # What starts quickly, or before torch, must not import it; launch has no need of Hydra and NumPy either.
@@ -100,12 +101,13 @@ LIGHT = {
     "wordrun.log": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.composer": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
-    "wordrun.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
+    "wordrun.cli": ("torch", "mpi4py", "hydra", "omegaconf", "numpy", "wandb", "matplotlib"),
+    "wordrun.train.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.generate": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.export": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.prepare.cli": ("torch", "mpi4py", "wandb", "matplotlib"),
-    "wordrun.data.piecework": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
+    "wordrun.prepare.workers": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
     "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 

@@ -10,7 +10,8 @@ import torch
 from wordrun import dist
 from wordrun.backend.base import StepResult
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.train.metrics import LEGEND, PEAK_FLOPS, Meter, device_name, one_line, peak_flops
+from wordrun.devices import DEVICES
+from wordrun.train.metrics import LEGEND, Meter, device_name, one_line, peak_flops
 
 CPU = torch.device("cpu")
 RESULT = StepResult(torch.tensor(2.5), torch.tensor(0.75))
@@ -49,12 +50,12 @@ def test_an_unknown_device_has_no_peak(name: str) -> None:
 
 
 def test_no_longer_name_hides_behind_a_shorter_one() -> None:
-    names = [name for name, _, _ in PEAK_FLOPS]
+    names = [device.model for device in DEVICES]
     assert [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a in b] == []
 
 
 def test_half_precision_is_faster_than_single() -> None:
-    assert all(half > single > 1e12 for _, half, single in PEAK_FLOPS)
+    assert all(d.peak_half > d.peak_fp32 > 1e12 for d in DEVICES if d.peak_half and d.peak_fp32)
 
 
 def meter(ranks: int = 1) -> Meter:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import model as models
 from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, ModelConfig
-from wordrun.data.loader import Batch
+from wordrun.data.batch import Batch
 from wordrun.model import Transformer
 from wordrun.model.generate import generate
 from wordrun.model.llama import rotary_table, rotate

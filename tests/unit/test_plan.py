@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import json
 import math
+import platform
+import re
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
+from memory_peak import peak
+from wordrun import log
 from wordrun import model as models
 from wordrun.backend.native import prepare_blocks
 from wordrun.checks import check
 from wordrun.composer import compose
-from wordrun.config import SCHEDULES, Config, DDPConfig, GPTConfig, LlamaConfig, ModelConfig
-from wordrun.data.loader import Batch
+from wordrun.config import SCHEDULES, BackendConfig, Config, DDPConfig, GPTConfig, LlamaConfig, ModelConfig
+from wordrun.data.batch import Batch
+from wordrun.devices import VARIANTS
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.launch import site as sites
-from wordrun.plan import memory
-from wordrun.plan.cli import main, vocabulary
-from wordrun.plan.measure import peak
-from wordrun.plan.memory import Memory, Weights, in_flight
-from wordrun.plan.options import DEVICES, PlanConfig, machine
-from wordrun.plan.ways import Advice, Estimate, Planner, advise
-from wordrun.words import parse
+from wordrun.plan import show
+from wordrun.plan.activations import saved_tensors
+from wordrun.plan.advice import Advice, advise
+from wordrun.plan.candidates import Estimate, Planner, Unavailable
+from wordrun.plan.cli import USAGE, main, plan
+from wordrun.plan.memory import Memory, memory
+from wordrun.plan.options import PlanConfig, hardware
+from wordrun.plan.shapes import ParameterShape, numel, shapes_of
+from wordrun.plan.strategy import Strategy, bubble, in_flight
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -51,7 +60,8 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
             loss = model.losses(Batch(tokens, tokens)).mean()
         loss.backward()
 
-    passes()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     return peak(passes)
 
 
@@ -64,17 +74,25 @@ older = pytest.mark.skipif(
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_activations_are_those_of_the_measured_peak(shape: str, dtype: str, checkpointing: str) -> None:
+def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: str, checkpointing: str) -> None:
     for vocab_size in (128, 4096):
         cfg = Config(model=SHAPES[shape], backend=DDPConfig())
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
-        model = memory.read(cfg.model, vocab_size, on_cpu=True, bf16=dtype == "bf16")
-        need = memory.memory(model, memory.Way("DDP", cfg, Layout(), on_cpu=True), checkpointing)
+        model = shapes_of(cfg.model, vocab_size)
+        need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
         # One process has buckets beside its gradients; both are there before.
         planned = need.total - need.parameters - need.optimizer - need.gradients - 4 * model.parameters
-        # A CPU without bf16 of its own computes it in copies in fp32; on one that has it the plan is somewhat too high.
-        near = 0.2 if dtype == "fp32" else 0.25
-        assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=near), vocab_size
+        assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
+
+
+@older
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
+def test_activations_are_so_on_a_processor_without_bf16(command: Command) -> None:
+    """There oneDNN multiplies bf16 in other copies, and the peak is another one."""
+    tests = [__file__, "-k", "fifth and gpt2 and bf16", "-q", "-p", "no:cacheprovider"]
+    done = command(sys.executable, "-m", "pytest", *tests, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
 
 
 @older
@@ -82,7 +100,7 @@ def test_activations_are_those_of_the_measured_peak(shape: str, dtype: str, chec
 def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     cfg = Config(model=SHAPES[shape], backend=DDPConfig())
     cfg.train.dtype = "fp32"
-    outline = memory.read(cfg.model, 64, on_cpu=True)
+    tensors = saved_tensors(cfg.model, on_cpu=True, bf16=False)
     block = models.build(cfg.model, 64).blocks["0"]
     B, T, C = cfg.model.batch_size, cfg.model.block_size, cfg.model.n_embd
     own = {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -96,27 +114,27 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(torch.randn(B, T, C, requires_grad=True)).sum()
-    kept = sum(4 * each.width for each in outline.kept if each.needed) + 4 * C
+    kept = sum(4 * each.width for each in tensors if each.needed) + 4 * C
     assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b"])
-def test_parameters_are_those_of_the_outline(name: str) -> None:
+def test_parameters_are_those_of_the_model(name: str) -> None:
     cfg = compose([f"model={name}"])
     whole = models.meta_model(cfg.model, 1000)
-    read = memory.read(cfg.model, 1000, on_cpu=False)
+    read = shapes_of(cfg.model, 1000)
     assert read.parameters == whole.num_parameters()
-    assert memory.numel(read.weights(read.layers)) == whole.num_parameters()
+    assert numel(read.stage(read.layers)) == whole.num_parameters()
     first = models.meta_model(cfg.model, 1000, layers=range(2))
-    assert memory.numel(read.weights(range(2))) == first.num_parameters()
+    assert numel(read.stage(range(2))) == first.num_parameters()
     last = models.meta_model(cfg.model, 1000, layers=[cfg.model.n_layer - 1])
-    assert memory.numel(read.weights([cfg.model.n_layer - 1])) == last.num_parameters()
+    assert numel(read.stage([cfg.model.n_layer - 1])) == last.num_parameters()
 
 
 def test_the_largest_share_has_whole_rows() -> None:
-    assert Weights((10, 4), split=0).numel(tp=3, shard=2) == 2 * 4
-    assert Weights((10, 4), split=1).numel(tp=2, shard=3) == 4 * 2
-    assert Weights((3,)).numel(shard=8) == 1
+    assert ParameterShape((10, 4), tp_dim=0).numel(tp=3, shard=2) == 2 * 4
+    assert ParameterShape((10, 4), tp_dim=1).numel(tp=2, shard=3) == 4 * 2
+    assert ParameterShape((3,)).numel(shard=8) == 1
 
 
 # Pipelines
@@ -152,17 +170,16 @@ def test_passes_in_flight_are_those_of_torchs_schedule(schedule: str, pp: int, r
 def test_bubbles() -> None:
     words = ["data=sample", "train.backend=PP", "model.batch_size=8", "model.n_layer=8"]
 
-    def bubble(*more: str) -> float:
-        cfg = compose([*words, *more])
-        return memory.bubble(memory.Way("PP", cfg, Layout(pp=4, replicate=2)))
+    def idle(*more: str) -> float:
+        return bubble(Strategy("PP", compose([*words, *more]), Layout(pp=4, replicate=2)))
 
     # 8 sequences are 4 micro-batches; the loop's micro-steps flow through the pipeline together.
-    assert bubble("backend.pp=4") == 3 / 7
-    assert bubble("backend.pp=4", "optimizer.gas=3") == 3 / 15
-    assert bubble("backend.pp=4", "backend.schedule=Interleaved1F1B") == 3 / 11
-    assert bubble("backend.pp=4", "backend.schedule=InterleavedZeroBubble") == 1 / 9
-    assert bubble("backend.pp=4", "backend.schedule=ZBVZeroBubble") == 0
-    assert memory.bubble(memory.Way("DDP", compose(["data=sample"]), Layout(replicate=2))) == 0
+    assert idle("backend.pp=4") == 3 / 7
+    assert idle("backend.pp=4", "optimizer.gas=3") == 3 / 15
+    assert idle("backend.pp=4", "backend.schedule=Interleaved1F1B") == 3 / 11
+    assert idle("backend.pp=4", "backend.schedule=InterleavedZeroBubble") == 1 / 9
+    assert idle("backend.pp=4", "backend.schedule=ZBVZeroBubble") == 0
+    assert bubble(Strategy("DDP", compose(["data=sample"]), Layout(replicate=2))) == 0
 
 
 # Communication
@@ -170,25 +187,17 @@ def test_bubbles() -> None:
 
 def estimates(*words: str) -> dict[str, Estimate]:
     """Return the rows of a plan by name."""
-    _, rows = planned(*words)
-    return {row.way.name: row for row in reversed(rows) if isinstance(row, Estimate)}
-
-
-def planned(*words: str) -> tuple[Planner, list[Any]]:
-    options, overrides = parse(PlanConfig, words, prefix="plan.")
-    cfg, devices = compose(overrides), machine(options)
-    planner = Planner(cfg, memory.read(cfg.model, vocabulary(cfg)[0], devices.on_cpu), devices)
-    return planner, planner.rows()
+    return {row.strategy.name: row for row in reversed(plan(words).rows) if isinstance(row, Estimate)}
 
 
 def advice(*words: str) -> Advice:
-    return advise(*planned(*words))
+    return plan(words).advice
 
 
 def test_bytes_sent_are_those_of_the_papers() -> None:
     rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
     sent = {name: row.memory["none"].sent for name, row in rows.items()}
-    count = rows["DDP"].way.cfg.model.n_layer and models.meta_model(rows["DDP"].way.cfg.model, 50257).num_parameters()
+    count = models.meta_model(rows["DDP"].strategy.cfg.model, 50257).num_parameters()
     ring = 7 / 8
     assert sent["DDP"] == pytest.approx(2 * ring * 4 * count)  # a ring's all-reduce of fp32 gradients
     assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * count)  # ZeRO, section 7.1: 2 psi
@@ -237,8 +246,8 @@ def test_zero_shares_what_its_stage_says() -> None:
 def test_the_decision_tree(words: str, name: str, checkpointing: str) -> None:
     found = advice(*words.split())
     assert found.best, found.why
-    assert (found.best.way.name, found.checkpointing) == (name, checkpointing), found.why
-    assert found.best.memory[checkpointing].total <= planned(*words.split())[0].machine.usable
+    assert (found.best.strategy.name, found.checkpointing) == (name, checkpointing), found.why
+    assert found.best.memory[checkpointing].total <= plan(words.split()).planner.hardware.usable
     assert all(found.why)
 
 
@@ -261,28 +270,31 @@ def test_nothing_fits() -> None:
         "model=gpt2_large train.backend=3D backend.pp=2 backend.tp=2 optimizer.gas=2 plan.devices=8",
     ],
 )
-def test_every_way_is_one_that_a_run_accepts(words: str) -> None:
-    planner, rows = planned(*words.split())
+def test_every_strategy_is_one_that_a_run_accepts(words: str) -> None:
+    report = plan(words.split())
+    planner = report.planner
     ours = [word for word in words.split() if not word.startswith(("plan.", "train.backend", "backend.", "optimizer"))]
-    for row in rows:
-        if isinstance(row, Estimate) and not row.way.name.startswith("ZeRO"):
-            cfg = compose([*ours, f"train.global_batch_size={planner.sequences}", *row.way.words])
-            assert cfg.backend == row.way.backend
-            layout = check(cfg, planner.machine.devices, planner.machine.per_node)
-            assert layout == row.way.layout
-            assert layout.dp * cfg.model.batch_size * row.way.gas == planner.sequences
+    for row in report.rows:
+        if isinstance(row, Estimate) and not row.strategy.name.startswith("ZeRO"):
+            cfg = compose([*ours, f"train.global_batch_size={planner.sequences}", *row.strategy.overrides])
+            assert cfg.backend == row.strategy.backend
+            layout = check(cfg, planner.hardware.devices, planner.hardware.per_node)
+            assert layout == row.strategy.layout
+            assert layout.dp * cfg.model.batch_size * row.strategy.gas == planner.sequences
 
 
-def test_a_way_that_is_asked_for_comes_first() -> None:
-    _, rows = planned("model=gpt2", "train.backend=FSDP", "backend.shard=2", "backend.replicate=-1", "plan.devices=8")
-    assert rows[0].way.name == "as asked"
-    assert (rows[0].way.layout.shard, rows[0].way.layout.replicate) == (2, 4)
+def test_a_strategy_that_is_asked_for_comes_first() -> None:
+    words = ("model=gpt2", "train.backend=FSDP", "backend.shard=2", "backend.replicate=-1", "plan.devices=8")
+    first = plan(words).rows[0]
+    assert isinstance(first, Estimate)
+    assert first.strategy.name == "as asked"
+    assert (first.strategy.layout.shard, first.strategy.layout.replicate) == (2, 4)
 
 
 def test_more_saving_needs_less() -> None:
     for row in estimates("model=gpt2_medium", "plan.devices=16").values():
         none, selective, full = (row.memory[kind] for kind in ("none", "selective", "full"))
-        assert none.activations > selective.activations > full.activations > 0, row.way.name
+        assert none.activations > selective.activations > full.activations > 0, row.strategy.name
         assert isinstance(none, Memory)
         assert math.isfinite(none.total)
 
@@ -290,8 +302,31 @@ def test_more_saving_needs_less() -> None:
 def test_aurora_whole_takes_seconds() -> None:
     found = advice("model=gpt3_175b", "plan.site=aurora", f"plan.devices={12 * 10624}")
     assert found.best
-    assert found.best.way.name == "3D"
-    assert found.best.way.layout.size == 127_488
+    assert found.best.strategy.name == "3D"
+    assert found.best.strategy.layout.size == 127_488
+
+
+def test_what_the_plan_does_not_cover_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    class OtherBackend(BackendConfig):  # its name is DDP, so that only the plan can object
+        pass
+
+    class OtherModel(ModelConfig):
+        pass
+
+    found = plan(["model=gpt2"])
+    row = found.planner.first_that_fits("new", [OtherBackend()])
+    assert row == Unavailable("new", "no estimate for train.backend=DDP", "no estimate")
+    show.show(log.console(), replace(found, rows=[row]))
+    assert re.search(r"^new +-.* no estimate *$", capsys.readouterr().out, re.MULTILINE)
+    planner = Planner(found.planner.cfg, replace(found.planner.model, cfg=OtherModel()), found.planner.hardware)
+    rows = planner.rows()
+    assert {row.label for row in rows if isinstance(row, Unavailable)} == {"no estimate"}
+    assert advise(planner, rows).why == ["There is no strategy to recommend, for the reasons above."]
+
+
+def test_a_batch_that_suits_no_strategy_is_no_crash() -> None:
+    found = advice("model=gpt3_13b", "plan.devices=16", "train.backend=3D", "backend.pp=4", "backend.tp=4")
+    assert (found.best, found.why) == (None, ["There is no strategy to recommend, for the reasons above."])
 
 
 # Options
@@ -300,8 +335,8 @@ def test_aurora_whole_takes_seconds() -> None:
 def test_a_site_names_its_devices() -> None:
     for name, path in sites.site_files({}).items():
         site = sites.load(path)
-        assert not site.device or site.device in DEVICES, name
-    polaris = machine(PlanConfig(site="polaris"))
+        assert not site.device or site.device in VARIANTS, name
+    polaris = hardware(PlanConfig(site="polaris"))
     assert (polaris.kind, polaris.devices, polaris.per_node) == ("a100-40", 4, 4)
 
 
@@ -336,7 +371,7 @@ def test_a_backend_that_does_not_suit_the_devices_is_refused(capsys: pytest.Capt
 
 
 def test_any_device_can_be_planned_for_by_its_memory() -> None:
-    assert machine(PlanConfig(device="tomorrow's", memory=512.0)).usable == pytest.approx(0.9 * 512 * 2**30)
+    assert hardware(PlanConfig(device="tomorrow's", memory=512.0)).usable == pytest.approx(0.9 * 512 * 2**30)
 
 
 # The command line
@@ -345,16 +380,16 @@ def test_any_device_can_be_planned_for_by_its_memory() -> None:
 def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=gpt2", "model.batch_size=4", "optimizer.gas=2", "tracker=jsonl", "plan.devices=4"]
     assert main(["--json", *words]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["parameters"] == 124_439_808
-    assert plan["vocabulary"]["size"] == 50257
-    assert "assumed" in plan["vocabulary"]["why"]
-    assert plan["sequences_per_step"] == 32
-    assert plan["advice"]["command"] == [
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 124_439_808
+    assert found["vocabulary"]["size"] == 50257
+    assert "assumed" in found["vocabulary"]["why"]
+    assert found["sequences_per_step"] == 32
+    assert found["advice"]["command"] == [
         "launch", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
     ]  # fmt: skip
-    ddp = next(way for way in plan["ways"] if way["name"] == "DDP")
-    assert ddp["memory"]["none"]["parameters"] == 4 * plan["parameters"]
+    ddp = next(way for way in found["ways"] if way["name"] == "DDP")
+    assert ddp["memory"]["none"]["parameters"] == 4 * found["parameters"]
 
 
 def test_the_plan_as_text(command: Command) -> None:
@@ -368,8 +403,14 @@ def test_the_plan_as_text(command: Command) -> None:
     assert "\n  launch python -m wordrun model=gpt2_xl train.backend=" in done.stdout
 
 
+@pytest.mark.parametrize("line", [line for line in USAGE.splitlines() if line.startswith("  wordrun plan")])
+def test_examples_of_the_help_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()[2:]) == 0
+    assert "launch" in capsys.readouterr().out
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("plan.devices=null", "plan.reserve=0.1", "a100-40 (39.5)", "python -m wordrun.plan model=gpt2_xl"):
+    for word in ("plan.devices=null", "plan.reserve=0.1", "a100-40 (39.5)", "wordrun plan model=gpt2_xl"):
         assert word in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,26 +12,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
 import wordrun
-from wordrun.config import BPETokenizerConfig, Config, DataConfig, TokenizerConfig
-from wordrun.data import corpus, lock, opening, piecework, preparing, workers
+from wordrun.config import BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
-from wordrun.data.documents import documents, pieces
-from wordrun.data.piecework import record_of
-from wordrun.data.sample import sample_text
-from wordrun.data.sources import locate
+from wordrun.data.corpus import open_prepared
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
+from wordrun.prepare import fingerprint, lock, obtain, run, tokenize, workers, writer
 from wordrun.prepare.cli import main
+from wordrun.prepare.sources import locate
+from wordrun.prepare.sources.base import Source
+from wordrun.prepare.sources.download import DownloadSource
+from wordrun.prepare.sources.files import FileSource
+from wordrun.prepare.sources.sample import sample_text
+
+if TYPE_CHECKING:
+    from conftest import Command, Start
 
 BYTE = TokenizerConfig("byte")
 
@@ -51,12 +58,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(texts: Path, folder: Path, tokenizer: TokenizerConfig = BYTE, ranks: int = 1, **options: Any) -> DataConfig:
     """Prepare ``texts`` as that many ranks, threads here, and return the options."""
     data = DataConfig("mine", path=str(texts), prepared=str(folder), **options)
-    plan = preparing.plan(data, tokenizer, locate(data), folder)
+    preparation = run.begin(locate(data), tokenizer, folder)
     failures: list[BaseException] = []
 
     def rank(number: int) -> None:
         try:
-            preparing.execute(plan, World(rank=number, size=ranks, local_rank=number, local_size=ranks))
+            run.execute(preparation, World(rank=number, size=ranks, local_rank=number, local_size=ranks))
         except BaseException as error:
             failures.append(error)
 
@@ -95,9 +102,10 @@ def test_any_number_of_ranks_and_processes_makes_the_same(
 
 def test_nothing_is_lost_and_nothing_twice(texts: Path, tmp_path: Path) -> None:
     data = made(texts, tmp_path / "out")
-    words, train, val = opening.open_prepared(tmp_path / "out", data, BYTE)
+    source = FileSource.locate(data)  # as it was before it was prepared
+    words, train, val = open_prepared(tmp_path / "out", data, BYTE)
     written = sorted(words.decode(split[:]) for split in (train, val))
-    whole = [d.text for piece in pieces(data, locate(data)) for d in documents(piece, data)]
+    whole = [d.text for item in source.items() for d in source.documents(item)]
     together = "".join(written).replace("<|endoftext|>", "")
     assert len(together) == sum(map(len, whole))
     assert sorted(together) == sorted("".join(whole))
@@ -120,10 +128,11 @@ def test_documents_begin_where_the_manifest_says(texts: Path, tmp_path: Path) ->
 def test_a_text_is_split_as_in_memory(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(sample_text()[:50_001])
     data = made(tmp_path / "a.txt", tmp_path / "out", TokenizerConfig("char"))
-    plain = corpus.load(data, locate(data))
-    words, train, val = opening.open_prepared(tmp_path / "out", data, TokenizerConfig("char"))
-    assert words.to_json() == plain.tokenizer.to_json()
-    assert (train[:].tolist(), val[:].tolist()) == (plain.train[:].tolist(), plain.val[:].tolist())
+    source = FileSource.locate(data)
+    expected = obtain.read_text(source, source.items()[0])
+    found = open_prepared(tmp_path / "out", data, TokenizerConfig("char"))
+    assert found[0].to_json() == expected[0].to_json()
+    assert [split[:].tolist() for split in found[1:]] == [split[:].tolist() for split in expected[1:]]
 
 
 def test_long_documents_are_encoded_in_parts_that_no_tokenizer_would_merge(
@@ -132,7 +141,7 @@ def test_long_documents_are_encoded_in_parts_that_no_tokenizer_would_merge(
     (tmp_path / "a.txt").write_text(sample_text()[:60_000])
     cfg = BPETokenizerConfig(vocab_size=500)
     made(tmp_path / "a.txt", tmp_path / "whole", cfg)
-    monkeypatch.setattr(piecework, "CHUNK", 1000)
+    monkeypatch.setattr(tokenize, "CHUNK", 1000)
     made(tmp_path / "a.txt", tmp_path / "parts", cfg)
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
@@ -140,14 +149,14 @@ def test_long_documents_are_encoded_in_parts_that_no_tokenizer_would_merge(
 def test_shards_end_at_a_document_when_they_are_full(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piecework.shards, "SHARD_TOKENS", 5000)
+    monkeypatch.setattr(writer, "SHARD_TOKENS", 5000)
     data = made(texts / "0.jsonl", tmp_path / "out")
     manifest = manifests.load(tmp_path / "out")
     assert [entry.file for entry in manifest.train][:2] == ["train_000000_00.bin", "train_000000_01.bin"]
     assert all(5000 <= entry.tokens < 8000 for entry in manifest.train[:-1])
     monkeypatch.undo()
     made(texts / "0.jsonl", tmp_path / "one")
-    both = [opening.open_prepared(tmp_path / name, replace(data), BYTE)[1][:].tolist() for name in ("out", "one")]
+    both = [open_prepared(tmp_path / name, replace(data), BYTE)[1][:].tolist() for name in ("out", "one")]
     assert both[0] == both[1]
 
 
@@ -159,18 +168,18 @@ def test_what_was_finished_is_not_done_again(texts: Path, tmp_path: Path, monkey
     work_on = workers.work_on
     done: list[int] = []
 
-    def counted(task: str, data: DataConfig, out: Path, mine: Any, count: int) -> Any:
+    def counted(task: str, source: Source, out: Path, mine: Any, count: int) -> Any:
         done.append(len(mine))
-        return work_on(task, data, out, mine, count)
+        return work_on(task, source, out, mine, count)
 
-    def broken_off(task: str, data: DataConfig, out: Path, mine: Any, count: int) -> Any:
-        yield from counted(task, data, out, mine[:3], count)
+    def broken_off(task: str, source: Source, out: Path, mine: Any, count: int) -> Any:
+        yield from counted(task, source, out, mine[:3], count)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(workers, "work_on", broken_off)
     with pytest.raises(KeyboardInterrupt):
         made(texts, folder)
-    assert not opening.is_whole(folder)
+    assert not manifests.is_complete(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
     (folder / ".train_000005_00.bin.host-1").write_bytes(b"half")  # what a killed process leaves
     monkeypatch.setattr(workers, "work_on", counted)
@@ -184,33 +193,33 @@ def test_what_was_finished_is_not_done_again(texts: Path, tmp_path: Path, monkey
 def test_a_shard_that_was_damaged_in_between_is_made_again(texts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     data = DataConfig("mine", path=str(texts), prepared=str(folder))
-    plan = preparing.plan(data, BYTE, locate(data), folder)
-    for piece in plan.pieces[:2]:
-        piecework.run("shards", piece, data, folder, lambda *counts: None)
-    assert preparing.plan(data, BYTE, locate(data), folder).todo["shards"] == [2, 3, 4, 5]
+    source = locate(data)
+    for item in run.begin(source, BYTE, folder).items[:2]:
+        tokenize.process("shards", item, source, folder, lambda *counts: None)
+    assert run.begin(source, BYTE, folder).todo["shards"] == [2, 3, 4, 5]
     os.truncate(folder / "train_000001_00.bin", 2000)
-    assert preparing.plan(data, BYTE, locate(data), folder).todo["shards"] == [1, 2, 3, 4, 5]
-    assert record_of(folder, "shards", 0).exists()
+    assert run.begin(source, BYTE, folder).todo["shards"] == [1, 2, 3, 4, 5]
+    assert tokenize.record_of(folder, "shards", 0).exists()
     other = replace(data, val_fraction=0.2)  # what was made with other settings does not count
-    assert preparing.plan(other, BYTE, locate(other), folder).todo["shards"] == [0, 1, 2, 3, 4, 5]
+    assert run.begin(locate(other), BYTE, folder).todo["shards"] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_killed_preparation_goes_on(texts: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_a_killed_preparation_goes_on(texts: Path, tmp_path: Path, start: Start, command: Command) -> None:
     """The command is killed without warning when some shards are there, and started again."""
     for number in range(20):
         (tmp_path / "in" / f"{number:02d}").mkdir(parents=True)
         (tmp_path / "in" / f"{number:02d}" / "a.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
     words = [sys.executable, "-m", "wordrun.prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
              f"data.prepared={tmp_path / 'out'}", "data.workers=1"]  # fmt: skip
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start(*words, stderr=subprocess.STDOUT)
     while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "out" / "manifest.json").exists()
-    with pytest.raises(ConfigError, match="did not come to its end"):
-        opening.open_prepared(tmp_path / "out", DataConfig(), BYTE)
+    with pytest.raises(ConfigError, match="did not finish"):
+        open_prepared(tmp_path / "out", DataConfig(), BYTE)
     again = command(*words)
     assert again.returncode == 0, again.stderr
     assert main([*words[3:-2], f"data.prepared={tmp_path / 'at once'}"]) == 0
@@ -272,21 +281,21 @@ def test_ranks_that_find_nothing_prepared_have_one_of_them_prepare(
     cfg = config(texts)
     monkeypatch.setattr("wordrun.dist.share", lambda value, world: value or asked[0])
     calls: list[int] = []
-    prepare = preparing.plan
+    begin = run.begin
 
     def counted(*args: Any) -> Any:
         calls.append(1)
         time.sleep(1.0)
-        return prepare(*args)
+        return begin(*args)
 
-    monkeypatch.setattr(preparing, "plan", counted)
-    monkeypatch.setattr(corpus, "TELL_S", 0.2)
+    monkeypatch.setattr(run, "begin", counted)
+    monkeypatch.setattr(lock, "LOG_S", 0.2)
     source = locate(cfg.data)
-    asked = [(source, corpus.identity.folder_of(cfg.data, cfg.tokenizer, source), False)]
+    asked = [(source, None, fingerprint.folder_of(source, cfg.tokenizer))]
     found: list[int] = []
     worlds = [World(0, 3, 0, 2, 0, 2), World(1, 3, 1, 2, 0, 2), World(2, 3, 0, 1, 1, 2)]
     threads = [
-        threading.Thread(target=lambda world: found.append(len(corpus.obtain(cfg, world).train)), args=(world,))
+        threading.Thread(target=lambda world: found.append(len(obtain.obtain(cfg, world).train)), args=(world,))
         for world in worlds
     ]
     with caplog.at_level("INFO", logger="wordrun"):
@@ -297,21 +306,21 @@ def test_ranks_that_find_nothing_prepared_have_one_of_them_prepare(
     assert len(found) == 3
     assert len(set(found)) == 1
     assert calls == [1]
-    assert "waiting for data=text to be prepared, by process" in caplog.text
+    assert "waiting for data=text to be prepared by process" in caplog.text
 
 
 def test_a_large_source_is_not_prepared_unasked(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "UNASKED", 1000)
-    with pytest.raises(UserError, match=r"not prepared .* and large .*launch python -m wordrun\.prepare data=text"):
-        corpus.obtain(config(texts), World())
+    monkeypatch.setattr(obtain, "UNASKED", 1000)
+    with pytest.raises(UserError, match=r"not prepared .* and is large .*launch python -m wordrun\.prepare data=text"):
+        obtain.obtain(config(texts), World())
 
 
 def test_a_run_finds_what_the_command_has_prepared(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["data=text", f"data.path={texts}", "tokenizer=byte"]) == 0
-    monkeypatch.setattr(corpus, "UNASKED", 0)
-    assert len(corpus.obtain(config(texts), World()).train) > 100_000
+    monkeypatch.setattr(obtain, "UNASKED", 0)
+    assert len(obtain.obtain(config(texts), World()).train) > 100_000
     with pytest.raises(UserError, match="not prepared with these options"):
-        corpus.obtain(config(texts, "data.val_fraction=0.2"), World())
+        obtain.obtain(config(texts, "data.val_fraction=0.2"), World())
 
 
 @pytest.mark.parametrize("where", ["data.prepared", "WORDRUN_DATA_HOME"])
@@ -322,24 +331,24 @@ def test_a_folder_that_cannot_be_written_is_one_message(
     monkeypatch.setenv("WORDRUN_DATA_HOME", str(tmp_path / ("file" if where == "WORDRUN_DATA_HOME" else "home")))
     words = [f"data.prepared={tmp_path / 'file' / 'out'}"] if where == "data.prepared" else []
     with pytest.raises(
-        UserError, match=r"cannot write prepared data to .*file.* Choose another place by data\.prepared"
+        UserError, match=r"cannot write prepared data to .*file.* Choose another folder with data\.prepared"
     ):
-        corpus.obtain(config(texts, *words), World())
+        obtain.obtain(config(texts, *words), World())
 
 
 def test_too_little_for_both_splits_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 5)
     with pytest.raises(ConfigError, match=r"no text for the split val: use a larger data\.val_fraction than 0\.1"):
         made(tmp_path / "a.jsonl", tmp_path / "out")
-    assert not opening.is_whole(tmp_path / "out")
+    assert not manifests.is_complete(tmp_path / "out")
 
 
 def test_a_bad_file_among_good_ones_ends_the_preparation(texts: Path, tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "abc"}\n' * 20 if number != 1 else "{")
-    with pytest.raises(UserError, match=r"1\.jsonl \(line 1\) is no JSON"):
+    with pytest.raises(UserError, match=r"1\.jsonl \(line 1\) is not valid JSON"):
         made(tmp_path, tmp_path / "out")
-    assert not opening.is_whole(tmp_path / "out")
+    assert not manifests.is_complete(tmp_path / "out")
 
 
 # The command
@@ -352,8 +361,9 @@ def test_the_command_shows_what_is_there(texts: Path, tmp_path: Path, capfd: pyt
     said = capfd.readouterr().out
     manifest = manifests.load(folder)
     wanted = (
-        f"train: {manifest.tokens('train'):,} tokens", "12 shards are as they were written", "vocabulary: 300 tokens",
-        "most common tokens", "longest documents", "first sequences of a run", f"histograms: {folder / 'inspect.png'}",
+        f"train: {manifest.tokens('train'):,} tokens", "12 shards match their checksums", "vocabulary: 300 tokens",
+        "most frequent tokens", "longest documents", "first training sequences",
+        f"histograms: {folder / 'inspect.png'}",
     )  # fmt: skip
     assert [text for text in wanted if text not in said.replace("\n", " ")] == []
     picture = imread(folder / "inspect.png")
@@ -377,15 +387,15 @@ def test_shards_of_others_are_written_anew(tmp_path: Path) -> None:
     assert (manifest.tokens("train"), manifest.tokens("val")) == (585, 65)
     assert manifest.documents("train") == 90
     cfg = wordrun.compose([*words, "model.block_size=16", f"data.stage={tmp_path / 'stage'}"])
-    found = corpus.obtain(cfg, World())
+    found = obtain.obtain(cfg, World())
     assert np.concatenate([found.train[:], found.val[:]]).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["data=mix", "data.mix={sample: 1}"], "data=mix is prepared part by part: data=sample"),
-        (["data=shards", "data.path=here"], "is read as it is"),
+        (["data=mix", "data.mix={sample: 1}"], "data=mix: prepare its parts one by one, with data=sample"),
+        (["data=shards", "data.path=here"], "can be read without preparation"),
         (["data=text", "data.path=none.txt"], "none.txt cannot be read: No such file"),
         (["data=text"], "needs data.path=FILE"),
     ],
@@ -402,16 +412,144 @@ def test_what_a_tokenizer_learns_from_is_not_read_with_all_around_it(
 ) -> None:
     (tmp_path / "text.txt").write_text("Grüße an alle.\n" * 100_000)
     data = DataConfig("text", path=str(tmp_path / "text.txt"), shard_mb=1)
-    parts, read = pieces(data, locate(data)), []
+    source = locate(data)
+    parts, read = source.items(), []
 
     def decoded(content: bytes, path: str, at: int) -> str:
         read.append(len(content))
         return content.decode()
 
-    monkeypatch.setattr("wordrun.data.documents.decoded", decoded)
-    plan = preparing.Plan(data, BPETokenizerConfig(), locate(data), tmp_path, parts, None)
-    sample = "".join(preparing._sample(plan, 1000))
+    monkeypatch.setattr("wordrun.prepare.sources.files.decoded", decoded)
+    sample = "".join(run._sample(run.Preparation(source, BPETokenizerConfig(), tmp_path, parts, None), 1000))
     assert len(parts) == 2
     assert 900 < len(sample) <= 1000
     assert len(read) == 2
     assert max(read) < 4 * 1000
+
+
+# Workers
+
+
+def by_workers(texts: Path, folder: Path) -> Iterator[list[int]]:
+    """Begin to prepare ``texts`` in two worker processes."""
+    source = locate(DataConfig("mine", path=str(texts), prepared=str(folder)))
+    preparation = run.begin(source, BYTE, folder)
+    return workers.work_on("shards", source, folder, preparation.items, 2)
+
+
+def children() -> set[int]:
+    """Return the ids of the worker processes that this process has started."""
+    return {process.pid or 0 for process in multiprocessing.active_children()}
+
+
+def test_workers_count_what_they_have_done(texts: Path, tmp_path: Path) -> None:
+    counts = list(by_workers(texts, tmp_path / "out"))
+    made(texts, tmp_path / "alone")
+    manifest = manifests.load(tmp_path / "alone")
+    items, documents, tokens, read = counts[-1]
+    assert items == 6
+    assert documents == sum(manifest.documents(split) for split in manifests.SPLITS)
+    assert tokens + documents == sum(manifest.tokens(split) for split in manifests.SPLITS)
+    assert read == sum(path.stat().st_size for path in texts.iterdir())
+    assert all(before <= after for before, after in pairwise(counts))
+    assert children() == set()
+
+
+def test_a_killed_worker_ends_the_preparation_and_is_named(tmp_path: Path) -> None:
+    """A worker that waits for a pipe, as it would for a hanging file system, is killed as for want of memory."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "abc"}\n' * 20)
+    (tmp_path / "c.jsonl.gz").write_bytes(b"not empty")
+    working = by_workers(tmp_path, tmp_path / "out")
+    (tmp_path / "c.jsonl.gz").unlink()
+    os.mkfifo(tmp_path / "c.jsonl.gz")
+    while next(working)[0] < 2:
+        pass
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"a worker process died .*c\.jsonl\.gz \(work item 2\)\. Run the same command"):
+        list(working)
+    assert children() == set()
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number:02d}.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
+    words = ["data=text", f"data.path={tmp_path}", "tokenizer=byte", f"data.prepared={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "wordrun.prepare", *words, "data.workers=2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.001)
+        process.kill()
+        process.communicate(timeout=30)  # the output ends with the last process that can write to it
+
+
+@pytest.mark.parametrize("by", ["file", "stdin"])
+def test_a_script_without_a_main_guard_can_prepare(by: str, texts: Path, tmp_path: Path) -> None:
+    script = f"""
+import wordrun
+from wordrun.dist import World
+from wordrun.prepare.obtain import obtain
+print("once")
+cfg = wordrun.compose(["data=text", "data.path={texts}", "tokenizer=byte", "data.prepared={tmp_path / "out"}"])
+obtain(cfg, World())
+"""
+    (tmp_path / "script.py").write_text(script)
+    command, text = ([str(tmp_path / "script.py")], None) if by == "file" else (["-"], script)
+    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr
+    made(texts, tmp_path / "alone")
+    shards = {name: digest for name, digest in content(tmp_path / "out").items() if name != "manifest.json"}
+    assert shards.items() <= content(tmp_path / "alone").items()
+
+
+# What earlier versions prepared is found and read
+
+
+@pytest.mark.parametrize(
+    ("data", "tokenizer", "name"),
+    [
+        (DataConfig("sample", "sample"), TokenizerConfig("char"), "sample-char-ea16ade173"),
+        (DataConfig("play", "download", "play.txt", "http://x", "ab" * 32, val_fraction=0.2),
+         BPETokenizerConfig(vocab_size=300), "play-bpe-c2042befce"),
+        (DataConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT", val_fraction=0.005),
+         GPT2TokenizerConfig(), "fineweb-gpt2-91bd2687a6"),
+        (DataConfig("mine", "hf", dataset="set", text_key="content", shard_mb=8), BYTE, "mine-byte-4820c2db98"),
+    ],
+)  # fmt: skip
+def test_fingerprints_are_those_of_earlier_versions(
+    data: DataConfig, tokenizer: TokenizerConfig, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    for file in ("a.parquet", "b.parquet"):
+        (tmp_path / "set" / file).write_bytes(b"12345")
+        os.utime(tmp_path / "set" / file, ns=(10**18, 10**18 + 7))
+    source = DownloadSource(data, data.path, "") if data.kind == "download" else locate(data)
+    assert fingerprint.folder_of(source, tokenizer).name == name
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "xxh3"),
+    [
+        (BYTE, (990001, 110000), ("1e9f0280e966b95e07e7b73d8e665909", "afb35a15a390724268765d002c88ec5d")),
+        (TokenizerConfig("char"), (990000, 110000),
+         ("acd87d64e20407df2c7f9bed865e2035", "6b611ccd3dd700c7ef8be29a7e7c57b2")),
+        (BPETokenizerConfig(vocab_size=300), (621508, 69291),
+         ("9a4a3fbbdec9bafd6a194d850aa2da14", "27a701c105d0db732fff355343b05147")),
+    ],
+    ids=lambda value: value.name if isinstance(value, TokenizerConfig) else "",
+)  # fmt: skip
+def test_shards_are_those_of_earlier_versions(
+    tokenizer: TokenizerConfig, tokens: tuple[int, int], xxh3: tuple[str, str], tmp_path: Path
+) -> None:
+    data = DataConfig("sample", "sample", prepared=str(tmp_path / "out"))
+    run.execute(run.begin(locate(data), tokenizer, tmp_path / "out"), World())
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    expected = [
+        {"file": f"{split}_000000_00.bin", "tokens": count, "documents": int(split == "train"), "xxh3": digest}
+        for split, count, digest in zip(manifests.SPLITS, tokens, xxh3, strict=True)
+    ]
+    assert manifest["train"] + manifest["val"] == expected
+    assert list(manifest)[:7] == ["name", "origin", "revision", "settings", "vocab_size", "eot", "tokenizer_sha256"]

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from wordrun.config import DataConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
-from wordrun.data import opening, shards
+from wordrun.data import shards
+from wordrun.data.corpus import open_foreign, open_prepared
 from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.shards import Shard, Tokens, examine
-from wordrun.data.tokenizers import ByteTokenizer
+from wordrun.data.tokenizers.char import ByteTokenizer
 from wordrun.errors import ConfigError
+from wordrun.prepare import writer
 
 
 def llm_c(path: Path, tokens: list[int], magic: int = 20240520, version: int = 1, dtype: str = "<u2") -> Path:
@@ -45,10 +47,10 @@ def test_published_shards_are_read(tmp_path: Path) -> None:
 def test_what_is_written_is_llm_cs_format(vocabulary: int, dtype: str, tmp_path: Path) -> None:
     tokens = [vocabulary - 1, 0, 3]
     assert shards.dtype_for(vocabulary) == dtype
-    shards.write(tmp_path / "ours.bin", np.array(tokens), dtype)
+    writer.write_shard(tmp_path / "ours.bin", [np.array(tokens)], dtype)
     kind = {"<u2": (20240520, 1), "<u4": (20240801, 7)}[dtype]
     assert (tmp_path / "ours.bin").read_bytes() == llm_c(tmp_path / "theirs", tokens, *kind, dtype).read_bytes()
-    assert os.listdir(tmp_path) == ["ours.bin", "theirs"] or len(os.listdir(tmp_path)) == 2
+    assert sorted(os.listdir(tmp_path)) == ["ours.bin", "ours.docs", "theirs"]
 
 
 def test_nanogpts_files_are_read_as_they_are(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def refusal(path: Path, expected: int | None = None) -> str:
 def test_a_shard_that_was_cut_short_is_refused(left: int, tmp_path: Path) -> None:
     path = llm_c(tmp_path / "train_0.bin", list(range(100)))
     os.truncate(path, left)
-    assert "cut short" in refusal(path)
+    assert "truncated" in refusal(path)
 
 
 def test_a_shard_with_too_much_is_refused(tmp_path: Path) -> None:
@@ -191,10 +193,10 @@ def test_a_shard_that_the_manifest_does_not_know_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("train_1.bin", b"no shard at all, but a text", "is no shard"),
-        ("train_1.bin", b"", "is no shard"),
+        ("train_1.bin", b"no shard at all, but a text", "is not a shard"),
+        ("train_1.bin", b"", "is not a shard"),
         ("train.bin", b"odd", "nanoGPT's tokens have 2 each"),
-        ("train.npy", b"no numpy", "is no .npy file"),
+        ("train.npy", b"no numpy", "is not a valid .npy file"),
     ],
 )
 def test_what_is_no_shard_is_refused(name: str, content: bytes, says: str, tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_what_is_no_shard_is_refused(name: str, content: bytes, says: str, tmp_p
 @pytest.mark.parametrize("array", [np.zeros((2, 2), int), np.zeros(3)])
 def test_arrays_that_are_no_tokens_are_refused(array: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", array)
-    assert "tokens should be whole numbers in one row" in refusal(tmp_path / "a.npy")
+    assert "tokens should be integers in one dimension" in refusal(tmp_path / "a.npy")
 
 
 def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> None:
@@ -215,9 +217,9 @@ def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> No
     tokens.rows(np.array([0]), 10)
     for path in paths:
         os.truncate(path, 2000)
-    with pytest.raises(ConfigError, match=r"0\.bin has been cut short"):
+    with pytest.raises(ConfigError, match=r"0\.bin has been truncated"):
         tokens.rows(np.array([2900]), 10)  # open already
-    with pytest.raises(ConfigError, match=r"1\.bin has been cut short"):
+    with pytest.raises(ConfigError, match=r"1\.bin has been truncated"):
         tokens[5000:5010]  # opened now: touching what is not there would be a SIGBUS
 
 
@@ -226,7 +228,7 @@ def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> No
 
 def foreign(folder: Path, name: str = "byte", **options: object) -> tuple[list[int], list[int]]:
     data = DataConfig("theirs", "shards", path=str(folder), **options)  # type: ignore[arg-type]
-    _, train, val = opening.open_foreign(data, TokenizerConfig(name))
+    _, train, val = open_foreign(data, TokenizerConfig(name))
     return train[:].tolist(), val[:].tolist()
 
 
@@ -252,11 +254,11 @@ def test_nanogpts_characters_are_found_beside_its_tokens(tmp_path: Path) -> None
     for name in ("train", "val"):
         np.array([characters.index(c) for c in text], dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     data = DataConfig("theirs", "shards", path=str(tmp_path))
-    words, train, _ = opening.open_foreign(data, TokenizerConfig("char"))
+    words, train, _ = open_foreign(data, TokenizerConfig("char"))
     assert words.decode(train[:]) == text
     (tmp_path / "input.txt").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer=char is made from a text.*meta\.pkl is a pickle.*is not read"):
-        opening.open_foreign(data, TokenizerConfig("char"))
+        open_foreign(data, TokenizerConfig("char"))
 
 
 def test_a_tokenizer_that_cannot_have_made_the_shards_is_refused(tmp_path: Path) -> None:
@@ -280,14 +282,12 @@ def test_a_folder_without_training_shards_is_refused(names: list[str], says: str
 def made(folder: Path, count: int = 2) -> Manifest:
     """Write shards of bytes with their manifest."""
     words = ByteTokenizer()
-    shards.write_bytes(folder / "tokenizer.json", words.to_json().encode())
+    writer.write_text(folder / "tokenizer.json", words.to_json())
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     entries = []
     for number in range(count):
         name = f"train_{number:06d}_00.bin"
-        sha = shards.write(folder / name, np.array([256, number % 256, 7]), "<u2")
-        (folder / name).with_suffix(".docs").write_bytes(b"\0\0\0\0")
-        entries.append(Entry(name, 3, 1, sha))
+        entries.append(writer.write_shard(folder / name, [np.array([256, number % 256, 7])], "<u2", [0]))
     settings = {
         "kind": "file",
         "val_fraction": 0.1,
@@ -296,7 +296,7 @@ def made(folder: Path, count: int = 2) -> Manifest:
         "split": "train",
     }
     manifest = Manifest("bytes", "here", None, settings, 257, 256, digest, entries, [entries[0]])
-    manifests.save(folder, manifest)
+    writer.save(folder, manifest)
     return manifest
 
 
@@ -321,12 +321,12 @@ def test_a_damaged_shard_is_found_by_its_checksum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("manifest.json", None, "did not come to its end"),
+        ("manifest.json", None, "did not finish"),
         ("manifest.json", b"{", "cannot be read"),
         ("manifest.json", b"{}", "cannot be read"),
         ("tokenizer.json", b'{"kind": "char", "characters": "ab"}', "is not the tokenizer of the shards beside it"),
         ("tokenizer.json", None, "cannot be read"),
-        ("train_000001_00.bin", b"", "is no shard"),
+        ("train_000001_00.bin", b"", "is not a shard"),
         ("train_000001_00.bin", None, "cannot be read"),
     ],
 )
@@ -336,7 +336,7 @@ def test_a_folder_that_is_not_whole_is_refused(name: str, content: bytes | None,
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        opening.open_prepared(tmp_path, DataConfig(path="x"), TokenizerConfig("byte"))
+        open_prepared(tmp_path, DataConfig(path="x"), TokenizerConfig("byte"))
     assert says in str(caught.value)
     assert name in str(caught.value)
 
@@ -344,7 +344,7 @@ def test_a_folder_that_is_not_whole_is_refused(name: str, content: bytes | None,
 def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        opening.open_prepared(tmp_path, DataConfig(val_fraction=0.2), TokenizerConfig("char"))
+        open_prepared(tmp_path, DataConfig(val_fraction=0.2), TokenizerConfig("char"))
     first, second = str(caught.value).splitlines()
     assert "was prepared with data.val_fraction=0.1, not 0.2" in first
     assert 'was prepared with tokenizer="byte", not "char"' in second
@@ -355,8 +355,8 @@ def test_ten_thousand_shards_are_opened_within_a_second_by_who_does_not_look(tmp
     manifest = made(tmp_path)
     entries = [Entry(f"train_{n:06d}_00.bin", 10**8, 1, "0" * 64) for n in range(10_000)]
     whole = Manifest(**{**manifest.__dict__, "train": entries})
-    manifests.save(tmp_path, whole)
-    tokens = manifests.split(tmp_path, manifests.load(tmp_path), "train", look=False)
+    writer.save(tmp_path, whole)
+    tokens = manifests.split(tmp_path, manifests.load(tmp_path), "train", examine=False)
     assert len(tokens) == 10**12
     assert json.loads((tmp_path / "manifest.json").read_text())["train"][-1]["file"] == "train_009999_00.bin"
     with pytest.raises(ConfigError, match=r"train_009999_00\.bin cannot be read"):

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig, TokenizerConfig
-from wordrun.data import splitting, subword, tokenizers
-from wordrun.data.sample import sample_text
-from wordrun.data.tokenizers import END, ByteTokenizer, CharTokenizer, Tokenizer
+from wordrun.data import tokenizers
+from wordrun.data.tokenizers import subword, word_cache
+from wordrun.data.tokenizers.base import END, Tokenizer
+from wordrun.data.tokenizers.char import ByteTokenizer, CharTokenizer, distinct
 from wordrun.errors import ConfigError, UserError
+from wordrun.prepare.sources.sample import sample_text
 
 UNICODE = st.text(alphabet=st.characters(codec="utf-8"))
 
@@ -43,7 +45,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer.json as a model's folder has it, with its own mark for the end."""
+    """A tokenizer.json as a model's folder has it, with its own end-of-text token."""
     folder = tmp_path_factory.mktemp("hf")
     content = json.loads(learned().to_json())["tokenizer"]
     content["added_tokens"] = [{
@@ -85,7 +87,7 @@ def test_many_texts_are_encoded_as_one_by_one(texts: list[str], gpt2: Tokenizer,
         assert batch == [words.encode(text).tolist() for text in texts]
 
 
-KNOWN = [chr(code) for block in splitting.BLOCKS for code in block]
+KNOWN = [chr(code) for block in word_cache.BLOCKS for code in block]
 WORDY = st.text(alphabet=st.one_of(st.sampled_from("ab 1'\n\t.s"), st.sampled_from(KNOWN)))
 
 
@@ -107,14 +109,14 @@ def test_word_by_word_is_as_the_library_does_it(text: str, gpt2: Tokenizer, hf: 
 def test_every_character_parts_words_as_it_does_for_the_library(
     gpt2: Tokenizer, hf: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splitting, "MOST_WORDS", 1000)  # reached, here
+    monkeypatch.setattr(word_cache, "MAX_WORDS", 1000)  # reached, here
     texts = [f"the{c}he {c}the {c}{c} 1{c}1 .{c}. \n{c}\n{c}{c}  '{c}s" for c in KNOWN]
-    known = [text for text in texts if not splitting._patterns(False)[0].search(text)]
+    known = [text for text in texts if not word_cache._patterns(False)[0].search(text)]
     assert len(known) > 1000
     for words in (learned(), gpt2, hf):
         for text, ids in zip(texts, words.encode_batch(texts), strict=True):
             assert ids.tolist() == by_library(words, text), text
-        assert words._words.encode(known[-1]) is not None  # type: ignore[attr-defined]
+        assert words._cache.encode(known[-1]) is not None  # type: ignore[attr-defined]
     assert hf.encode("the</s>the").tolist() == by_library(hf, "the</s>the")
 
 
@@ -123,7 +125,7 @@ def test_every_character_parts_words_as_it_does_for_the_library(
 def test_characters_of_ascii_and_of_all_planes_agree(text: str) -> None:
     wide = CharTokenizer(text + "ab\U0010ffff")
     assert wide.decode(wide.encode(text)) == text
-    assert tokenizers.distinct(text) == "".join(sorted(set(text)))
+    assert distinct(text) == "".join(sorted(set(text)))
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2", "hf"])
@@ -139,11 +141,11 @@ def test_a_tokenizer_comes_back_from_json(kind: str, gpt2: Tokenizer, hf: Tokeni
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"kind": "pickle"}', '{"kind": "char"}', '{"kind": "gpt2"}'])
 def test_what_is_no_tokenizer_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no tokenizer that wordrun saved"):
+    with pytest.raises(ConfigError, match="not a tokenizer that wordrun saved"):
         tokenizers.from_json(text)
 
 
-# The mark between documents
+# The end-of-text token
 
 
 def test_a_text_cannot_pretend_to_be_two(gpt2: Tokenizer, hf: Tokenizer) -> None:
@@ -207,7 +209,7 @@ def test_without_a_vocabulary_gpt2_says_where_to_get_it(tmp_path: Path, monkeypa
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(UserError) as caught:
         tokenizers.build(GPT2TokenizerConfig())
-    wanted = (str(tmp_path), "network is not asked", "r50k_base.tiktoken", "tokenizer.path=", "tokenizer=bpe")
+    wanted = (str(tmp_path), "is not downloaded", "r50k_base.tiktoken", "tokenizer.path=", "tokenizer=bpe")
     assert [text for text in wanted if text not in str(caught.value)] == []
 
 
@@ -215,7 +217,7 @@ def test_without_a_vocabulary_gpt2_says_where_to_get_it(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", ["my.tiktoken", "vocab.bpe"])
 def test_a_wrong_vocabulary_of_gpt2_is_refused(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=rf"tokenizer\.path=.*{name} is no vocabulary of GPT-2"):
+    with pytest.raises(ConfigError, match=rf"tokenizer\.path=.*{name} is not GPT-2's vocabulary"):
         tokenizers.build(GPT2TokenizerConfig(path=str(tmp_path / name)))
 
 
@@ -228,7 +230,7 @@ def test_a_missing_tokenizer_is_one_message(cfg: type[TokenizerConfig], tmp_path
 @pytest.mark.parametrize("content", ["", "{}", "text"])
 def test_a_broken_tokenizer_json_is_one_message(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a valid tokenizer\.json"):
         tokenizers.build(HFTokenizerConfig(path=str(tmp_path)))
 
 

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -29,11 +28,14 @@ import wordrun
 from wordrun import cli
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
-from wordrun.data.sample import sample_text
 from wordrun.errors import ConfigError, WorldError
+from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
 from wordrun.train.metrics import LEGEND
 from wordrun.train.trainer import Summary, Trainer
+
+if TYPE_CHECKING:
+    from conftest import Start
 
 Words = Callable[..., list[str]]
 
@@ -319,14 +321,26 @@ def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path, basel
     assert clipped[1:] != of(baseline, "grad_norm")[1:]
 
 
+BF16_INSTRUCTIONS = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # in torch.cpu
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
+    flags = Path("/proc/cpuinfo").read_text()
+    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    assert any(getattr(torch.cpu, name)() for name in BF16_INSTRUCTIONS) == has_bf16
+
+
+@pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
 @pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32", "auto"])
 def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
-    asked: str, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    asked: str, has_bf16: bool, small: Words, tmp_path: Path,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in BF16_INSTRUCTIONS:
+        monkeypatch.setattr(torch.cpu, name, lambda: has_bf16)
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
     computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"
     assert record(folder)["dtype"] == computed
     said = capfd.readouterr().out.count(f"train.dtype={asked}: this processor has no fast {asked}")
@@ -424,14 +438,14 @@ def test_a_bug_is_a_traceback_with_its_host(
     assert record(tmp_path / "run")["exit_reason"] == "ZeroDivisionError: a bug of ours"
 
 
-def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "run"
     metrics = folder / "metrics.jsonl"
     words = small("train.max_iters=1_000_000", "train.log_interval=1", f"hydra.run.dir={folder}")
-    with subprocess.Popen(["wordrun", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+    process = start("wordrun", *words)
+    _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     told = record(folder)
     assert told["exit_reason"] == "stopped by SIGINT, saved"

@@ -1,242 +1,155 @@
-"""A text, its tokenizer, and its tokens in two splits."""
+"""The corpus of a run, and opening it: folders of shards, our own with a manifest, or those of other projects."""
 
 from __future__ import annotations
 
+import json
 import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wordrun import dist
-from wordrun.composer import compose
-from wordrun.config import Config, DataConfig, TokenizerConfig
-from wordrun.data import identity, lock, opening, preparing, stage
-from wordrun.data.documents import files
-from wordrun.data.loader import Array
-from wordrun.data.shards import Tokens
-from wordrun.data.sources import Source, locate, read
-from wordrun.data.tokenizers import CharTokenizer, Tokenizer, needs_text
-from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError
-from wordrun.log import LOGGER
+from wordrun.config import DataConfig, TokenizerConfig
+from wordrun.data import manifest as manifests
+from wordrun.data import shards, tokenizers
+from wordrun.data.shards import Array, Tokens
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.errors import ConfigError
 
-IN_MEMORY = 2**26
-"""Bytes of a text up to which characters are not prepared: encoding them takes a second, on every rank."""
-UNASKED = 2**30
-"""Bytes of a source up to which a run prepares it by itself."""
-TELL_S = 5.0
-"""Seconds between two lines of a rank that waits."""
+EXAMINED = 2**20
+"""Tokens at each end of shards without a manifest that are compared with the vocabulary."""
+COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
+"""Options that must be those with which data.prepared was made."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a mix has of one data set."""
+    """The part of a mix that comes from one data set."""
 
     train: Tokens
     val: Tokens
     share: float
-    """Of the mix; those of all parts make 1."""
+    """Of the mix; the shares of all parts add up to 1."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens that a run trains and is evaluated on."""
+    """The tokens on which a run trains and is evaluated."""
 
-    source: Source
     tokenizer: Tokenizer
     train: Array
     val: Array
+    origin: str
+    """Where the text came from, for people and for run.json."""
+    banner: str | None = None
+    """What everyone who looks at the results must know, if the text is not the one that was requested."""
     mix: Sequence[Part] = ()
-    """Of several data sets each one; ``train`` and ``val`` then have their tokens one after the other."""
+    """The parts of a mix, whose tokens ``train`` and ``val`` have one after the other."""
 
 
-def load(data: DataConfig, source: Source) -> Corpus:
-    """Read and tokenise ``source`` by characters; the last ``data.val_fraction`` of it is the validation split."""
-    text = read(source)
-    tokenizer = CharTokenizer.of_text(text)
-    tokens: NDArray[np.integer] = tokenizer.encode(text).astype(
-        np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    )
-    split = int(len(tokens) * (1 - data.val_fraction))
-    return Corpus(source, tokenizer, tokens[:split], tokens[split:])
+Opened = tuple[Tokenizer, Array, Array]
+"""The tokenizer, and the tokens for training and for validation."""
 
 
-def obtain(cfg: Config, world: World) -> Corpus:
-    """Return the corpus of a run; every rank must call this.
+def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *, examine: bool = True) -> Opened:
+    """Return the contents of a folder with a manifest.
 
-    Small texts in characters are read into memory. Everything else is prepared, if it is not yet: by one rank of each
-    file system, and only if it is small. Then it is copied to the nodes, if data.stage says so, and opened.
+    Args:
+        folder: of the shards.
+        data: the run's options; a manifest that contradicts them is refused.
+        tokenizer: likewise.
+        examine: compare every shard with the manifest now; one rank per node is enough for that.
 
     Raises:
-        UserError: it is not there, not whole, not prepared and too large, or not what the options say.
+        ConfigError: names the shard or the setting that does not match.
     """
-    if cfg.data.kind == "mix":
-        return _mixed(cfg, world)
-    return _obtain(cfg.data, cfg.tokenizer, world)
+    manifest = manifests.load(folder)
+    compare(folder, manifest, data, tokenizer)
+    train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
+    return manifests.tokenizer(folder, manifest), train, val
 
 
-def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: World, *, memory: bool = True) -> Corpus:
-    def find() -> tuple[Source, Path, bool]:
-        if data.prepared and opening.is_whole(Path(os.path.expanduser(data.prepared))):
-            folder = Path(os.path.expanduser(data.prepared)).absolute()
-            return Source(str(folder), str(folder)), folder, False
-        source = locate(data)
-        if memory and not data.prepared and not data.stage and _is_small(data, tokenizer, source):
-            return source, Path(), True
-        return source, identity.folder_of(data, tokenizer, source), False
-
-    source, folder, in_memory = dist.share(find() if world.rank == 0 else None, world)
-    if in_memory:
-        return load(data, source)
-    if data.kind == "shards" and not data.prepared:
-        if data.stage is None:
-            return Corpus(source, *opening.open_foreign(data, tokenizer))
-        folder = Path(str(source.path))
-        if not opening.is_whole(folder):
-            raise ConfigError(
-                f"data.stage={data.stage} needs checksums, and {folder} has no manifest.json: make shards that have "
-                f"one by python -m wordrun.prepare data=shards data.path={folder} data.prepared=FOLDER, and train with "
-                "the same options"
-            )
-    _ensure(data, tokenizer, source, folder, world)
-    if data.stage is not None:
-        folder = _staged(folder, data.stage, world)
-    return Corpus(source, *opening.open_prepared(folder, data, tokenizer, look=world.local_rank == 0))
+def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokenizer: TokenizerConfig) -> None:
+    """Refuse a folder that was prepared with other options than those of the run."""
+    made = manifest.settings
+    wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
+    theirs = made["tokenizer"]
+    wanted["tokenizer"] = (tokenizer.name, theirs["name"])
+    if tokenizer.name == theirs["name"] and not (data.kind == "shards" or theirs.get("path")):
+        wanted |= {
+            f"tokenizer.{name}": (value, theirs.get(name))
+            for name, value in asdict(tokenizer).items()
+            if name != "path"
+        }
+    problems = [
+        f"{folder} was prepared with {key}={json.dumps(had)}, not {json.dumps(want)}: use {key}={had}, or prepare the "
+        "data in another folder"
+        for key, (want, had) in wanted.items()
+        if want != had
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
-def _is_small(data: DataConfig, tokenizer: TokenizerConfig, source: Source) -> bool:
-    """Say whether ``source`` is one text that is not worth preparing."""
-    if tokenizer.name != "char" or data.kind not in ("file", "download", "sample"):
-        return False
-    if source.path is None:
-        return True
-    names = files(source.path)
-    packed = names[0].name.endswith((".jsonl", ".gz", ".zst", ".parquet"))
-    return len(names) == 1 and not packed and (not names[0].is_file() or names[0].stat().st_size <= IN_MEMORY)
+def open_foreign(data: DataConfig, tokenizer: TokenizerConfig) -> Opened:
+    """Return the contents of the folder data.path: shards of llm.c, nanoGPT's files, .npy files, or our own."""
+    folder = Path(os.path.expanduser(str(data.path))).absolute()
+    if manifests.is_complete(folder):
+        return open_prepared(folder, data, tokenizer)
+    train, val = find_foreign(folder, data)
+    found = foreign_tokenizer(folder, tokenizer)
+    for split, tokens in zip(manifests.SPLITS, (train, val), strict=True):
+        _check_range(folder, split, tokens, found, tokenizer)
+    return found, train, val
 
 
-def _ensure(data: DataConfig, tokenizer: TokenizerConfig, source: Source, folder: Path, world: World) -> None:
-    """Return when ``folder`` is prepared: by one rank of its file system, while the others wait and say so."""
+def find_foreign(folder: Path, data: DataConfig) -> tuple[Tokens, Tokens]:
+    """Return the tokens for training and validation in ``folder``, by the names of the files.
 
-    def prepare() -> None:
-        size = identity.size_of(data, source)
-        if size is None or size > UNASKED:
-            how_large = "of a size that only the hub knows" if size is None else f"large ({size / 2**30:.1f} GiB)"
-            raise UserError(
-                f"data={data.name} is not prepared with these options ({folder} is not whole), and {how_large}. First: "
-                f"launch python -m wordrun.prepare data={data.name}, with this run's options for data and tokenizer"
-            )
-        begin = time.monotonic()
-        LOGGER.info("preparing data=%s in %s", data.name, folder)
-        plan = preparing.plan(data, tokenizer, source, folder)
-        preparing.execute(plan, World(), teller(f"preparing data={data.name}"))
-        LOGGER.info("prepared data=%s in %.1f s", data.name, time.monotonic() - begin)
-
-    once_per_file_system(folder, world, lambda: opening.is_whole(folder), prepare, f"data={data.name} to be prepared")
-
-
-def _staged(folder: Path, place: str, world: World) -> Path:
-    """Return the copy of ``folder`` on this node."""
-    to = stage.target(folder, place)
-    once_per_file_system(
-        to, world, lambda: stage.is_whole(folder, to),
-        lambda: stage.copy(folder, to, teller(f"copying shards to data.stage={place}")),
-        f"the shards to be copied to data.stage={place}",
-    )  # fmt: skip
-    return to
-
-
-def once_per_file_system(
-    folder: Path, world: World, is_done: Callable[[], bool], action: Callable[[], None], what: str
-) -> None:
-    """Return when ``is_done``: one process of each file system that ``folder`` is on does ``action``; every rank calls.
-
-    The first rank of each node tries to take the lock beside ``folder``. On a file system that nodes share it finds the
-    lock taken by another node's. Who waits looks at files, so that no collective can time out, and says so.
+    Without a file for validation, the last data.val_fraction of the tokens are used.
     """
-    hold = folder.with_name(f".{folder.name}.lock")
-    begin = told = time.monotonic()
-
-    def tell(seconds: float) -> None:
-        nonlocal told
-        if time.monotonic() - told > TELL_S:
-            told = time.monotonic()
-            LOGGER.info("waiting for %s, by %s: %.0f s", what, lock.holder(hold), told - begin)
-
-    while not is_done():
-        if world.local_rank == 0:
-            preparing.make(folder.parent)
-            with lock.held(hold) as mine:
-                if mine and not is_done():
-                    action()
-        if not lock.wait(hold, is_done, tell):
-            time.sleep(preparing.LOOK_S)
-
-
-def teller(what: str) -> Callable[[preparing.Progress], None]:
-    """Return what says in the log, now and then, how far something is."""
-    last = time.monotonic()
-
-    def tell(progress: preparing.Progress) -> None:
-        nonlocal last
-        if time.monotonic() - last > TELL_S:
-            last = time.monotonic()
-            LOGGER.info("%s: %.0f %%", what, 100 * progress.share)
-
-    return tell
-
-
-def _mixed(cfg: Config, world: World) -> Corpus:
-    """Return the corpora of data.mix as one."""
-    parts = dist.share(parts_of_mix(cfg) if world.rank == 0 else None, world)
-    corpora = [_obtain(data, cfg.tokenizer, world, memory=False) for data in parts]
-    whole = sum(cfg.data.mix.values())
-    shares = [weight / whole for weight in cfg.data.mix.values()]
-    for corpus, name in zip(corpora, cfg.data.mix, strict=True):
-        if corpus.tokenizer.to_json() != corpora[0].tokenizer.to_json():
-            raise ConfigError(
-                f"data.mix: {name} has another tokenizer than {next(iter(cfg.data.mix))}: prepare all with the same "
-                "one, tokenizer=gpt2 or byte, or a learned one by tokenizer.path=FILE"
-            )
-    mix = []
-    for corpus, share in zip(corpora, shares, strict=True):
-        assert isinstance(corpus.train, Tokens)
-        assert isinstance(corpus.val, Tokens)
-        mix.append(Part(corpus.train, corpus.val, share))
-    origin = ", ".join(
-        f"{share:.0%} {name} ({corpus.source.origin})"
-        for share, name, corpus in zip(shares, cfg.data.mix, corpora, strict=True)
-    )
-    return Corpus(
-        Source(None, f"mix of {origin}"), corpora[0].tokenizer,
-        Tokens([shard for part in mix for shard in part.train.shards]),
-        Tokens([shard for part in mix for shard in part.val.shards]), mix,
-    )  # fmt: skip
-
-
-def parts_of_mix(cfg: Config) -> list[DataConfig]:
-    """Return the data sets that data.mix names.
-
-    Raises:
-        ConfigError: one is unknown, or the tokenizer would be another one for each.
-    """
-    parts = []
-    for name in cfg.data.mix:
-        if os.path.isdir(os.path.expanduser(name)):
-            part = DataConfig(os.path.basename(os.path.normpath(name)), "shards", path=name)
-        else:
-            try:
-                part = compose([f"data={name}"]).data
-            except ConfigError as error:
-                raise ConfigError(f"data.mix: {error}") from None
-        parts.append(replace(part, stage=cfg.data.stage, workers=cfg.data.workers))
-    if needs_text(cfg.tokenizer) and any(part.kind != "shards" for part in parts):
+    if not folder.is_dir():
+        raise ConfigError(f"data.path={folder} is not a folder: name one with .bin or .npy files")
+    found = sorted(path for path in folder.iterdir() if path.suffix in shards.SUFFIXES and path.name[:1] != ".")
+    val = [path for path in found if "val" in path.name]
+    train = [path for path in found if "train" in path.name and path not in val]
+    if not train:
+        shown = ", ".join(path.name for path in found[:3]) or "none"
         raise ConfigError(
-            f"data=mix: tokenizer={cfg.tokenizer.name} would be made from each text anew: use tokenizer=gpt2 or "
-            "byte, or a learned one by tokenizer=bpe tokenizer.path=FILE"
+            f"data.path={folder} has no shards for training: .bin or .npy files with train in their names, and val for "
+            f"validation (found: {shown})"
         )
-    return parts
+    tokens = Tokens([shards.examine(path) for path in train])
+    if val:
+        return tokens, Tokens([shards.examine(path) for path in val])
+    return tokens.split(int(len(tokens) * (1 - data.val_fraction)))
+
+
+def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer of the shards in ``folder``, which has no manifest."""
+    saved, text = folder / manifests.TOKENIZER, folder / "input.txt"
+    if saved.exists() and not getattr(cfg, "path", None):
+        return tokenizers.from_json(saved.read_text(encoding="utf-8"))
+    if cfg.name == "char" and text.exists():  # as nanoGPT leaves it beside its train.bin
+        return CharTokenizer(text.read_text(encoding="utf-8"))
+    if tokenizers.needs_text(cfg):
+        pickle = " (meta.pkl is a pickle, which can run arbitrary code, and is not read)"
+        raise ConfigError(
+            f"tokenizer={cfg.name} is made from a text, and {folder} holds tokens: put the tokenizer.json that wordrun "
+            "saved, or for tokenizer=char the text as input.txt, beside them"
+            f"{pickle * (folder / 'meta.pkl').exists()}, or choose another tokenizer"
+        )
+    return tokenizers.build(cfg)
+
+
+def _check_range(folder: Path, split: str, tokens: Tokens, tokenizer: Tokenizer, cfg: TokenizerConfig) -> None:
+    """Refuse tokens outside the vocabulary, as far as the beginning and the end of the split show them."""
+    for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
+        if len(part) and (int(part.max()) >= tokenizer.vocab_size or int(np.min(part)) < 0):
+            wrong = int(part.max()) if int(part.max()) >= tokenizer.vocab_size else int(np.min(part))
+            raise ConfigError(
+                f"tokenizer={cfg.name} has {tokenizer.vocab_size:,} tokens, but the {split} shards in {folder} have "
+                f"token {wrong:,}: choose the tokenizer with which they were made"
+            )

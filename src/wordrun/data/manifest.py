@@ -1,11 +1,10 @@
-"""What a folder of prepared shards says of itself: ``manifest.json``, written last, without which it is not whole."""
+"""``manifest.json``, which describes a folder of prepared shards. It is written last: without it, it is incomplete."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from numpy.typing import NDArray
 
 from wordrun.data import shards
 from wordrun.data.shards import Shard, Tokens
-from wordrun.data.tokenizers import Tokenizer, from_json
+from wordrun.data.tokenizers import from_json
+from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.errors import ConfigError
 
 NAME = "manifest.json"
@@ -29,9 +29,9 @@ class Entry:
     file: str
     tokens: int
     documents: int
-    """Documents that begin in it; where, says the file of the same name with .docs: uint32, little-endian."""
+    """Documents that begin in it. The file of the same name with .docs has their positions: uint32, little-endian."""
     xxh3: str
-    """Of the whole file, 128 bits (as ``xxhsum -H128`` prints them)."""
+    """Checksum of the file, 128 bits (as ``xxhsum -H128`` prints them)."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Manifest:
     origin: str
     """Where the text came from."""
     revision: str | None
-    """Which state of it: a commit of the hub, or a hash of the files' names, sizes and times."""
+    """Its state: a commit of the hub, or a hash of the files' names, sizes and times."""
     settings: dict[str, Any]
-    """The options that the shards depend on."""
+    """The options on which the shards depend."""
     vocab_size: int
     eot: int | None
     tokenizer_sha256: str
@@ -60,31 +60,16 @@ class Manifest:
         return sum(entry.documents for entry in getattr(self, split))
 
 
-def write_shard(path: Path, starts: Sequence[int], parts: Iterable[memoryview], count: int, dtype: str) -> Entry:
-    """Write a shard and where its documents begin, and return its entry.
-
-    Args:
-        path: of the shard.
-        starts: tokens before each document that begins in it.
-        parts: its tokens, of type ``dtype``.
-        count: how many there are.
-        dtype: as ``shards.dtype_for`` says.
-    """
-    # Written last, so that no shard is without its documents.
-    shards.write_bytes(path.with_suffix(".docs"), np.array(starts, dtype="<u4").tobytes())
-    return Entry(path.name, count, len(starts), shards.write_parts(path, parts, count, dtype))
-
-
-def save(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes ``folder`` a whole data set."""
-    shards.write_bytes(folder / NAME, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+def is_complete(folder: Path) -> bool:
+    """Say whether ``folder`` holds a completely prepared data set."""
+    return (folder / NAME).exists()
 
 
 def load(folder: Path) -> Manifest:
     """Return the manifest of ``folder``.
 
     Raises:
-        ConfigError: there is none, so that the folder is not whole, or it is not one of ours.
+        ConfigError: there is none, so that the folder is incomplete, or it is not one of ours.
     """
     path = folder / NAME
     try:
@@ -92,7 +77,7 @@ def load(folder: Path) -> Manifest:
         entries = {split: [Entry(**entry) for entry in content[split]] for split in SPLITS}
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)} | entries)
     except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {NAME}: its preparation did not come to its end; run it again") from None
+        raise ConfigError(f"{folder} has no {NAME}: its preparation did not finish; run it again") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error}): prepare the data again") from None
 
@@ -101,7 +86,7 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """Return the tokenizer of the shards in ``folder``.
 
     Raises:
-        ConfigError: it is not the one that they were made with.
+        ConfigError: it is not the one with which they were made.
     """
     path = folder / TOKENIZER
     try:
@@ -117,26 +102,26 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     return from_json(content.decode())
 
 
-def split(folder: Path, manifest: Manifest, name: str, *, look: bool = True) -> Tokens:
+def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) -> Tokens:
     """Return the tokens of the split ``name``.
 
     Args:
         folder: of the shards.
         manifest: theirs.
         name: train or val.
-        look: compare every file's header and size with the manifest. One rank is enough for that; the others look at
-            a shard when they first need it.
+        examine: compare every file's header and size with the manifest. One rank per node is enough for that; the
+            others examine a shard when they first need it.
     """
     dtype = shards.dtype_for(manifest.vocab_size)
     entries = getattr(manifest, name)
-    if look:
+    if examine:
         return Tokens([shards.examine(folder / entry.file, entry.tokens) for entry in entries])
     offset = 4 * shards.HEADER
     return Tokens([Shard(str(folder / entry.file), dtype, offset, entry.tokens) for entry in entries])
 
 
 def verify(folder: Path, manifest: Manifest) -> list[str]:
-    """Return a message for each shard whose content is not what was written."""
+    """Return a message for each shard whose content differs from its checksum."""
     problems = []
     for entry in [*manifest.train, *manifest.val]:
         try:
@@ -156,5 +141,5 @@ def verify(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def document_starts(folder: Path, entry: Entry) -> NDArray[np.uint32]:
-    """Return where in the shard ``entry`` documents begin."""
+    """Return the positions at which documents begin in the shard ``entry``."""
     return np.fromfile((folder / entry.file).with_suffix(".docs"), dtype="<u4")

@@ -1,9 +1,9 @@
-"""Tokens on disk: files with a header, and one index space over many of them, through memory maps.
+"""Tokens on disk: files with a header, and many of them read as one array.
 
 A shard is what llm.c and modded-nanogpt read: 256 little-endian int32 (magic 20240520, version 1, the number of
-tokens, zeros), then the tokens as uint16. Vocabularies above 65,536 take llm.c's format for Llama 3: magic 20240801,
-version 7, then uint32. Also read, as they are: nanoGPT's ``train.bin`` and ``val.bin`` (uint16 and nothing else), and
-.npy files of any whole numbers, which the Practical MPI course writes.
+tokens, zeros), then the tokens as uint16. Vocabularies above 65,536 use llm.c's format for Llama 3: magic 20240801,
+version 7, then uint32. Also read: nanoGPT's ``train.bin`` and ``val.bin`` (uint16 without a header), and .npy files of
+any integers, as the Practical MPI course writes them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import mmap
 import os
 import resource
 import threading
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,17 +30,15 @@ from wordrun.errors import ConfigError
 HEADER = 256
 """int32 numbers before the tokens."""
 FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""Magic and version to the type of the tokens."""
-SHARD_TOKENS = 2**26
-"""Tokens of a shard that is written here, at most; the header's count would end at 2^31."""
+"""Maps magic and version to the type of the tokens."""
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
 MACOS = 10_240
-"""Open files that macOS allows at most, whatever the limit says."""
+"""Open files that macOS allows, whatever the limit is."""
 MAPPED = 8
-"""Files that are mapped at once, at most, for each set of tokens."""
-FORGET_AFTER = 128
-"""Slices after which the pages that they touched are given back. Each may map 64 KiB (the kernel's fault-around)."""
+"""Files that each ``Tokens`` maps at once, at most."""
+RELEASE_AFTER = 128
+"""Slices after which the pages that they touched are released. Each may map 64 KiB (the kernel's fault-around)."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +53,23 @@ class Shard:
     """Tokens."""
 
     def open(self) -> NDArray[np.integer]:
-        """Return its tokens through a memory map.
+        """Return its tokens, memory-mapped.
 
         Raises:
-            ConfigError: the file is gone, or shorter than it was.
+            ConfigError: the file is missing or has been truncated.
         """
         return _mapped(self)[0]
 
 
 def examine(path: str | Path, expected: int | None = None) -> Shard:
-    """Return what the file at ``path`` holds, after its header and its size.
+    """Return the contents of the file at ``path``, according to its header and size.
 
     Args:
         path: a .bin or .npy file.
-        expected: number of tokens that somebody else (the manifest) knows it to have.
+        expected: number of tokens according to the manifest.
 
     Raises:
-        ConfigError: it is no shard, or not whole.
+        ConfigError: it is not a shard, or incomplete.
     """
     path = str(path)
     try:
@@ -80,11 +78,11 @@ def examine(path: str | Path, expected: int | None = None) -> Shard:
             shard = _npy(path, file) if path.endswith(".npy") else _bin(path, file.read(4 * HEADER), size)
     except OSError as error:
         raise _unreadable(path, error) from None
-    whole = shard.offset + shard.count * np.dtype(shard.dtype).itemsize
-    if size != whole:
+    needed = shard.offset + shard.count * np.dtype(shard.dtype).itemsize
+    if size != needed:
         raise ConfigError(
-            f"the shard {path} has {size:,} bytes, but its header says {shard.count:,} tokens, which take {whole:,}: "
-            "it was cut short or overwritten; copy or prepare it again"
+            f"the shard {path} has {size:,} bytes, but its header says {shard.count:,} tokens, which take {needed:,}: "
+            "it was truncated or overwritten; copy or prepare it again"
         )
     if expected is not None and shard.count != expected:
         raise ConfigError(
@@ -99,17 +97,17 @@ def _bin(path: str, head: bytes, size: int) -> Shard:
     dtype = FORMATS.get((int(words[0]), int(words[1]))) if len(words) > 1 else None
     if dtype is not None:
         if len(words) < HEADER:
-            raise ConfigError(f"the shard {path} ends within its header: it was cut short; copy or prepare it again")
+            raise ConfigError(f"the shard {path} ends within its header: it was truncated; copy or prepare it again")
         return Shard(path, dtype, 4 * HEADER, int(words[2]))
     if os.path.basename(path) in NANOGPT:
         if size % 2 or not size:
             raise ConfigError(
-                f"{path} has {size:,} bytes: nanoGPT's tokens have 2 each; it was cut short, or is no file of tokens"
+                f"{path} has {size:,} bytes: nanoGPT's tokens have 2 each; it was truncated, or is not a file of tokens"
             )
         return Shard(path, "<u2", 0, size // 2)
     raise ConfigError(
-        f"{path} is no shard: it begins with {words[:2].tolist()} instead of a magic number and version "
-        f"({' or '.join(map(str, FORMATS))}), nor is it called train.bin or val.bin, as nanoGPT's tokens are"
+        f"{path} is not a shard: it begins with {words[:2].tolist()} instead of a magic number and version "
+        f"({' or '.join(map(str, FORMATS))}), and is not named train.bin or val.bin, as nanoGPT's tokens are"
     )
 
 
@@ -119,59 +117,23 @@ def _npy(path: str, file: BinaryIO) -> Shard:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
     except ValueError as error:
-        raise ConfigError(f"{path} is no .npy file ({error}): copy it again") from None
+        raise ConfigError(f"{path} is not a valid .npy file ({error}): copy it again") from None
     if len(shape) != 1 or dtype.kind not in "iu":
-        raise ConfigError(f"{path} holds {dtype} of shape {shape}: tokens should be whole numbers in one row")
+        raise ConfigError(f"{path} holds {dtype} of shape {shape}: tokens should be integers in one dimension")
     return Shard(path, dtype.str, file.tell(), int(shape[0]))
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Return the type of the tokens of a vocabulary in a shard."""
+    """Return the type of tokens in the shards of a vocabulary."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-def write(path: Path, tokens: NDArray[np.integer], dtype: str) -> str:
-    """Write ``tokens`` as a shard, all of it or nothing, and return the file's checksum."""
-    return write_parts(path, [np.ascontiguousarray(tokens, dtype=dtype).data], len(tokens), dtype)
-
-
-def write_parts(path: Path, parts: Iterable[memoryview], count: int, dtype: str) -> str:
-    """Write ``count`` tokens, which come in ``parts`` of type ``dtype``, as a shard; return the file's checksum."""
-    (kind,) = (key for key, value in FORMATS.items() if value == dtype)
-    header = np.zeros(HEADER, dtype="<i4")
-    header[:3] = (*kind, count)
-    return _write(path, chain([header.data], parts))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
-    _write(path, [content])
-
-
 def checksum() -> xxhash.xxh3_128:
-    """Return what a shard's checksum is computed with: XXH3 of 128 bits, which is as fast as memory.
+    """Return a new digest for the checksum of a shard: XXH3 of 128 bits, which is as fast as memory.
 
-    It finds what disks and networks break. It is no signature.
+    It detects errors of disks and networks. It is not cryptographic.
     """
     return xxhash.xxh3_128()
-
-
-def _write(path: Path, parts: Iterable[bytes | memoryview]) -> str:
-    digest = checksum()
-    new = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
-    try:
-        with open(new, "wb") as file:
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
-    return digest.hexdigest()
 
 
 def _mapped(shard: Shard) -> tuple[NDArray[np.integer], mmap.mmap | None]:
@@ -181,48 +143,48 @@ def _mapped(shard: Shard) -> tuple[NDArray[np.integer], mmap.mmap | None]:
     try:
         fd = os.open(shard.path, os.O_RDONLY)
         try:
-            if os.fstat(fd).st_size < end:  # touching pages that are not there would end the process by a signal
-                raise _cut_short(shard.path)
+            if os.fstat(fd).st_size < end:  # touching missing pages would kill the process
+                raise _truncated(shard.path)
             pages = mmap.mmap(fd, end, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
     except OSError as error:
         raise _unreadable(shard.path, error) from None
     if hasattr(mmap, "MADV_RANDOM"):
-        pages.madvise(mmap.MADV_RANDOM)  # else the kernel would read 32 pages around each that is wanted
+        pages.madvise(mmap.MADV_RANDOM)  # otherwise the kernel reads 32 pages around each one
     return np.frombuffer(pages, dtype=shard.dtype, count=shard.count, offset=shard.offset), pages
 
 
 class _File:
-    """A file that is open for reading until it is forgotten, and what is known of all of them."""
+    """A file that is open for reading until it is garbage-collected, and a count of all of them."""
 
-    lock = threading.RLock()  # the end of one may be noticed anywhere, also where it is held
+    lock = threading.RLock()  # garbage collection may run anywhere, even while it is held
     open = 0
-    """How many this process has."""
+    """Number of these files that are open in this process."""
     wanted = 0
-    """How many there are to be opened, as far as anybody has said."""
+    """Number of files that all ``Tokens`` of this process have."""
 
     def __init__(self, path: str) -> None:
-        self.number = -1
         try:
             self.number = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise _unreadable(path, error) from None
         with _File.lock:
             _File.open += 1
+        weakref.finalize(self, self._close, self.number)
 
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
-            with _File.lock:
-                _File.open -= 1
+    @staticmethod
+    def _close(number: int) -> None:
+        os.close(number)
+        with _File.lock:
+            _File.open -= 1
 
 
 def _will_open(files: int) -> None:
-    """Raise the process's limit of open files, as far as it may by itself, so that ``files`` more can be.
+    """Raise the soft limit of open files, if possible, so that ``files`` more can be opened.
 
-    To open a file takes longer than to read a sequence, and on a parallel file system a thousand times as long, on a
-    server that all ranks share. The limit is often low for the sake of select(), which neither torch nor MPI uses.
+    Opening a file takes longer than reading a sequence; on a parallel file system a thousand times as long, on a server
+    that all ranks share. The limit is often low for the sake of select(), which neither torch nor MPI uses.
     """
     with _File.lock:
         _File.wanted += files
@@ -238,27 +200,27 @@ def _will_open(files: int) -> None:
 
 
 def _may_open() -> float:
-    """Return how many files may be open for tokens: a quarter of the process's limit is for everybody else."""
+    """Return how many files may be open for tokens: a quarter of the limit is left to the rest of the process."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return float("inf") if soft == resource.RLIM_INFINITY else max(1, soft - soft // 4)
 
 
 class Tokens:
-    """The tokens of many shards, as if they were one array: ``len``, slices, and rows from many places at once.
+    """The tokens of many shards as one array: ``len``, slices, and rows from many positions at once.
 
-    Slices are views of memory maps. Rows are copied by ``pread`` from the same pages of the file system's cache: where
-    each row lies elsewhere it takes a fifth of the time, because nothing is mapped that has to be given back again.
-    Files are opened when they are first needed and stay open, as far as the process may have them open at once; the
-    resident memory stays small however much is read. Threads may share it.
+    Slices are views of memory maps. Rows are copied by ``pread`` from the same page cache, which takes a fifth of the
+    time for rows at random positions, because no pages have to be mapped and released. Files are opened when they are
+    first needed and stay open as far as the limit allows. The resident memory stays small however much is read. It is
+    safe to share between threads.
     """
 
     def __init__(self, shards: Sequence[Shard], most_open: int | None = None) -> None:
         self.shards = [shard for shard in shards if shard.count]
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
-        self._places = [(shard.path, shard.offset, np.dtype(shard.dtype)) for shard in self.shards]
+        self._locations = [_location(*pair) for pair in zip(self.shards, self._ends, strict=True)]
         self._most = most_open
-        _will_open(len({path for path, _, _ in self._places}))
+        _will_open(len({path for path, _, _ in self._locations}))
         self._maps: dict[int, tuple[NDArray[np.integer], mmap.mmap | None]] = {}
         self._files: dict[str, _File] = {}
         self._touched: set[int] = set()
@@ -269,7 +231,7 @@ class Tokens:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
-        """Return the tokens of a slice without a step; within one shard they are not copied."""
+        """Return the tokens of a slice without a step; a slice within one shard is not copied."""
         start, stop, step = wanted.indices(len(self))
         assert step == 1
         stop = max(start, stop)
@@ -287,24 +249,15 @@ class Tokens:
         """Return the ``width`` tokens from each of ``starts`` on, (len(starts), width)."""
         out = np.empty((len(starts), width), dtype=self.dtype)
         with self._lock:
-            for row, start in enumerate(starts.tolist()):
-                number = bisect_right(self._ends, start)
-                end = self._ends[number]
-                path, offset, dtype = self._places[number]
-                file = self._files.get(path) or self._open(path)
-                at = offset + (start - end + self.shards[number].count) * dtype.itemsize
-                if width <= end - start:
-                    out[row] = _read(file, path, at, width, dtype)
-                    continue
-                filled = end - start
-                out[row, :filled] = _read(file, path, at, filled, dtype)
-                while filled < width:  # it goes on in the next shards
-                    number += 1
-                    path, offset, dtype = self._places[number]
+            for row, start in zip(out, starts.tolist(), strict=True):
+                number, filled = bisect_right(self._ends, start), 0
+                while filled < width:  # more than once if the row spans several shards
+                    path, zero, dtype = self._locations[number]
                     file = self._files.get(path) or self._open(path)
-                    more = min(width - filled, self.shards[number].count)
-                    out[row, filled : filled + more] = _read(file, path, offset, more, dtype)
-                    filled += more
+                    position = start + filled
+                    count = min(width - filled, self._ends[number] - position)
+                    row[filled : filled + count] = _read(file, path, zero + position * dtype.itemsize, count, dtype)
+                    filled, number = filled + count, number + 1
         return out
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
@@ -327,8 +280,8 @@ class Tokens:
         entry = self._maps.get(number) or self._map(number)
         self._touched.add(number)
         self._slices += 1
-        if self._slices >= FORGET_AFTER:
-            self._forget()
+        if self._slices >= RELEASE_AFTER:
+            self._release()
         base = self._ends[number] - self.shards[number].count
         return entry[0][start - base : stop - base]
 
@@ -338,8 +291,8 @@ class Tokens:
         entry = self._maps[number] = _mapped(self.shards[number])
         return entry
 
-    def _forget(self) -> None:
-        """Take the pages out of this process; they stay in the file system's cache."""
+    def _release(self) -> None:
+        """Release the pages that slices touched; they stay in the page cache."""
         touched, self._touched, self._slices = self._touched, set(), 0
         for number in touched:
             pages = self._maps.get(number, (None, None))[1]
@@ -347,10 +300,20 @@ class Tokens:
                 pages.madvise(mmap.MADV_DONTNEED)
 
 
+Array = NDArray[np.integer] | Tokens
+"""Tokens in memory or on disk, which have a length and slices."""
+
+
+def _location(shard: Shard, end: int) -> tuple[str, int, np.dtype[Any]]:
+    """Return the path, the offset of token 0 of all shards if it were in this file, and the type of its tokens."""
+    dtype = np.dtype(shard.dtype)
+    return shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype
+
+
 def _read(file: _File, path: str, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[np.integer]:
     content = os.pread(file.number, count * dtype.itemsize, at)
     if len(content) != count * dtype.itemsize:
-        raise _cut_short(path)
+        raise _truncated(path)
     return np.frombuffer(content, dtype=dtype)
 
 
@@ -360,5 +323,5 @@ def _unreadable(path: str, error: OSError) -> ConfigError:
     return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Prepare the data again")
 
 
-def _cut_short(path: str) -> ConfigError:
-    return ConfigError(f"the shard {path} has been cut short since it was opened: copy or prepare it again")
+def _truncated(path: str) -> ConfigError:
+    return ConfigError(f"the shard {path} has been truncated since it was opened: copy or prepare it again")

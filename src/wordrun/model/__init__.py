@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 
 from wordrun.config import ModelConfig, part_of
-from wordrun.model.base import Kept, Model, Transformer
+from wordrun.model.base import Model, Transformer
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
 
-__all__ = ["GPT", "Kept", "Llama", "Model", "Transformer", "build", "materialise", "meta_model"]
+__all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model"]
 
 M = TypeVar("M", bound=Model)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -17,26 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
-from wordrun.model.attention import document_mask, keeps_weights
+from wordrun.model.attention import document_mask
 from wordrun.model.cache import KVCache
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a block keeps of each token between its forward and its backward pass."""
-
-    width: int
-    """Elements per token."""
-    of: str = "compute"
-    """Type of the elements: compute (the type of the matrix products), stream (the residual stream's), fp32 or byte."""
-    product: bool = False
-    """Result of a matrix product, which selective activation checkpointing keeps."""
-    needed: bool = True
-    """Whether the backward pass reads it; if not, selective activation checkpointing alone keeps it."""
-    readers: int = 0
-    """Matrix products that read it as the result of a norm, all of it on each rank of a tensor-parallel group: under
-    autocast each makes a copy of its own, in 16 bits."""
-
 
 DRAWN_ON_CPU = 2**25
 """Matrices of up to this many elements are drawn on the CPU, so that they are the same on every kind of device.
@@ -207,28 +188,6 @@ class Transformer(Model):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass of the whole model."""
         raise NotImplementedError
-
-    def kept_by_block(self, on_cpu: bool, bf16: bool) -> list[Kept]:
-        """Return what one block keeps for its backward pass, besides its input.
-
-        Args:
-            on_cpu: on a CPU rather than an accelerator, where other kernels keep other things.
-            bf16: computed in bf16.
-        """
-        raise NotImplementedError
-
-    def kept_by_attention(self, on_cpu: bool, bf16: bool) -> list[Kept]:
-        """Return what the softmax of a block's attention and its dropout keep.
-
-        A fused attention has no T x T matrix. Where there is none (``keeps_weights``) the weights are kept, and with
-        dropout also which of them it keeps, and their product.
-        """
-        C, N, T = self.cfg.n_embd, self.cfg.n_head, self.cfg.block_size
-        p = self.cfg.dropout
-        masks = [Kept(C, of="compute" if on_cpu else "byte")] * 2 if p else []
-        if on_cpu and keeps_weights(p, T, bf16=bf16):
-            return [*masks, *[Kept(N * T)] * (3 if p else 1)]
-        return [*masks, Kept(N, of="fp32", product=True)]
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         # In the last stage of a pipeline the output layer is alone, and still the embedding.

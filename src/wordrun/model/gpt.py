@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
 from wordrun.model.attention import causal_attention
-from wordrun.model.base import Block, Kept, Transformer
+from wordrun.model.base import Block, Transformer
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
 
@@ -93,29 +93,6 @@ class GPT(Transformer):
             "blocks.*.attention.qkv": tp.ColwiseParallel(),
             "blocks.*.mlp.up": tp.ColwiseParallel(),
         }
-
-    def kept_by_block(self, on_cpu: bool, bf16: bool) -> list[Kept]:
-        """Return what one block keeps for its backward pass, besides its input.
-
-        With 2 bytes everywhere that is 32 C bytes per token with the input, or the 34 C of Korthikanti et al. 2022
-        (section 4.1) with the dropout masks. A fused attention keeps no T x T matrix.
-        """
-        C = self.cfg.n_embd
-        statistics = Kept(2, of="fp32")  # a norm's mean and deviation
-        return [
-            statistics,
-            Kept(C, readers=1),  # the norm's result, for qkv
-            Kept(3 * C, product=True),  # q, k, v
-            Kept(C, product=True),  # the attention's result, for its projection
-            Kept(C, product=True, needed=False),  # the projection
-            Kept(C, of="stream"),  # between attention and MLP, for the norm
-            statistics,
-            Kept(C, readers=1),  # the norm's result, for up
-            Kept(4 * C, product=True),  # up, for the GELU
-            Kept(4 * C),  # the GELU's result, for the projection
-            Kept(C, product=True, needed=False),  # the projection
-            *self.kept_by_attention(on_cpu, bf16),
-        ]
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
 from wordrun.model.attention import causal_attention
-from wordrun.model.base import Block, Kept, Transformer
+from wordrun.model.base import Block, Transformer
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
 
@@ -150,29 +150,6 @@ class Llama(Transformer):
 
         begin = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
         return {**super().tensor_parallel_plan(), **{f"blocks.*.{name}": tp.ColwiseParallel() for name in begin}}
-
-    def kept_by_block(self, on_cpu: bool, bf16: bool) -> list[Kept]:
-        """Return what one block keeps for its backward pass, besides its input."""
-        C, hidden = self.cfg.n_embd, self.cfg.n_hidden
-        shared = C * (self.cfg.n_kv_head or self.cfg.n_head) // self.cfg.n_head
-        # The mean square; a CPU's RMSNorm is made of several operations, and the scaled input is kept between two.
-        norm = [Kept(1, of="fp32"), *([Kept(C, of="stream")] if on_cpu else [])]
-        return [
-            *norm,
-            Kept(C, readers=3),  # the norm's result, for q, k and v
-            *(Kept(width, product=True, needed=False) for width in (C, shared)),  # q, k
-            *(Kept(width) for width in (C, shared)),  # q, k when they are rotated
-            Kept(shared, product=True),  # v
-            Kept(C, product=True),  # the attention's result, for its projection
-            Kept(C, product=True, needed=False),  # the projection
-            Kept(C, of="stream"),  # between attention and MLP, for the norm
-            *norm,
-            Kept(C, readers=2),  # the norm's result, for gate and up
-            *[Kept(hidden, product=True)] * 2,  # gate and up
-            *[Kept(hidden)] * 2,  # the gate's SiLU, and what it lets through
-            Kept(C, product=True, needed=False),  # the projection
-            *self.kept_by_attention(on_cpu, bf16),
-        ]
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass.

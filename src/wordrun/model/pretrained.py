@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, value_text
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, Converted, match
 
@@ -189,7 +189,7 @@ def differences(
     for free in ("name", "batch_size", "dropout"):
         del options[free]
     if type(described) is not type(cfg):
-        words = [f"model={preset}", *(f"model.{key}={_shown(value)}" for key, value in options.items())]
+        words = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]
         return [f"{folder} holds a {name}, which model={cfg.name} is not"], words
     mine = {key: getattr(cfg, key) for key in options}
     mine["vocab_size"] = cfg.vocab_size or vocab_size or described.vocab_size
@@ -199,14 +199,10 @@ def differences(
         del mine["block_size"]  # a LLaMA has no weights for it, and of a GPT's there are enough
     different = {key: options[key] for key, value in mine.items() if value != options[key]}
     problems = [
-        f"{folder} has model.{key}={_shown(value)}, and model={cfg.name} has {_shown(mine[key])}"
+        f"{folder} has model.{key}={value_text(value)}, and model={cfg.name} has {value_text(mine[key])}"
         for key, value in different.items()
     ]
-    return problems, [f"model.{key}={_shown(value)}" for key, value in different.items()]
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return problems, [f"model.{key}={value_text(value)}" for key, value in different.items()]
 
 
 class Files(Mapping[str, Tensor]):

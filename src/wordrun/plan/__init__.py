@@ -1,1 +1,1 @@
-"""``python -m wordrun.plan``: what a model needs of each device under every backend, and which backend to choose."""
+"""``wordrun plan``: the memory that a model needs per device under every backend, and which backend to choose."""

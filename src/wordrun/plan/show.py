@@ -1,9 +1,9 @@
-"""The plan as a table for people, and as JSON."""
+"""The plan as a table, and as JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -12,117 +12,133 @@ from rich.table import Table
 
 from wordrun.config import INTERLEAVED, PPConfig
 from wordrun.dist.mesh import AXES, Layout
-from wordrun.plan.memory import Way, bubble
-from wordrun.plan.options import Machine
-from wordrun.plan.ways import Advice, Estimate, Impossible, Planner, largest_layer
+from wordrun.plan.advice import Advice
+from wordrun.plan.candidates import Estimate, Planner, Unavailable
+from wordrun.plan.options import Hardware
+from wordrun.plan.strategy import Strategy, bubble
 
 GIB = 2**30
 FOOT = (
-    "GiB for each rank. Not all of it is there at once: total is the peak, with the run's own activation checkpointing."
+    "GiB per rank. total is the peak with the configured activation checkpointing; the parts before it do not all peak "
+    "at the same time."
 )
 
 
-def as_json(planner: Planner, rows: list[Estimate | Impossible], advice: Advice, line: list[str], note: str) -> str:
+@dataclass(frozen=True)
+class Report:
+    """What a plan found."""
+
+    planner: Planner
+    rows: list[Estimate | Unavailable]
+    advice: Advice
+    command: list[str]
+    """The command line that follows the advice; empty: there is none."""
+    vocabulary_source: str
+    """Where the size of the vocabulary comes from."""
+
+
+def as_json(report: Report) -> str:
     """Return the plan as JSON; sizes in bytes."""
-    name, layer = largest_layer(planner.model)
+    planner, advice = report.planner, report.advice
+    name, layer = planner.model.largest_layer
     content = {
         "model": planner.cfg.model.name,
         "parameters": planner.model.parameters,
         "largest_layer": {"name": name, "parameters": layer},
-        "vocabulary": {"size": planner.model.vocab_size, "why": note},
+        "vocabulary": {"size": planner.model.vocab_size, "why": report.vocabulary_source},
         "dtype": planner.cfg.train.dtype,
         "sequences_per_step": planner.sequences,
-        "machine": {**asdict(planner.machine), "usable_bytes": planner.machine.usable},
-        "ways": [_facts(row) for row in rows],
-        "advice": {"command": line, "activation_checkpointing": advice.checkpointing, "why": advice.why},
+        "machine": {**asdict(planner.hardware), "usable_bytes": planner.hardware.usable},
+        "ways": [_row(row) for row in report.rows],
+        "advice": {"command": report.command, "activation_checkpointing": advice.checkpointing, "why": advice.why},
     }
     return json.dumps(content, indent=2)
 
 
-def _facts(row: Estimate | Impossible) -> dict[str, Any]:
-    if isinstance(row, Impossible):
-        return {"name": row.name, "impossible": row.reason}
+def _row(row: Estimate | Unavailable) -> dict[str, Any]:
+    if isinstance(row, Unavailable):
+        return {"name": row.name, row.label: row.reason}
+    strategy = row.strategy
     return {
-        "name": row.way.name,
-        "overrides": row.way.words,
-        "layout": {axis: getattr(row.way.layout, axis) for axis in AXES},
+        "name": strategy.name,
+        "overrides": strategy.overrides,
+        "layout": {axis: getattr(strategy.layout, axis) for axis in AXES},
         "fits_with": row.fits,
-        "bubble": bubble(row.way),
+        "bubble": bubble(strategy),
         "memory": {kind: {**asdict(each), "total": each.total} for kind, each in row.memory.items()},
     }
 
 
-def show(
-    screen: Console, planner: Planner, rows: list[Estimate | Impossible], advice: Advice, line: list[str], note: str
-) -> None:
-    """Print the plan for people."""
-    model, machine, train = planner.model, planner.machine, planner.cfg.train
-    name, layer = largest_layer(model)
+def show(screen: Console, report: Report) -> None:
+    """Print the plan."""
+    planner, advice = report.planner, report.advice
+    model, train = planner.model, planner.cfg.train
+    name, layer = model.largest_layer
     screen.print(
         f"{planner.cfg.model.name}: {_count(model.parameters)} parameters in {model.cfg.n_layer} blocks; the largest "
-        f"layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({note})"
+        f"layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
     )
-    screen.print(_machine(machine))
+    screen.print(_hardware(planner.hardware))
     screen.print(
         f"{train.dtype}, {planner.cfg.model.batch_size} sequences of {model.cfg.block_size} tokens per rank and "
-        f"micro-step, {planner.sequences} in a step; activation checkpointing {train.activation_checkpointing}\n"
+        f"micro-step, {planner.sequences} per step; activation checkpointing {train.activation_checkpointing}\n"
     )
-    screen.print(_table(screen, planner, rows))
+    screen.print(_table(screen, report))
     screen.print(f"\n{FOOT}\n")
     reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if isinstance(row, Impossible):
+    for row in report.rows:
+        if isinstance(row, Unavailable):
             reasons.setdefault(row.reason, []).append(row.name)
     for reason, names in reasons.items():
         screen.print(f"{'; '.join(names)}: {reason}")
     screen.print(" ".join(advice.why))
     if advice.best:
-        screen.print("\n  " + " ".join(line), soft_wrap=True)
+        screen.print("\n  " + " ".join(report.command), soft_wrap=True)
     if advice.alternative:
-        screen.print("or with DeepSpeed: " + " ".join(advice.alternative.way.words), soft_wrap=True)
+        screen.print("or with DeepSpeed: " + " ".join(advice.alternative.strategy.overrides), soft_wrap=True)
 
 
-def _machine(machine: Machine) -> str:
-    nodes = f"{machine.nodes} node{'s' * (machine.nodes > 1)} of {machine.per_node}"
+def _hardware(hardware: Hardware) -> str:
+    nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.per_node}"
     return (
-        f"{machine.devices} x {machine.kind} on {nodes}, {machine.memory:g} GiB each, of which {machine.reserve:.0%} "
-        f"stay free: {machine.usable / GIB:.1f} GiB to fill"
+        f"{hardware.devices} x {hardware.kind} on {nodes}, {hardware.memory:g} GiB each, {hardware.reserve:.0%} of it "
+        f"left free: {hardware.usable / GIB:.1f} GiB usable"
     )
 
 
-def _table(screen: Console, planner: Planner, rows: list[Estimate | Impossible]) -> Table:
+def _table(screen: Console, report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, header_style="bold")
     table.add_column("backend", no_wrap=True)
     table.add_column("layout", no_wrap=True)
-    heads = ("param", "grad", "optim", "act none", "selective", "full", "logits", "buffers", "total", "fits")
-    for head in (*heads, "sent/step", "bubble (2 runs)"):
+    sizes = ("param", "grad", "optim", "act none", "selective", "full", "logits", "buffers", "total")
+    for head in (*sizes, "fits", "sent/step", "bubble (2 stages)"):
         table.add_column(head, justify="left" if head == "fits" else "right", no_wrap=True)
-    mine = planner.kinds[0]
-    for row in rows:
-        if isinstance(row, Impossible):
-            table.add_row(row.name, "-", *["-"] * 9, "impossible")
+    configured = report.planner.checkpointing[0]
+    for row in report.rows:
+        if isinstance(row, Unavailable):
+            table.add_row(row.name, "-", *["-"] * len(sizes), row.label)
             continue
-        need = row.memory[mine]
-        fits = "no" if row.fits is None else "yes" if row.fits == mine else f"with {row.fits}"
-        kept = [row.memory[kind].activations for kind in ("none", "selective", "full")]
-        sizes = [need.parameters, need.gradients, need.optimizer, *kept, need.logits, need.buffers, need.total]
+        need = row.memory[configured]
+        fits = "no" if row.fits is None else "yes" if row.fits == configured else f"with {row.fits}"
+        saved = [row.memory[kind].activations for kind in ("none", "selective", "full")]
+        figures = [need.parameters, need.gradients, need.optimizer, *saved, need.logits, need.buffers, need.total]
         table.add_row(
-            row.way.name, _short(row.way.layout), *map(_gib, sizes), fits, _gib(need.sent), _bubbles(row.way),
-            style=None if row.fits == mine else "dim",
+            row.strategy.name, _short(row.strategy.layout), *map(_gib, figures), fits, _gib(need.sent),
+            _bubbles(row.strategy), style=None if row.fits == configured else "dim",
         )  # fmt: skip
     return table
 
 
-def _bubbles(way: Way) -> str:
-    """Return the idle share of the way's schedule, and of one with two runs of blocks on a rank."""
-    options = way.backend
+def _bubbles(strategy: Strategy) -> str:
+    """Return the idle fraction of the strategy's schedule, and of one with two stages per rank."""
+    options = strategy.backend
     if not isinstance(options, PPConfig):
         return ""
-    own = f"{bubble(way):.1%}"
+    own = f"{bubble(strategy):.1%}"
     if options.schedule in INTERLEAVED:
         return own
-    runs = replace(options, schedule=INTERLEAVED[0], stages_per_rank=2)
-    return f"{own} ({bubble(replace(way, cfg=replace(way.cfg, backend=runs))):.1%})"
+    two = replace(options, schedule=INTERLEAVED[0], stages_per_rank=2)
+    return f"{own} ({bubble(replace(strategy, cfg=replace(strategy.cfg, backend=two))):.1%})"
 
 
 def _short(layout: Layout) -> str:

@@ -1,1 +1,1 @@
-"""``python -m wordrun.prepare``: a data set to shards, in parallel, and a look at what came out."""
+"""Writing: from text to shards of tokens, by any number of ranks, and a look at the result."""

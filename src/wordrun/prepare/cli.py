@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,26 +15,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from wordrun import dist, log
 from wordrun.composer import compose
 from wordrun.config import Config
-from wordrun.data import identity, lock, manifest, opening, preparing
-from wordrun.data.sources import locate
+from wordrun.data import corpus, manifest
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
+from wordrun.prepare import fingerprint, lock, run, writer
+from wordrun.prepare.sources import locate
 
 USAGE = """\
-Tokenise a data set into shards that any number of ranks read without a copy of their own.
+Tokenise a data set into shards, which any number of ranks read without loading them into memory.
 
   python -m wordrun.prepare data=text data.path='corpus/*.jsonl.gz' tokenizer=bpe tokenizer.vocab_size=16384
-  launch -n 8 python -m wordrun.prepare data=fineweb tokenizer=gpt2        in parallel; the result is the same for any N
-  python -m wordrun.prepare data=shards data.path=FOLDER data.prepared=OUT  somebody else's shards, written anew
-  python -m wordrun.prepare data=sample --inspect                          counts, documents, sequences, a histogram
-  python -m wordrun.prepare data=sample --verify                           compare every shard with its checksum
+  launch -n 8 python -m wordrun.prepare data=fineweb tokenizer=gpt2         in parallel, with the same result
+  python -m wordrun.prepare data=shards data.path=FOLDER data.prepared=OUT  rewrite shards from other projects
+  python -m wordrun.prepare data=sample --inspect                           show statistics, documents and sequences
+  python -m wordrun.prepare data=sample --verify                            compare every shard with its checksum
 
-It takes the overrides of a run (wordrun --help), of which data.* and tokenizer.* matter. Started again after it was
-killed, it goes on with the shards that are missing. A run with the same options for data and tokenizer finds what was
-made here. docs/data.md says more.
+It takes the options of a run (wordrun --help); only data.* and tokenizer.* matter. If it is killed, run it again: it
+continues with the missing shards. Runs with the same data and tokenizer options find the shards. See docs/data.md.
 """
-LINE_S = 5.0
-"""Seconds between two lines of progress where there is no terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,89 +61,84 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(
     overrides: Sequence[str], world: dist.World, handle: log.LogHandle, *, inspect: bool = False, verify: bool = False
 ) -> None:
-    """Prepare what ``overrides`` describe, unless it is there; every rank must call this."""
+    """Prepare the data set that ``overrides`` describe, unless it exists; every rank must call this."""
     with contextlib.ExitStack() as stack:
-        told = _decide(overrides, world, stack) if world.rank == 0 else None
-        cfg, folder, plan = dist.share(told, world)
-        if plan is not None:
-            begin = time.monotonic()
-            with _shown(world, handle, cfg.data.name) as show:
-                preparing.execute(plan, world, show)
+        begun = _begin(overrides, world, stack) if world.rank == 0 else None
+        cfg, folder, preparation = dist.share(begun, world)
+        if preparation is not None:
+            started = time.monotonic()
+            with _progress_shown(world, handle, cfg.data.name) as show:
+                run.execute(preparation, world, show)
             if world.rank == 0:
-                LOGGER.info("prepared data=%s in %.1f s", cfg.data.name, time.monotonic() - begin)
+                LOGGER.info("prepared data=%s in %.1f s", cfg.data.name, time.monotonic() - started)
     if world.rank == 0:
         report(folder)
         if verify:
             _verify(folder)
         if inspect:
-            from wordrun.prepare.inspect import inspect as look
+            from wordrun.prepare.inspect import inspect as show_statistics
 
-            look(folder, cfg, handle.screen)
+            show_statistics(folder, cfg, handle.screen)
 
 
-def _decide(
+def _begin(
     overrides: Sequence[str], world: dist.World, stack: contextlib.ExitStack
-) -> tuple[Config, Path, preparing.Plan | None]:
-    """Return the config, the folder, and what is to be done; the folder is locked until ``stack`` ends.
+) -> tuple[Config, Path, run.Preparation | None]:
+    """Return the config, the folder, and what is to be done, if anything; the folder is locked until ``stack`` ends.
 
     Raises:
-        UserError: another process prepares it, or the options are no good.
+        UserError: another process is preparing it, or the options are invalid.
     """
     cfg = compose(overrides)
     if cfg.data.kind == "mix":
-        raise ConfigError(f"data=mix is prepared part by part: {', '.join(f'data={name}' for name in cfg.data.mix)}")
-    if cfg.data.kind == "shards" and not cfg.data.prepared:
-        folder = Path(os.path.expanduser(str(cfg.data.path))).absolute()
-        if not opening.is_whole(folder):
-            raise ConfigError(
-                f"data=shards data.path={folder} is read as it is: train with it, or name a folder for shards in "
-                "wordrun's own form by data.prepared=FOLDER"
-            )
+        parts = ", ".join(f"data={name}" for name in cfg.data.mix)
+        raise ConfigError(f"data=mix: prepare its parts one by one, with {parts}")
+    source = locate(replace(cfg.data, offline="error"))  # the sample must not be prepared under another name
+    folder = fingerprint.folder_of(source, cfg.tokenizer)
+    if manifest.is_complete(folder):
+        if cfg.data.prepared:
+            corpus.compare(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
         return cfg, folder, None
-    data = replace(cfg.data, offline="error")  # the sample must not be prepared in another's name
-    if data.prepared and opening.is_whole(Path(os.path.expanduser(data.prepared))):
-        folder = Path(os.path.expanduser(data.prepared)).absolute()
-        opening.compare(folder, manifest.load(folder), data, cfg.tokenizer)
-        return cfg, folder, None
-    source = locate(data)
-    folder = identity.folder_of(data, cfg.tokenizer, source)
-    if opening.is_whole(folder):
-        return cfg, folder, None
-    preparing.make(folder.parent)
-    hold = folder.with_name(f".{folder.name}.lock")
-    if not stack.enter_context(lock.held(hold)):
-        raise UserError(
-            f"data={data.name} is being prepared in {folder} by {lock.holder(hold)}: wait for it, or end it. If no "
-            f"such process lives, remove {hold}"
+    if source.is_tokens and not cfg.data.prepared:
+        raise ConfigError(
+            f"data=shards data.path={folder} can be read without preparation: train with it, or name a folder for "
+            "shards in wordrun's own form with data.prepared=FOLDER"
         )
-    return cfg, folder, preparing.plan(data, cfg.tokenizer, source, folder)
+    writer.make_folder(folder.parent)
+    path = lock.beside(folder)
+    if not stack.enter_context(lock.held(path)):
+        raise UserError(
+            f"data={cfg.data.name} is being prepared in {folder} by {lock.holder(path)}: wait for it, or end it. If "
+            f"there is no such process, remove {path}"
+        )
+    return cfg, folder, run.begin(source, cfg.tokenizer, folder)
 
 
 @contextlib.contextmanager
-def _shown(world: dist.World, handle: log.LogHandle, name: str) -> Iterator[preparing.Show]:
-    """Show how far all ranks are, on rank 0: a bar on a terminal, else a line now and then."""
+def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iterator[run.Show]:
+    """Show the progress of all ranks on rank 0: a bar on a terminal, else a log line now and then."""
     columns = (
         TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"),
         TextColumn("{task.fields[counts]}"), TimeRemainingColumn(),
     )  # fmt: skip
     screen = handle.screen
     hidden = world.rank != 0 or not screen.is_terminal
-    begin = said = time.monotonic()
+    started = logged = time.monotonic()
     last = ""
 
-    def show(now: preparing.Progress) -> None:
-        nonlocal begin, said, last
+    def show(now: run.Progress) -> None:
+        nonlocal started, logged, last
         if now.task != last:
-            begin, last = time.monotonic(), now.task
-        seconds = time.monotonic() - begin
+            started, last = time.monotonic(), now.task
+        seconds = time.monotonic() - started
         counts = (
-            f"{now.done:,}/{now.pieces:,} pieces  {now.documents:,} documents  {now.tokens:,} tokens  "
+            f"{now.done:,}/{now.items:,} work items  {now.documents:,} documents  {now.tokens:,} tokens  "
             f"{now.tokens / max(seconds, 1.0):,.0f} tokens/s"
         )
         bar.update(task, completed=now.share, description=f"{now.task} of {name}", counts=counts)
-        if hidden and time.monotonic() - said > LINE_S:
-            said = time.monotonic()
-            left = f"{seconds * (1 / now.share - 1):,.0f} s left" if now.share else "no end in sight yet"
+        if hidden and time.monotonic() - logged > lock.LOG_S:
+            logged = time.monotonic()
+            left = f"{seconds * (1 / now.share - 1):,.0f} s left" if now.share else "estimating the time left"
             LOGGER.info("%s of %s: %.0f %%  %s  %s", now.task, name, 100 * now.share, counts, left)
 
     with Progress(*columns, console=screen, refresh_per_second=4, expand=True, disable=hidden) as bar:
@@ -155,21 +147,21 @@ def _shown(world: dist.World, handle: log.LogHandle, name: str) -> Iterator[prep
 
 
 def report(folder: Path) -> None:
-    """Say what is in ``folder``."""
-    whole = manifest.load(folder)
-    LOGGER.info("%s: %s", whole.name, whole.origin)
+    """Log what is in ``folder``."""
+    found = manifest.load(folder)
+    LOGGER.info("%s: %s", found.name, found.origin)
     for split in manifest.SPLITS:
         LOGGER.info(
-            "%s: %s tokens, %s documents, %d shards", split, f"{whole.tokens(split):,}", f"{whole.documents(split):,}",
-            len(getattr(whole, split)),
+            "%s: %s tokens, %s documents, %d shards", split, f"{found.tokens(split):,}", f"{found.documents(split):,}",
+            len(getattr(found, split)),
         )  # fmt: skip
-    LOGGER.info("tokenizer %s, vocabulary %s", whole.settings["tokenizer"]["name"], f"{whole.vocab_size:,}")
+    LOGGER.info("tokenizer %s, vocabulary %s", found.settings["tokenizer"]["name"], f"{found.vocab_size:,}")
     LOGGER.info("in %s", folder)
 
 
 def _verify(folder: Path) -> None:
-    whole = manifest.load(folder)
-    problems = manifest.verify(folder, whole)
+    found = manifest.load(folder)
+    problems = manifest.verify(folder, found)
     if problems:
         raise ConfigError("\n".join([*problems, f"remove {folder} and prepare the data again"]))
-    LOGGER.info("all %d shards are as they were written", len(whole.train) + len(whole.val))
+    LOGGER.info("all %d shards match their checksums", len(found.train) + len(found.val))

@@ -1,4 +1,4 @@
-"""A look at a prepared data set: how much of what, the longest documents, the first sequences, and a histogram."""
+"""Statistics of a prepared data set: counts, the longest documents, the first sequences, and histograms."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rich.text import Text
 
 from wordrun.config import Config
 from wordrun.data import manifest as manifests
-from wordrun.data.loader import Sequences
 from wordrun.data.manifest import Entry, Manifest
+from wordrun.data.order import Sequences
 from wordrun.data.shards import examine
-from wordrun.data.tokenizers import Tokenizer
+from wordrun.data.tokenizers.base import Tokenizer
 
 LONGEST = 5
 SEQUENCES = 4
 SHOWN = 160
 """Characters of a document or a sequence that are shown."""
 COMMON = 20
-"""Tokens that are named."""
+"""Most frequent tokens that are shown."""
 COUNTED = 2**26
-"""Tokens that are counted, at most, from evenly spread shards."""
+"""Tokens that are counted, at most, in evenly spread shards."""
 
 
 def inspect(folder: Path, cfg: Config, screen: Console) -> None:
-    """Show on ``screen`` what the prepared data set in ``folder`` is like, and draw histograms beside it."""
+    """Show the statistics of the prepared data set in ``folder`` on ``screen``, and draw histograms beside it."""
     manifest = manifests.load(folder)
     tokenizer = manifests.tokenizer(folder, manifest)
     lengths = documents(folder, manifest)
@@ -38,15 +38,15 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
     used = int((counts > 0).sum())
     print_ = screen.print
     print_(
-        f"\nvocabulary: {manifest.vocab_size:,} tokens, of which {used:,} occur in the {counted:,} that were counted"
+        f"\nvocabulary: {manifest.vocab_size:,} tokens, of which {used:,} occur among the {counted:,} that were counted"
     )
     print_(_common(counts, counted, tokenizer))
     if len(lengths):
         sizes = np.array([size for size, _, _ in lengths])
         low, middle, high = np.percentile(sizes, [5, 50, 95])
         print_(
-            f"documents for training: {len(sizes):,}, {sizes.min():,} to {sizes.max():,} tokens, median {middle:,.0f}, "
-            f"90 % of them {low:,.0f} to {high:,.0f}"
+            f"training documents: {len(sizes):,}, {sizes.min():,} to {sizes.max():,} tokens, median {middle:,.0f}, "
+            f"90 % between {low:,.0f} and {high:,.0f}"
         )
         print_(_longest(folder, manifest, lengths, tokenizer))
     print_(_sequences(folder, manifest, cfg, tokenizer))
@@ -56,7 +56,7 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
 
 
 def documents(folder: Path, manifest: Manifest) -> list[tuple[int, Entry, int]]:
-    """Return tokens, shard and first token of every training document, as far as it lies in that shard."""
+    """Return the length, shard and first token of every training document, as far as that shard contains it."""
     found = []
     for entry in manifest.train:
         starts = manifests.document_starts(folder, entry).tolist()
@@ -65,9 +65,9 @@ def documents(folder: Path, manifest: Manifest) -> list[tuple[int, Entry, int]]:
 
 
 def frequencies(folder: Path, manifest: Manifest) -> tuple[NDArray[np.int64], int]:
-    """Return how often each token occurs in a part of the training data, and how many tokens that are."""
+    """Return how often each token occurs in a part of the training data, and the number of tokens in that part."""
     step = max(1, -(-manifest.tokens("train") // COUNTED))
-    tokens = manifests.split(folder, manifest, "train", look=False)
+    tokens = manifests.split(folder, manifest, "train", examine=False)
     counts, counted = np.zeros(manifest.vocab_size, dtype=np.int64), 0
     for shard in tokens.shards[::step]:
         content = shard.open()[: max(1, COUNTED - counted)]
@@ -79,7 +79,7 @@ def frequencies(folder: Path, manifest: Manifest) -> tuple[NDArray[np.int64], in
 
 
 def _common(counts: NDArray[np.int64], counted: int, tokenizer: Tokenizer) -> Table:
-    table = Table("token", "text", "share", title="most common tokens", title_justify="left")
+    table = Table("token", "text", "share", title="most frequent tokens", title_justify="left")
     for token in np.argsort(-counts, kind="stable")[:COMMON].tolist():
         if counts[token]:
             table.add_row(str(token), Text(repr(tokenizer.decode(np.array([token])))), f"{counts[token] / counted:.2%}")
@@ -87,7 +87,7 @@ def _common(counts: NDArray[np.int64], counted: int, tokenizer: Tokenizer) -> Ta
 
 
 def _longest(folder: Path, manifest: Manifest, lengths: list[tuple[int, Entry, int]], tokenizer: Tokenizer) -> Table:
-    table = Table("tokens", "shard", "at", "begins", title="longest documents", title_justify="left")
+    table = Table("tokens", "shard", "position", "beginning", title="longest documents", title_justify="left")
     for size, entry, start in sorted(lengths, key=lambda found: -found[0])[:LONGEST]:
         shard = examine(folder / entry.file, entry.tokens).open()
         table.add_row(f"{size:,}", entry.file, f"{start:,}", _text(tokenizer, shard[start : start + min(size, SHOWN)]))
@@ -95,9 +95,9 @@ def _longest(folder: Path, manifest: Manifest, lengths: list[tuple[int, Entry, i
 
 
 def _sequences(folder: Path, manifest: Manifest, cfg: Config, tokenizer: Tokenizer) -> Table:
-    title = f"first sequences of a run with model.block_size={cfg.model.block_size} train.seed={cfg.train.seed}"
-    table = Table("index", "begins at", "text", title=title, title_justify="left")
-    tokens = manifests.split(folder, manifest, "train", look=False)
+    title = f"first training sequences with model.block_size={cfg.model.block_size} train.seed={cfg.train.seed}"
+    table = Table("index", "position", "text", title=title, title_justify="left")
+    tokens = manifests.split(folder, manifest, "train", examine=False)
     sequences = Sequences(tokens, cfg.model.block_size, cfg.train.seed)
     for index in range(min(SEQUENCES, sequences.per_epoch)):
         row = sequences.batch(index, 1).tokens[0].numpy()
@@ -111,7 +111,7 @@ def _text(tokenizer: Tokenizer, tokens: NDArray[np.integer]) -> Text:
 
 
 def draw(path: Path, manifest: Manifest, counts: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
-    """Draw how long the documents are, and how often the tokens occur by rank, as a PNG."""
+    """Draw histograms of the lengths of documents and of the frequencies of tokens as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -123,12 +123,12 @@ def draw(path: Path, manifest: Manifest, counts: NDArray[np.int64], lengths: NDA
         edges = np.unique(np.geomspace(max(1, lengths.min()), lengths.max() + 1, 41).round())
         left.hist(lengths, bins=edges, color="#4477aa")
         left.set_xscale("log")
-        left.set(xlabel="tokens of a document", ylabel="documents", title="Length of documents")
+        left.set(xlabel="tokens in a document", ylabel="documents", title="Document length")
     else:
         left.set_axis_off()
         left.text(0.5, 0.5, "one document", ha="center")
     ranked = np.sort(counts[counts > 0])[::-1]
     right.loglog(np.arange(1, len(ranked) + 1), ranked / ranked.sum(), color="#aa3377")
-    right.set(xlabel="rank of the token", ylabel="share of all tokens", title="Frequency of tokens")
+    right.set(xlabel="rank of the token", ylabel="share of all tokens", title="Token frequency")
     right.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from typing import Any
 
 import torch
 
+from wordrun import devices
 from wordrun.backend import StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.dist.collectives import all_mean
@@ -32,34 +32,13 @@ LEGEND = {
 }
 """Names in metrics.jsonl, in W&B and on the console."""
 
-# Dense peak in FLOP/s (half precision with fp32 accumulation, fp32 without TF32), from the vendors' data sheets.
-# The first name that occurs in the device's name counts, so that longer names come first.
-PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
-    ("B200", 2250e12, 75e12),
-    ("H200", 989e12, 67e12),
-    ("H100 PCIe", 756e12, 51e12),
-    ("H100 NVL", 835e12, 60e12),
-    ("H100", 989e12, 67e12),
-    ("A100", 312e12, 19.5e12),
-    ("A40", 149.7e12, 37.4e12),
-    ("A30", 165e12, 10.3e12),
-    ("A10", 125e12, 31.2e12),
-    ("L40S", 362e12, 91.6e12),
-    ("L40", 181e12, 90.5e12),
-    ("L4", 121e12, 30.3e12),
-    ("V100", 125e12, 15.7e12),
-    ("MI300X", 1307e12, 163.4e12),
-    ("MI250X", 191.5e12, 23.9e12),  # one of its two dies, which is one device
-    ("Max 1550", 419e12, 22.9e12),  # one of its two tiles, which is one device under ZE_FLAT_DEVICE_HIERARCHY=FLAT
-)
-
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a device in ``dtype``, or None where the table does not know it."""
-    for name, half, single in PEAK_FLOPS:
-        if re.search(rf"{re.escape(name)}\b", device_name):  # no A100 is in an A1000
-            return single if dtype == torch.float32 else half
-    return None
+    device = devices.find(device_name)
+    if device is None:
+        return None
+    return device.peak_fp32 if dtype == torch.float32 else device.peak_half
 
 
 def device_name(device: torch.device) -> str:

@@ -21,16 +21,17 @@ from wordrun import dist, log
 from wordrun.backend.base import StepResult
 from wordrun.checks import accumulation, check
 from wordrun.config import Config, part_of
-from wordrun.data import corpus as corpora
-from wordrun.data import orders
-from wordrun.data.ahead import Loader
-from wordrun.data.loader import Batch, FixedSet
+from wordrun.data.batch import Batch
+from wordrun.data.fixed_set import FixedSet
+from wordrun.data.loader import Loader
+from wordrun.data.order import eot_for, order_of_run
 from wordrun.dist.collectives import all_sum
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.model import meta_model
 from wordrun.model.generate import generate
+from wordrun.prepare.obtain import obtain
 from wordrun.train import finite, resume, streams
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hooks import Bar, Checkpoint, Evaluate, Hook, Log, Sample
@@ -107,7 +108,7 @@ class Trainer:
     def _build(self, *, fresh: bool) -> None:
         cfg, world = self.cfg, self.world
         layout = check(cfg, world.size, world.local_size)
-        self.corpus = corpora.obtain(cfg, world)
+        self.corpus = obtain(cfg, world)
         vocab_size = self.corpus.tokenizer.vocab_size
         if cfg.model.vocab_size is not None and cfg.model.vocab_size < vocab_size:
             raise ConfigError(
@@ -130,11 +131,11 @@ class Trainer:
         self.backend = backends.build(backends.BackendSpec(cfg, world, layout, make_model, make_optimizer, weights))
         self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
         self.gas = accumulation(cfg, layout.dp)
-        self.sequences = orders.of_run(cfg, self.corpus)
-        mark = orders.mark_for("mask_documents", cfg, self.corpus)
+        self.sequences = order_of_run(cfg, self.corpus)
+        eot = eot_for("mask_documents", cfg, self.corpus)
         self.loader = Loader(
             self.sequences, cfg.model.batch_size, self.gas, self.dp_rank, layout.dp, self.backend.device,
-            cfg.data.ahead, mark,
+            cfg.data.prefetch, eot,
         )  # fmt: skip
         wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
         self.validation = FixedSet(
@@ -144,7 +145,7 @@ class Trainer:
             wanted,
             self.dp_rank,
             layout.dp,
-            mark,
+            eot,
             [(len(part.val), part.share) for part in self.corpus.mix],
         )
         # Of dropout, which strikes other elements on every rank: no two hold the same ones.
@@ -347,11 +348,11 @@ class Trainer:
         LOGGER.info("run directory: %s", _relative(self.run.path))
 
     def _facts(self) -> dict[str, Any]:
-        source, tokenizer = self.corpus.source, self.corpus.tokenizer
+        corpus = self.corpus
         return {
             "data": {
-                "origin": source.origin, "banner": source.banner, "vocab_size": tokenizer.vocab_size,
-                "train_tokens": len(self.corpus.train), "val_tokens": len(self.corpus.val),
+                "origin": corpus.origin, "banner": corpus.banner, "vocab_size": corpus.tokenizer.vocab_size,
+                "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
             },
             "parameters": self.outline.num_parameters(),
             "device_name": device_name(self.backend.device),

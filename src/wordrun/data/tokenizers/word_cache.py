@@ -1,7 +1,7 @@
-"""A short cut through GPT-2's kind of byte pair encoding: a text falls into words, and each is encoded but once.
+"""The word cache: byte pair encoding in GPT-2's style, with the library called once for each distinct word.
 
-Libraries spend most of their time on each occurrence of a word. Python finds the words of a text and looks them up in a
-dictionary ten times as fast.
+Libraries encode every occurrence of a word anew. Splitting a text by a regular expression and looking its words up in a
+dictionary is ten times as fast.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCKS = (range(0x250), range(0x370, 0x530), range(0x2000, 0x2070))
-"""Latin, Greek, Cyrillic and punctuation: characters of which every version of Unicode in use says the same."""
+"""Latin, Greek, Cyrillic and punctuation: characters that all versions of Unicode in use classify alike."""
 DISPUTED = {*range(0x1C, 0x20), 0x85}
-"""Blanks to some regular expressions, and not to others."""
-MOST_WORDS = 2**18
-"""Words that are remembered, some 40 MB."""
+"""White space to some regular expression libraries, and not to others."""
+MAX_WORDS = 2**18
+"""Words in the cache, at most: some 40 MB."""
 
 
 def _class(codes: Iterable[int]) -> str:
-    """Return what stands for ``codes`` within the brackets of a regular expression."""
+    """Return the character class of ``codes``, without its brackets."""
     ranges: list[list[int]] = []
     for code in sorted(codes):
         if ranges and ranges[-1][1] == code - 1:
@@ -35,27 +35,27 @@ def _class(codes: Iterable[int]) -> str:
 
 @lru_cache(maxsize=2)
 def _patterns(ascii_only: bool) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return what finds a character that is not known here, and what finds words.
+    """Return the pattern of a character that is not supported here, and the pattern of a word.
 
-    GPT-2 cuts a text into contractions, words, numbers and signs, each with the blank before it, and runs of blanks.
+    A word, to GPT-2, is a contraction, letters, digits or signs, each with the space before it, or white space.
     """
     codes = [code for block in BLOCKS for code in block if code < 0x80 or not ascii_only]
     known = [code for code in codes if code not in DISPUTED and unicodedata.category(chr(code)) != "Cn"]
     letters = _class(code for code in known if unicodedata.category(chr(code)).startswith("L"))
     numbers = _class(code for code in known if unicodedata.category(chr(code)).startswith("N"))
-    blanks = _class(code for code in known if chr(code).isspace())
+    spaces = _class(code for code in known if chr(code).isspace())
     words = (
-        rf"'(?:[sdmt]|ll|ve|re)| ?[{letters}]+| ?[{numbers}]+| ?[^{blanks}{letters}{numbers}]+"
-        rf"|[{blanks}]+(?![^{blanks}])|[{blanks}]+"
+        rf"'(?:[sdmt]|ll|ve|re)| ?[{letters}]+| ?[{numbers}]+| ?[^{spaces}{letters}{numbers}]+"
+        rf"|[{spaces}]+(?![^{spaces}])|[{spaces}]+"
     )
     return re.compile(f"[^{_class(known)}]"), re.compile(words)
 
 
-class Words:
-    """Encodes texts by their words.
+class WordCache:
+    """Encodes texts word by word.
 
     Args:
-        encode: returns the token numbers of each of several words; it has to be the tokenizer's own way.
+        encode: returns the token ids of each of several words, as the tokenizer itself does.
     """
 
     def __init__(self, encode: Callable[[list[str]], Iterable[Sequence[int]]]) -> None:
@@ -63,12 +63,12 @@ class Words:
         self._known: dict[str, bytes] = {}
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
-        """Return the token numbers of ``text``; None: it has characters that are not known here."""
-        unknown, pattern = _patterns(text.isascii())
-        if unknown.search(text):
+        """Return the token ids of ``text``; None: it has characters that are not supported here."""
+        unsupported, pattern = _patterns(text.isascii())
+        if unsupported.search(text):
             return None
         words = pattern.findall(text)
-        if len(self._known) > MOST_WORDS:
+        if len(self._known) > MAX_WORDS:
             self._known.clear()
         new = list(set(words).difference(self._known))
         for word, tokens in zip(new, self._encode(new), strict=True):

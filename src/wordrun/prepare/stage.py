@@ -1,4 +1,4 @@
-"""Shards on each node's own disk: copied once per node, checked, and resumed where a copy was broken off."""
+"""Copies of shards on each node's own disk: made once per node, verified, and resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -12,64 +12,61 @@ from pathlib import Path
 from wordrun.data import manifest as manifests
 from wordrun.data import shards
 from wordrun.data.manifest import Entry
-from wordrun.data.preparing import Progress
 from wordrun.errors import UserError
 
 BLOCK = 2**22
-"""Bytes that are copied at once."""
+"""Bytes of one read and write."""
 
 
 def target(folder: Path, stage: str) -> Path:
-    """Return where the copy of ``folder`` belongs below the folder data.stage."""
-    told = hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
-    return Path(os.path.expanduser(stage)).absolute() / f"{folder.name}-{told}"
+    """Return the path of the copy of ``folder`` under the folder data.stage."""
+    digest = hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
+    return Path(os.path.expanduser(stage)).absolute() / f"{folder.name}-{digest}"
 
 
-def is_whole(folder: Path, to: Path) -> bool:
-    """Say whether all of ``folder`` has been copied to ``to``."""
+def is_complete(folder: Path, to: Path) -> bool:
+    """Say whether ``to`` is a complete copy of ``folder``."""
     try:
         return (to / manifests.NAME).read_bytes() == (folder / manifests.NAME).read_bytes()
     except OSError:
         return False
 
 
-def copy(folder: Path, to: Path, show: Callable[[Progress], None] = lambda progress: None) -> None:
+def copy(folder: Path, to: Path, show: Callable[[float], None] = lambda share: None) -> None:
     """Copy the prepared data set in ``folder`` to the folder ``to``; one process per node calls this.
 
-    Every shard is compared with its checksum in the manifest on the way. What has been copied already stays, and the
-    manifest comes last: without it the copy is not whole.
+    Every shard is compared with its checksum in the manifest. Shards that were copied before are kept. The manifest is
+    copied last: without it, the copy is incomplete.
 
     Args:
         folder: of the shards, with a manifest.
         to: on the node's own disk, or in its memory.
-        show: called with how far it is.
+        show: called with the share that is copied, 0 to 1.
 
     Raises:
-        UserError: there is too little room, the folder cannot be written to, or a shard is damaged.
+        UserError: there is too little space, the folder cannot be written to, or a shard is damaged.
     """
     manifest = manifests.load(folder)
     entries = _missing(manifest, to)
     size = {entry.file: _size(manifest, entry) for entry in [*manifest.train, *manifest.val]}
-    whole, left = sum(size.values()), sum(size[entry.file] for entry in entries)
+    left = sum(size[entry.file] for entry in entries)
     try:
         to.mkdir(parents=True, exist_ok=True)
         (to / manifests.NAME).unlink(missing_ok=True)
         for old in to.glob(".*"):
             old.unlink()
-        room = shutil.disk_usage(to).free
-        if room < left:
+        free = shutil.disk_usage(to).free
+        if free < left:
             raise UserError(
-                f"data.stage={to.parent} has {room / 2**30:.1f} GiB of room, but the shards of {folder} take "
-                f"{left / 2**30:.1f} more: name a larger disk, or leave data.stage out"
+                f"data.stage={to.parent} has {free / 2**30:.1f} GiB of free space, but the shards of {folder} need "
+                f"{left / 2**30:.1f} GiB more: name a larger disk, or leave data.stage out"
             )
-        progress = Progress("bytes", len(size), len(size) - len(entries), whole, whole - left)
         for entry in entries:
             docs = Path(entry.file).with_suffix(".docs").name
             _copy(folder / docs, to / docs, None)
             _copy(folder / entry.file, to / entry.file, entry.xxh3)
-            progress.read += size[entry.file]
-            progress.done += 1
-            show(progress)
+            left -= size[entry.file]
+            show(1 - left / sum(size.values()))
         for name in (manifests.TOKENIZER, manifests.NAME):
             _copy(folder / name, to / name, None)
     except OSError as error:
@@ -84,15 +81,15 @@ def _size(manifest: manifests.Manifest, entry: Entry) -> int:
 
 
 def _missing(manifest: manifests.Manifest, to: Path) -> list[Entry]:
-    """Return the shards that are not yet in ``to``: a file gets its name only when it has been checked."""
-    there = {}
+    """Return the shards that are not in ``to`` yet: a file gets its name only when it has been verified."""
+    present = {}
     with contextlib.suppress(OSError):
-        there = {file.name: file.stat().st_size for file in os.scandir(to)}
-    return [e for e in [*manifest.train, *manifest.val] if there.get(e.file) != _size(manifest, e)]
+        present = {file.name: file.stat().st_size for file in os.scandir(to)}
+    return [e for e in [*manifest.train, *manifest.val] if present.get(e.file) != _size(manifest, e)]
 
 
 def _copy(source: Path, to: Path, checksum: str | None) -> None:
-    """Copy a file, all of it or nothing."""
+    """Copy a file completely or not at all."""
     digest = shards.checksum()
     new = to.with_name(f".{to.name}")
     with open(source, "rb") as read, open(new, "wb") as write:

@@ -1,4 +1,4 @@
-"""What a step really allocates, to hold the plan against."""
+"""The peak of a step's allocations on a CPU, which benchmarks and tests compare with the plan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak(step: Callable[[], Any]) -> int:
-    """Return the bytes that ``step`` has allocated on the CPU at most at a time, by torch's profiler."""
+    """Return the most bytes that ``step`` had allocated on the CPU at one time, by torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events: list[tuple[int, int]] = []
 
     def walk(nodes: Any) -> None:
         for node in nodes:
-            if node.tag == torch._C._profiler._EventType.Allocation:
+            if node.tag == torch._C._profiler._EventType.Allocation:  # private; tried with torch 2.8 and 2.13
                 events.append((node.start_time_ns, node.extra_fields.alloc_size))
             walk(node.children)
 

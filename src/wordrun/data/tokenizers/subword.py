@@ -1,4 +1,4 @@
-"""Tokenizers of parts of words: GPT-2's by tiktoken, and those of the ``tokenizers`` library, learned or found."""
+"""Subword tokenizers: GPT-2's by tiktoken, and those of the ``tokenizers`` library, trained here or loaded."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig
-from wordrun.data.splitting import Words
-from wordrun.data.tokenizers import END, Ids
-from wordrun.errors import ConfigError, UserError
+from wordrun.data.tokenizers.base import END, Ids, Tokenizer
+from wordrun.data.tokenizers.word_cache import WordCache
+from wordrun.errors import ConfigError, UserError, first_line
 
 GPT2_URLS = {
     "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken": "tiktoken",
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe": "merges",
 }
-"""Where tiktoken gets the vocabulary, by which it names the files of its cache; both hold the same."""
-MARKS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""What models call the end of a text."""
-# GPT-2 cuts a text into contractions, words, numbers and signs, each with the blank before it, before it merges.
+"""The addresses of the vocabulary, from which tiktoken derives the names in its cache; both hold the same."""
+EOT_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""Names that models give to the end-of-text token."""
+# Before it merges, GPT-2 splits a text into contractions, words, numbers and signs, each with the space before it.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-class GPT2Tokenizer:
-    """Byte pair encoding by tiktoken, as GPT-2 has it."""
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's byte pair encoding, by tiktoken."""
 
     kind = "gpt2"
+    eot: int
 
     def __init__(self, ranks: dict[bytes, int]) -> None:
         import tiktoken
 
         self._ranks = ranks
         self.eot = len(ranks)
+        self.vocab_size = self.eot + 1
         self._encoding = tiktoken.Encoding(
             "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END: self.eot}
         )
-        self._words = Words(lambda words: [self._encoding.encode_ordinary(word) for word in words])
+        self._cache = WordCache(lambda words: [self._encoding.encode_ordinary(word) for word in words])
 
     @classmethod
-    def build(cls, cfg: GPT2TokenizerConfig) -> GPT2Tokenizer:
+    def build(cls, cfg: GPT2TokenizerConfig, texts: Iterable[str] = ()) -> GPT2Tokenizer:
         """Return GPT-2's tokenizer with the vocabulary at ``cfg.path``, or in tiktoken's cache.
 
         Raises:
-            UserError: there is none; the network is not asked.
+            UserError: there is none; nothing is downloaded.
         """
         path = _gpt2_file(cfg.path)
         try:
@@ -59,33 +60,26 @@ class GPT2Tokenizer:
             kind = next((kind for url, kind in GPT2_URLS.items() if path.name == _cached_name(url)), path.suffix)
             ranks = _ranks_of_tiktoken(content) if kind in ("tiktoken", ".tiktoken") else _ranks_of_merges(content)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"tokenizer.path={path} is no vocabulary of GPT-2 ({error}): {_recipe()}") from None
+            raise ConfigError(
+                f"tokenizer.path={path} is not GPT-2's vocabulary ({first_line(error)}): {_recipe()}"
+            ) from None
         return cls(ranks)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of distinct tokens."""
-        return self.eot + 1
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token numbers of ``text``; what looks like a mark between documents is text."""
-        return self.encode_batch([text])[0].astype(np.int64)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the token numbers of each text."""
-        found = (self._words.encode(text) for text in texts)
-        return [self._whole(text) if ids is None else ids for text, ids in zip(texts, found, strict=True)]
+        """Return the token ids of each text."""
+        return [self._encode(text) for text in texts]
 
-    def _whole(self, text: str) -> Ids:
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+    def _encode(self, text: str) -> Ids:
+        ids = self._cache.encode(text)
+        return self._encoding.encode_to_numpy(text, disallowed_special=()) if ids is None else ids
 
     def decode(self, tokens: Ids) -> str:
-        """Return the text; numbers beyond the vocabulary become nothing."""
+        """Return the text; ids beyond the vocabulary are left out."""
         tokens = np.asarray(tokens)
         return self._encoding.decode(tokens[tokens <= self.eot].tolist())
 
     def to_json(self) -> str:
-        """Return the tokenizer as JSON, its whole vocabulary in it."""
+        """Return the tokenizer as JSON, with its complete vocabulary."""
         words = [base64.b64encode(word).decode() for word in sorted(self._ranks, key=self._ranks.__getitem__)]
         return json.dumps({"kind": "gpt2", "ranks": " ".join(words)})
 
@@ -115,8 +109,8 @@ def _gpt2_file(path: str | None) -> Path:
         if file.is_file():
             return file
     raise UserError(
-        f"tokenizer=gpt2 needs its vocabulary, which is not in tiktoken's cache ({cache}), and the network is not "
-        f"asked for it: {_recipe()} Or use tokenizer=bpe, which learns from the text."
+        f"tokenizer=gpt2 needs its vocabulary, which is not in tiktoken's cache ({cache}) and is not downloaded: "
+        f"{_recipe()} Or use tokenizer=bpe, which is trained on the text."
     )
 
 
@@ -126,11 +120,11 @@ def _cached_name(url: str) -> str:
 
 def _recipe() -> str:
     url = next(iter(GPT2_URLS))
-    return f"on a machine with a network (a login node), curl -O {url}, then tokenizer.path={url.rpartition('/')[2]}."
+    return f"on a machine with network access (a login node), curl -O {url}; then tokenizer.path={Path(url).name}."
 
 
 def _ranks_of_tiktoken(content: bytes) -> dict[bytes, int]:
-    """Return a vocabulary from lines of base64 and rank."""
+    """Return the vocabulary in lines of base64 and rank."""
     pairs = (line.split() for line in content.splitlines() if line)
     ranks = {base64.b64decode(word, validate=True): int(rank) for word, rank in pairs}
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
@@ -139,8 +133,8 @@ def _ranks_of_tiktoken(content: bytes) -> dict[bytes, int]:
 
 
 def _ranks_of_merges(content: bytes) -> dict[bytes, int]:
-    """Return the vocabulary that lines of two words to be merged build from the 256 bytes."""
-    # GPT-2 writes bytes that cannot be seen as the characters from U+0100 on; those that can come first.
+    """Return the vocabulary that is built from the 256 bytes by merging the two words of each line."""
+    # GPT-2 writes invisible bytes as the characters from U+0100 on; the visible ones come first.
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     order = [*visible, *(byte for byte in range(256) if byte not in visible)]
     of_character = {chr(byte): byte for byte in visible}
@@ -151,50 +145,44 @@ def _ranks_of_merges(content: bytes) -> dict[bytes, int]:
             continue
         left, right = (bytes(of_character[c] for c in part) for part in line.rstrip("\r").split(" "))
         if left not in ranks or right not in ranks:
-            raise ValueError(f"the line {line!r} merges what no line before it made")
+            raise ValueError(f"the line {line!r} merges words that no earlier line made")
         ranks[left + right] = len(ranks)
     if len(ranks) == 256:
         raise ValueError("it has no merges")
     return ranks
 
 
-class _Fast:
-    """A tokenizer of the ``tokenizers`` library."""
-
-    kind = ""
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the ``tokenizers`` library, from a tokenizer.json."""
 
     def __init__(self, content: str, eot: int | None) -> None:
         from tokenizers import Tokenizer
 
         self._content = content
         self._fast = Tokenizer.from_str(content)
-        self._words = Words(self._lists) if _is_gpt2s_kind(content) else None
+        self._cache = WordCache(self._ids) if _splits_like_gpt2(content) else None
         self._added = [token["content"] for token in json.loads(content).get("added_tokens", [])]
         self.eot = eot
-        # The numbers that no token has, between others, count.
+        # The largest id, not the number of tokens: some ids may be unused.
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token numbers of ``text``."""
-        return self.encode_batch([text])[0].astype(np.int64)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the token numbers of each text."""
-        found = [self._by_words(text) for text in texts]
-        # An array from a list is made three times as fast by Python as by NumPy.
-        others = self._lists([text for text, ids in zip(texts, found, strict=True) if ids is None])
+        """Return the token ids of each text."""
+        found = [self._by_word(text) for text in texts]
+        # Python converts a list to an array three times as fast as NumPy.
+        others = self._ids([text for text, ids in zip(texts, found, strict=True) if ids is None])
         rest = (np.frombuffer(array("I", ids), dtype=np.uintc) for ids in others)
         return [next(rest) if ids is None else ids for ids in found]
 
-    def _by_words(self, text: str) -> Ids | None:
-        """Return the token numbers of ``text`` if it falls into words, and none of the added tokens is in it."""
-        if self._words is None or any(added in text for added in self._added):
+    def _by_word(self, text: str) -> Ids | None:
+        """Return the token ids of ``text``; None: the word cache does not apply to it."""
+        if self._cache is None or any(added in text for added in self._added):
             return None
-        return self._words.encode(text)
+        return self._cache.encode(text)
 
-    def _lists(self, texts: list[str]) -> list[list[int]]:
-        """Return the token numbers of each text, by the library alone."""
-        # encode_batch_fast was the slower one
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text, by the library alone."""
+        # Not encode_batch_fast, which was measured to be slower.
         return [encoding.ids for encoding in self._fast.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Ids) -> str:
@@ -202,7 +190,7 @@ class _Fast:
         return str(self._fast.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
 
     def to_json(self) -> str:
-        """Return the tokenizer as JSON, the library's own in it."""
+        """Return the tokenizer as JSON that contains the library's own."""
         return json.dumps({"kind": self.kind, "eot": self.eot, "tokenizer": json.loads(self._content)})
 
     @classmethod
@@ -212,17 +200,17 @@ class _Fast:
         return cls(json.dumps(content["tokenizer"]), content["eot"])
 
 
-class BPETokenizer(_Fast):
-    """Byte pair encoding of bytes, which knows every text, learned from a text."""
+class BPETokenizer(LibraryTokenizer):
+    """Byte pair encoding of bytes, trained on a text; it encodes every text."""
 
     kind = "bpe"
 
     @classmethod
     def build(cls, cfg: BPETokenizerConfig, texts: Iterable[str] = ()) -> BPETokenizer:
-        """Return the tokenizer at ``cfg.path``, or one that is learned from ``texts``: the same ones give the same."""
+        """Return the tokenizer at ``cfg.path``, or one trained on ``texts``; the same texts give the same tokenizer."""
         if cfg.path is not None:
             content = _read(cfg.path)
-            return cls(content, _mark(content))
+            return cls(content, _eot(content))
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         fast = Tokenizer(models.BPE())
@@ -233,33 +221,33 @@ class BPETokenizer(_Fast):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )  # fmt: skip
         fast.train_from_iterator(texts, trainer)
-        # Matching the mark in texts would let a text pretend to be two.
+        # If END were matched in texts, a text could pretend to be two.
         content = json.loads(fast.to_str())
         content["added_tokens"] = []
         return cls(json.dumps(content), 0)
 
 
-class HFTokenizer(_Fast):
+class HFTokenizer(LibraryTokenizer):
     """The tokenizer of a Hugging Face model."""
 
     kind = "hf"
 
     @classmethod
-    def build(cls, cfg: HFTokenizerConfig) -> HFTokenizer:
+    def build(cls, cfg: HFTokenizerConfig, texts: Iterable[str] = ()) -> HFTokenizer:
         """Return the tokenizer in the folder ``cfg.path``."""
-        assert cfg.path is not None  # config.check
+        assert cfg.path is not None  # HFTokenizerConfig.problems
         content = _read(cfg.path)
-        return cls(content, _mark(content))
+        return cls(content, _eot(content))
 
 
-def _is_gpt2s_kind(content: str) -> bool:
-    """Say whether a tokenizer.json cuts texts into words as GPT-2 does, and encodes each by itself."""
-    whole = json.loads(content)
-    before = {"add_prefix_space": False, "use_regex": True, **(whole.get("pre_tokenizer") or {})}
+def _splits_like_gpt2(content: str) -> bool:
+    """Say whether a tokenizer.json splits texts into words as GPT-2 does, and encodes each word by itself."""
+    saved = json.loads(content)
+    before = {"add_prefix_space": False, "use_regex": True, **(saved.get("pre_tokenizer") or {})}
     return bool(
         before.get("type") == "ByteLevel" and before["use_regex"] and not before["add_prefix_space"]
-        and not whole.get("normalizer") and not whole.get("truncation") and not whole.get("padding")
-        and not whole["model"].get("dropout")
+        and not saved.get("normalizer") and not saved.get("truncation") and not saved.get("padding")
+        and not saved["model"].get("dropout")
     )  # fmt: skip
 
 
@@ -281,18 +269,19 @@ def _read(path: str) -> str:
             "Hugging Face model; transformers makes one: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
         ) from None
     except Exception as error:  # the library raises Exception itself
-        reason = str(error).splitlines()[0][:120]
-        raise ConfigError(f"tokenizer.path={path}: {file} is no tokenizer.json ({reason})") from None
+        raise ConfigError(
+            f"tokenizer.path={path}: {file} is not a valid tokenizer.json ({first_line(error, 120)})"
+        ) from None
     return content
 
 
-def _mark(content: str) -> int | None:
-    """Return the number of the token that parts documents, by the names that models give it."""
-    whole = json.loads(content)
-    added = {token["content"]: token["id"] for token in whole.get("added_tokens", [])}
-    vocabulary = whole.get("model", {}).get("vocab", {})
+def _eot(content: str) -> int | None:
+    """Return the end-of-text token of a tokenizer.json, by the names that models give it."""
+    saved = json.loads(content)
+    added = {token["content"]: token["id"] for token in saved.get("added_tokens", [])}
+    vocabulary = saved.get("model", {}).get("vocab", {})
     for known in (added, vocabulary if isinstance(vocabulary, dict) else {}):
-        for name in MARKS:
+        for name in EOT_NAMES:
             if name in known:
                 return int(known[name])
     return None

@@ -1,4 +1,4 @@
-"""Tokenizers in the form of Hugging Face's library ``tokenizers``. It needs neither that library nor ours."""
+"""Our tokenizers converted to the tokenizer.json of Hugging Face, without its library."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from wordrun.data.tokenizers.base import END
 from wordrun.errors import UserError
-
-END = "<|endoftext|>"
 
 
 def tokenizer_json(ours: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Return the tokenizer.json of a tokenizer, and its token between documents.
+    """Return the tokenizer.json of a tokenizer, and its end-of-text token.
 
     Args:
         ours: the JSON that wordrun saved.
 
     Raises:
-        UserError: it has no such form.
+        UserError: it cannot be converted.
     """
     kind = ours["kind"]
-    if "tokenizer" in ours:  # it is of that library
+    if "tokenizer" in ours:  # made by that library
         return dict(ours["tokenizer"]), ours.get("eot")
     if kind == "char":
         vocabulary = {character: token for token, character in enumerate(ours["characters"])}
-        # An unknown character is an error there, too: there is no token that it could become.
+        # An unknown character is an error there as well, as there is no token for it.
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         return _tokenizer(model, split, {"type": "Fuse"}), None
@@ -35,7 +34,7 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]
     elif kind == "gpt2":
         words = [base64.b64decode(word) for word in ours["ranks"].split()]
     else:
-        raise UserError(f"a tokenizer of the kind {kind} has no form that transformers reads")
+        raise UserError(f"a tokenizer of the kind {kind} cannot be converted to a form that transformers reads")
     return _of_bytes(words), len(words)
 
 
@@ -49,7 +48,7 @@ def _tokenizer(
 
 
 def _of_bytes(words: Sequence[bytes]) -> dict[str, Any]:
-    """Return byte pair encoding with a vocabulary in the order in which GPT-2 merges it, and END behind it."""
+    """Return byte pair encoding with ``words`` in the order in which GPT-2 merges them, followed by END."""
     letters = _letters()
     shown = ["".join(letters[byte] for byte in word) for word in words]
     ranks = {word: rank for rank, word in enumerate(words)}
@@ -62,14 +61,14 @@ def _of_bytes(words: Sequence[bytes]) -> dict[str, Any]:
 
 
 def _letters() -> list[str]:
-    """Return the visible character that stands for each byte: itself in Latin-1, or one from U+0100 on."""
+    """Return the visible character that represents each byte: itself in Latin-1, or one from U+0100 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
 
 
 def _parts(word: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """Return the two words that make ``word`` when they are merged: what all merges before it leave."""
+    """Return the two words that are merged to ``word``: what remains of it after all earlier merges."""
     parts = [bytes([byte]) for byte in word]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]

@@ -1,14 +1,17 @@
-"""Play-like text from a small seeded generator: something to train on where there is no file and no network.
+"""Synthetic play-like text from a small seeded generator, to train on without a file or a network.
 
-Speakers, phrases and rhyming line ends repeat with very unequal frequencies, as in a real text, so that a model
-that learns spelling, words and the form of a scene falls far below the entropy of single characters.
+Speakers, phrases and rhyming line ends repeat with very unequal frequencies, as in natural text, so that a model that
+learns spelling, words and the form of a scene reaches a loss far below the entropy of single characters.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+
+from wordrun.config import DataConfig
+from wordrun.prepare.sources.base import Document, Source, WorkItem
 
 LENGTH = 1_100_000
 
@@ -44,7 +47,7 @@ PUNCTUATION = (",", ";", ".", ".", "!", "?")
 
 
 def _pick(choices: Sequence[str], rng: random.Random) -> str:
-    # Squared: early choices are far more frequent than late ones. random() alone is the same in every Python.
+    # Squared: early choices are far more frequent than late ones. Of random, only random() is the same in every Python.
     return choices[int(rng.random() ** 2 * len(choices))]
 
 
@@ -63,7 +66,7 @@ def _speech(rng: random.Random) -> str:
 
 @cache
 def sample_text(length: int = LENGTH, seed: int = 2024) -> str:
-    """Return ``length`` characters of a play that nobody wrote, the same on every machine."""
+    """Return ``length`` characters of synthetic play-like text, the same on every machine."""
     rng = random.Random(seed)
     parts: list[str] = []
     written, scene = 0, 0
@@ -78,3 +81,31 @@ def sample_text(length: int = LENGTH, seed: int = 2024) -> str:
         parts.append(part)
         written += len(part)
     return "".join(parts)[:length]
+
+
+class SampleSource(Source):
+    """The embedded sample text."""
+
+    @classmethod
+    def locate(cls, data: DataConfig) -> SampleSource:
+        """Return the sample, which needs no file."""
+        return cls(data, None, "embedded sample: synthetic play-like text")
+
+    def size(self) -> int:
+        """Return 0: nothing is read."""
+        return 0
+
+    def state(self) -> None:
+        """Return nothing: the text never changes."""
+
+    def items(self) -> list[WorkItem]:
+        """Return one work item."""
+        return [WorkItem(0, "text", size=LENGTH)]
+
+    def documents(self, item: WorkItem) -> Iterator[Document]:
+        """Yield the text."""
+        yield Document(sample_text())
+
+    def single_text(self) -> WorkItem:
+        """Return the only work item."""
+        return self.items()[0]

@@ -1,4 +1,4 @@
-"""The loader that reads ahead, mixes, alignment and staging: every sequence once, the same for any number of ranks."""
+"""The loader, mixes, alignment and staging: every sequence once, the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 
 import wordrun
 from wordrun.config import MIX_PERIOD, DataConfig, TokenizerConfig
-from wordrun.data import corpus, preparing, shards, stage
 from wordrun.data import manifest as manifests
-from wordrun.data.ahead import Loader
-from wordrun.data.loader import Batch, Permutation, Sequences
-from wordrun.data.mix import Mix
+from wordrun.data.batch import Batch
+from wordrun.data.loader import Loader
+from wordrun.data.order import Mix, Permutation, Sequences, order_of_run
 from wordrun.data.shards import Tokens, examine
-from wordrun.data.sources import locate
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
+from wordrun.prepare import run, stage, writer
+from wordrun.prepare.obtain import obtain
+from wordrun.prepare.sources import locate
 
 
 def firsts(batches: list[Batch]) -> list[int]:
@@ -39,17 +40,17 @@ def firsts(batches: list[Batch]) -> list[int]:
 # The thread
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
-def test_what_is_built_ahead_is_what_the_order_says(ahead: int) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_prefetched_batches_are_those_of_the_order(prefetch: int) -> None:
     order = Sequences(np.arange(5000), 7, seed=3)
-    loader = Loader(order, batch_size=4, gas=2, rank=1, ranks=3, ahead=ahead)
+    loader = Loader(order, batch_size=4, gas=2, rank=1, ranks=3, prefetch=prefetch)
     for step in [0, 1, 2, 3, 40, 41, 7, 8, 8, 0, 500]:  # jumps, back and forth, and the same again
         for micro, batch in enumerate(loader.step(step)):
             expected = order.batch(step * 24 + (micro * 3 + 1) * 4, 4)
             assert torch.equal(batch.tokens, expected.tokens)
             assert torch.equal(batch.targets, expected.targets)
     loader.close()
-    assert firsts(loader.step(3)) == firsts(Loader(order, 4, 2, 1, 3, ahead=0).step(3))  # closed, it still answers
+    assert firsts(loader.step(3)) == firsts(Loader(order, 4, 2, 1, 3, prefetch=0).step(3))  # closed, it still answers
 
 
 @settings(max_examples=25, deadline=None)
@@ -69,7 +70,7 @@ def test_all_ranks_together_see_every_sequence_once_an_epoch(
     steps = order.per_epoch
     seen: list[Counter[int]] = [Counter() for _ in range(epochs)]
     for rank in range(ranks):
-        loader = Loader(order, size, gas, rank, ranks, ahead=0)
+        loader = Loader(order, size, gas, rank, ranks, prefetch=0)
         for step in range(steps):
             indices = [
                 step * step_size + (micro * ranks + rank) * size + i for micro in range(gas) for i in range(size)
@@ -98,7 +99,7 @@ def test_batches_that_are_kept_are_not_overwritten() -> None:
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_wanted(tmp_path: Path) -> None:
-    shards.write(tmp_path / "a.bin", np.arange(5000), "<u2")
+    writer.write_shard(tmp_path / "a.bin", [np.arange(5000)], "<u2")
     tokens = Tokens([examine(tmp_path / "a.bin")])
     (tmp_path / "a.bin").unlink()
     loader = Loader(Sequences(tokens, 7, seed=3), 4)
@@ -132,14 +133,14 @@ def test_the_thread_does_not_hold_the_process(tmp_path: Path) -> None:
     """Not even one that hangs in the file system."""
     script = """
 import time, numpy as np
-from wordrun.data import ahead
-from wordrun.data.loader import Sequences
+from wordrun.data.loader import Loader
+from wordrun.data.order import Sequences
 class Slow(Sequences):
     def fill(self, first, batch):
         if first > 4:
             time.sleep(600)
         super().fill(first, batch)
-loader = ahead.Loader(Slow(np.arange(500), 7, seed=3), 4)
+loader = Loader(Slow(np.arange(500), 7, seed=3), 4)
 loader.step(0)
 time.sleep(0.2)
 print("end")
@@ -168,7 +169,7 @@ def mixed(*shares: float, seed: int = 5) -> Mix:
 
 def test_a_mix_has_exactly_the_shares_that_were_asked_for() -> None:
     mix = mixed(0.5, 0.3, 0.2)
-    sources = [mix.places(index)[0] for index in range(3 * MIX_PERIOD)]
+    sources = [mix.locate(index)[0] for index in range(3 * MIX_PERIOD)]
     for period in range(3):
         counts = Counter(sources[period * MIX_PERIOD : (period + 1) * MIX_PERIOD])
         assert [counts[k] / MIX_PERIOD for k in range(3)] == pytest.approx([0.5, 0.3, 0.2], abs=1 / MIX_PERIOD)
@@ -178,7 +179,7 @@ def test_a_mix_has_exactly_the_shares_that_were_asked_for() -> None:
 
 def test_a_mix_takes_each_source_in_its_own_order() -> None:
     mix = mixed(0.5, 0.3, 0.2)
-    places = [mix.places(index) for index in range(2 * MIX_PERIOD)]
+    places = [mix.locate(index) for index in range(2 * MIX_PERIOD)]
     for k in range(3):
         assert [index for source, index in places if source == k] == list(range(2 * int(mix.counts[k])))
     batch = mix.batch(MIX_PERIOD - 3, 6)  # over the end of a period
@@ -187,10 +188,10 @@ def test_a_mix_takes_each_source_in_its_own_order() -> None:
 
 
 def test_a_mix_is_the_same_for_any_number_of_ranks_and_from_any_step() -> None:
-    alone = firsts(Loader(mixed(2, 1), 12, ahead=0).step(500))
-    dealt = [firsts(Loader(mixed(2, 1), 3, 2, rank, 2, ahead=2).step(500)) for rank in range(2)]
+    alone = firsts(Loader(mixed(2, 1), 12, prefetch=0).step(500))
+    dealt = [firsts(Loader(mixed(2, 1), 3, 2, rank, 2, prefetch=2).step(500)) for rank in range(2)]
     assert sorted(dealt[0] + dealt[1]) == sorted(alone)
-    assert firsts(Loader(mixed(2, 1, seed=6), 12, ahead=0).step(500)) != alone
+    assert firsts(Loader(mixed(2, 1, seed=6), 12, prefetch=0).step(500)) != alone
 
 
 @given(shares=st.lists(st.floats(1, 100), min_size=1, max_size=6))
@@ -206,27 +207,26 @@ def test_a_run_can_train_on_a_mix(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
     folder = tmp_path / "shards"
     data = DataConfig("cats", path=str(tmp_path / "a.txt"), prepared=str(folder))
-    plan = preparing.plan(data, TokenizerConfig("byte"), locate(data), folder)
-    preparing.execute(plan, World())
+    run.execute(run.begin(locate(data), TokenizerConfig("byte"), folder), World())
     words = ["data=mix", f"data.mix={{sample: 3, {folder}: 1}}", "tokenizer=byte", "model.block_size=16"]
-    found = corpus.obtain(wordrun.compose(words), World())
+    found = obtain(wordrun.compose(words), World())
     assert [round(part.share, 2) for part in found.mix] == [0.75, 0.25]
     assert len(found.train) == sum(len(part.train) for part in found.mix)
     assert len(found.val) == sum(len(part.val) for part in found.mix)
-    assert "75% sample" in found.source.origin
-    assert "25% " in found.source.origin
+    assert "75% sample" in found.origin
+    assert "25% " in found.origin
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["data.mix={sampel: 1}", "tokenizer=byte"], "data.mix: .*did you mean 'sample'"),
-        (["data.mix={sample: 1}", "tokenizer=bpe"], "tokenizer=bpe would be made from each text anew"),
+        (["data.mix={sample: 1}", "tokenizer=bpe"], "tokenizer=bpe would be different for each text"),
     ],
 )
 def test_a_mix_that_cannot_be_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        corpus.obtain(wordrun.compose(["data=mix", *words]), World())
+        obtain(wordrun.compose(["data=mix", *words]), World())
 
 
 # Documents
@@ -236,7 +236,7 @@ def test_sequences_can_begin_where_documents_do() -> None:
     rng = np.random.default_rng(2)
     lengths = rng.integers(3, 40, 300)
     tokens = np.concatenate([[0, *rng.integers(1, 9, n)] for n in lengths])
-    plain, aligned = (Sequences(tokens, 16, 7, mark) for mark in (None, 0))
+    plain, aligned = (Sequences(tokens, 16, 7, eot) for eot in (None, 0))
     first = plain.batch(0, plain.per_epoch).tokens
     moved = aligned.batch(0, aligned.per_epoch)
     for before, after in zip(first, moved.tokens, strict=True):
@@ -249,12 +249,10 @@ def test_sequences_can_begin_where_documents_do() -> None:
     assert torch.equal(moved.targets[:, :-1], moved.tokens[:, 1:])
 
 
-def test_alignment_needs_a_mark_between_documents() -> None:
+def test_alignment_needs_an_end_of_text_token() -> None:
     cfg = wordrun.compose(["data=sample", "data.align=true"])
-    from wordrun.data import orders
-
     with pytest.raises(ConfigError, match=r"data\.align=true .* tokenizer=char does not have"):
-        orders.of_run(cfg, corpus.obtain(cfg, World()))
+        order_of_run(cfg, obtain(cfg, World()))
 
 
 # Staging
@@ -268,7 +266,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{number}.txt").write_text(f"text number {number}. " * 200)
     out = tmp_path_factory.mktemp("prepared") / "out"
     data = DataConfig("texts", path=str(folder), prepared=str(out), workers=1)
-    preparing.execute(preparing.plan(data, TokenizerConfig("byte"), locate(data), out), World())
+    run.execute(run.begin(locate(data), TokenizerConfig("byte"), out), World())
     return out
 
 
@@ -279,12 +277,12 @@ def names(folder: Path) -> set[str]:
 def test_staging_copies_everything_once(prepared: Path, tmp_path: Path) -> None:
     to = stage.target(prepared, str(tmp_path))
     shares: list[float] = []
-    stage.copy(prepared, to, lambda progress: shares.append(progress.share))
+    stage.copy(prepared, to, shares.append)
     assert names(to) == names(prepared)
     assert all((to / name).read_bytes() == (prepared / name).read_bytes() for name in names(prepared))
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert stage.is_whole(prepared, to)
+    assert stage.is_complete(prepared, to)
 
 
 def test_staging_goes_on_where_it_was_broken_off(prepared: Path, tmp_path: Path) -> None:
@@ -294,7 +292,7 @@ def test_staging_goes_on_where_it_was_broken_off(prepared: Path, tmp_path: Path)
     (to / "train_000001_00.bin").unlink()
     (to / ".train_000001_00.bin").write_bytes(b"half")
     kept = {path: path.stat().st_mtime_ns for path in to.glob("train_*.bin")}
-    assert not stage.is_whole(prepared, to)
+    assert not stage.is_complete(prepared, to)
     stage.copy(prepared, to)
     assert names(to) == names(prepared)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
@@ -309,7 +307,7 @@ def test_a_damaged_shard_is_not_staged(prepared: Path, tmp_path: Path) -> None:
     to = stage.target(broken, str(tmp_path / "stage"))
     with pytest.raises(UserError, match=r"train_000002_00\.bin is damaged"):
         stage.copy(broken, to)
-    assert not stage.is_whole(broken, to)
+    assert not stage.is_complete(broken, to)
 
 
 def test_a_stage_without_room_or_rights_is_one_message(
@@ -326,7 +324,7 @@ def test_a_stage_without_room_or_rights_is_one_message(
 
 def test_a_run_reads_what_was_staged(prepared: Path, tmp_path: Path) -> None:
     words = ["data=shards", f"data.path={prepared}", "tokenizer=byte", f"data.stage={tmp_path / 'stage'}"]
-    found = corpus.obtain(wordrun.compose(words), World())
+    found = obtain(wordrun.compose(words), World())
     assert isinstance(found.train, Tokens)
     assert all(Path(shard.path).is_relative_to(tmp_path / "stage") for shard in found.train.shards)
     whole = manifests.split(prepared, manifests.load(prepared), "train")

@@ -1,0 +1,84 @@
+"""``KEY=VALUE`` command lines for commands whose options are one dataclass."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from wordrun.config import documentation, value_text
+from wordrun.errors import ConfigError, UserError, nearest
+
+Options = TypeVar("Options")
+TYPES: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"), "float": (float, "a number"), "str": (str, "text"),
+}  # fmt: skip
+
+
+def run(cls: type[Options], usage: str, action: Callable[[Options], None], argv: Sequence[str] | None) -> int:
+    """Call ``action`` with the options of ``cls`` in ``argv`` (default: the command line); return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print("\n".join([usage, "Options:", *describe(cls)]))
+        return 0
+    try:
+        action(parse(cls, arguments)[0])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tuple[Options, list[str]]:
+    """Return the options of ``cls`` in ``arguments``, and the arguments that do not begin with ``prefix``.
+
+    Args:
+        cls: a dataclass whose fields are int, float or str, each possibly ``| None``.
+        arguments: such as ``length=20``.
+        prefix: what the names of the options begin with.
+
+    Raises:
+        ConfigError: names every unknown option and every value of the wrong type.
+    """
+    declared = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    options, others, problems = cls(), [], []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not key.startswith(prefix):
+            others.append(argument)
+            continue
+        field = declared.get(key.removeprefix(prefix))
+        if field is None:
+            problems.append(f"unknown option '{key}'{nearest(key.removeprefix(prefix), declared, prefix)}")
+            continue
+        kind, _, optional = str(field.type).partition(" ")
+        convert, wanted = TYPES[kind]
+        if not (equals and value):
+            problems.append(f"{argument} has no value: write {key}=VALUE")
+        elif value == "null" and (optional or kind != "str"):
+            setattr(options, field.name, None if optional else field.default)
+        else:
+            try:
+                setattr(options, field.name, convert(value))
+            except ValueError:
+                problems.append(f"{argument} should be {wanted}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return options, others
+
+
+def describe(cls: type[Any], prefix: str = "", width: int = 24) -> list[str]:
+    """Return lines that show each option of ``cls`` with its default and its meaning, indented by 2."""
+    lines = []
+    for option in fields(cls):
+        setting = f"{prefix}{option.name}={shown(option.default)}"
+        meaning = textwrap.wrap(documentation(cls)[option.name], 108 - width)
+        lines += [f"  {setting:<{width}}{meaning[0]}", *(" " * (width + 2) + more for more in meaning[1:])]
+    return lines
+
+
+def shown(value: Any) -> str:
+    r"""Return ``value`` as help texts show it: as on the command line, but a line break as \n."""
+    return value_text(value).encode("unicode_escape").decode() if isinstance(value, str) else value_text(value)

@@ -1,0 +1,67 @@
+"""The validation set: the same sequences at every evaluation and for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wordrun.data.batch import Batch
+from wordrun.data.shards import Array
+from wordrun.errors import ConfigError
+
+
+class FixedSet:
+    """A fixed choice of ``count`` (None: all) validation sequences, distributed over the ranks in turn.
+
+    Every rank gets the same number of batches, so that evaluation may contain collectives; the last ones are padded
+    with sequences of weight 0. Each part of a mix counts in proportion to its share.
+
+    Args:
+        tokens: of the validation text.
+        block_size: T, the length of a sequence.
+        batch_size: sequences of a batch.
+        count: sequences in all.
+        rank: this rank's index among the data-parallel ranks.
+        size: their number.
+        eot: the end-of-text token, if attention is confined to documents.
+        parts: for a mix, the number of tokens and the share of each part of ``tokens``.
+    """
+
+    def __init__(
+        self, tokens: Array, block_size: int, batch_size: int, count: int | None,
+        rank: int = 0, size: int = 1, eot: int | None = None, parts: Sequence[tuple[int, float]] = (),
+    ) -> None:  # fmt: skip
+        starts, shares, begin = [], [], 0
+        for length, share in parts or [(len(tokens), 1.0)]:
+            available = (length - 1) // block_size
+            if available < 1:
+                raise ConfigError(
+                    f"model.block_size={block_size} is longer than the validation text of {length} tokens: "
+                    "use a smaller model.block_size, a larger data.val_fraction, or more text"
+                )
+            n = available if count is None else min(available, max(1, round(count * share)))
+            spread = np.arange(n, dtype=np.int64) * available // n  # evenly over the text
+            starts.append(begin + spread * block_size)
+            shares.append(share)
+            begin += length
+        chosen = np.concatenate(starts)
+        weights = [np.full(len(s), len(chosen) * share / len(s)) for s, share in zip(starts, shares, strict=True)]
+        per_rank = -(-len(chosen) // (size * batch_size)) * batch_size
+        mine = np.arange(per_rank, dtype=np.int64) * size + rank
+        last = np.minimum(mine, len(chosen) - 1)
+        self.weights = np.where(mine < len(chosen), np.concatenate(weights)[last], 0.0)
+        self._starts = chosen[last]
+        self._tokens, self._block_size, self._batch_size, self._eot = tokens, block_size, batch_size, eot
+
+    def __len__(self) -> int:
+        return len(self._starts) // self._batch_size
+
+    def __getitem__(self, i: int) -> tuple[Batch, Tensor]:
+        """Return the i-th batch of this rank and the weight of each of its sequences, 1 on average."""
+        part = slice(i * self._batch_size, (i + 1) * self._batch_size)
+        batch = Batch.empty(self._batch_size, self._block_size, eot=self._eot)
+        batch.fill(self._tokens, self._starts[part])
+        return batch, torch.from_numpy(self.weights[part])

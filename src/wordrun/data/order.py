@@ -1,0 +1,212 @@
+"""The order of training: which sequence is the i-th of a run, as a function of the seed and i alone.
+
+It does not depend on the number of ranks. An epoch cuts the tokens into sequences of T, beginning at an offset that
+changes with the epoch, and visits each once in shuffled order. The shuffle is a keyed bijection that is computed, not
+stored, so that it takes no memory however long the corpus is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wordrun.config import MIX_PERIOD, Config
+from wordrun.data.batch import Batch, rows
+from wordrun.data.corpus import Corpus
+from wordrun.data.shards import Array
+from wordrun.errors import ConfigError
+
+ROUNDS = 6  # 4 make a Feistel network of random functions a pseudo-random permutation (Luby and Rackoff 1988)
+BLOCK = 4096  # positions of the shuffle that are computed at once; NumPy is slow on a handful of numbers
+Indices = NDArray[np.uint64]
+
+
+class Permutation:
+    """A keyed bijection of 0 .. n - 1 in constant memory.
+
+    A Feistel network over the smallest even number of bits that holds n; numbers that fall outside are encrypted again
+    until they fall inside (cycle walking, Black and Rogaway 2002).
+    """
+
+    def __init__(self, n: int, key: str) -> None:
+        self.n = n
+        half = max(1, (max(1, n - 1).bit_length() + 1) // 2)
+        self._half, self._mask = np.uint64(half), np.uint64(2**half - 1)
+        digest = hashlib.blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
+        self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+    def __call__(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the images of ``positions``, each in 0 .. n - 1."""
+        values = self._encrypt(np.asarray(positions).astype(np.uint64))
+        while (outside := values >= self.n).any():
+            values[outside] = self._encrypt(values[outside])
+        return values.astype(np.int64)
+
+    def _encrypt(self, values: Indices) -> Indices:
+        left, right = values >> self._half, values & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_scramble(right + key) & self._mask)
+        return (left << self._half) | right
+
+
+def _scramble(x: Indices) -> Indices:
+    """Return ``x`` with its bits mixed (the finaliser of splitmix64, Steele et al. 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Order(ABC):
+    """The training sequences of a run, by their index; epochs follow each other without a gap."""
+
+    block_size: int
+    per_epoch: int
+    """Sequences of an epoch; for a mix, of the part that takes longest."""
+
+    @abstractmethod
+    def fill(self, first: int, batch: Batch) -> None:
+        """Overwrite ``batch`` with the sequences from index ``first`` of the run on."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Return the ``count`` sequences from index ``first`` of the run on."""
+        batch = Batch.empty(count, self.block_size)
+        self.fill(first, batch)
+        return batch
+
+    def epoch_of(self, index: int) -> float:
+        """Return the number of epochs before sequence ``index``."""
+        return index / self.per_epoch
+
+
+class Sequences(Order):
+    """The training sequences of one corpus.
+
+    Args:
+        tokens: of the corpus.
+        block_size: T, the length of a sequence.
+        seed: of the order.
+        align: the end-of-text token, which stands before each document. Each sequence then begins with the first one
+            within it, if there is one, and extends into the next sequence by as much.
+    """
+
+    def __init__(self, tokens: Array, block_size: int, seed: int, align: int | None = None) -> None:
+        self.tokens, self.block_size, self.seed, self.align = tokens, block_size, seed, align
+        # One less than fits, so that an epoch may begin at any offset below block_size.
+        self.per_epoch = (len(tokens) - block_size) // block_size
+        self._block: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, 0), np.empty(0, np.int64))
+        if self.per_epoch < 1:
+            raise ConfigError(
+                f"model.block_size={block_size} needs at least {2 * block_size} tokens, but the training text "
+                f"has {len(tokens)}: use model.block_size={max(1, len(tokens) // 2)} or less, or more text"
+            )
+
+    def fill(self, first: int, batch: Batch) -> None:
+        """Overwrite ``batch`` with the sequences from index ``first`` of the run on."""
+        starts = self.starts(first, len(batch.tokens))
+        if self.align is not None:
+            starts = self._aligned(starts, self.align)
+        batch.fill(self.tokens, starts)
+
+    def starts(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return where in the tokens the sequences begin, before they are aligned."""
+        return np.concatenate([self._starts(e, at, n) for e, at, n in self._spans(first, count)])
+
+    def _spans(self, first: int, count: int) -> list[tuple[int, int, int]]:
+        spans = []
+        while count:
+            epoch, at = divmod(first, self.per_epoch)
+            n = min(count, self.per_epoch - at, BLOCK - at % BLOCK)
+            spans.append((epoch, at, n))
+            first, count = first + n, count - n
+        return spans
+
+    def _starts(self, epoch: int, at: int, count: int) -> NDArray[np.int64]:
+        block = at // BLOCK * BLOCK
+        computed, starts = self._block  # read once: another thread may replace it
+        if computed != (epoch, block):
+            key = f"{self.seed}/{epoch}"
+            offset = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % self.block_size
+            positions = np.arange(block, min(block + BLOCK, self.per_epoch))
+            starts = offset + self.block_size * Permutation(self.per_epoch, key)(positions)
+            self._block = ((epoch, block), starts)
+        return starts[at - block : at - block + count]
+
+    def _aligned(self, starts: NDArray[np.int64], eot: int) -> NDArray[np.int64]:
+        """Return ``starts``, each moved to the first ``eot`` of its sequence."""
+        moves = (rows(self.tokens, starts, self.block_size) == eot).argmax(axis=1)  # 0 where there is none
+        moved: NDArray[np.int64] = starts + moves
+        return np.minimum(moved, len(self.tokens) - self.block_size - 1)
+
+
+class Mix(Order):
+    """The sequences of several orders, each in proportion to its share.
+
+    Each order contributes a fixed number to every MIX_PERIOD sequences (its share, rounded by largest remainders), at
+    positions that are shuffled anew in each period. So the number of sequences of each order before any index follows
+    from the index.
+    """
+
+    def __init__(self, orders: Sequence[Order], shares: Sequence[float], seed: int) -> None:
+        self.orders, self.seed = orders, seed
+        self.block_size = orders[0].block_size
+        exact = np.array(shares) / sum(shares) * MIX_PERIOD
+        self.counts = np.floor(exact).astype(np.int64)
+        missing = MIX_PERIOD - int(self.counts.sum())
+        self.counts[np.argsort(self.counts - exact, kind="stable")[:missing]] += 1
+        self._sorted = np.repeat(np.arange(len(orders)), self.counts)
+        self._period: tuple[int, NDArray[np.int64], NDArray[np.int64]] = (-1, self._sorted, self._sorted)
+        counts = self.counts.tolist()
+        self.per_epoch = max(o.per_epoch * MIX_PERIOD // n for o, n in zip(orders, counts, strict=True))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return which order sequence ``index`` of the run comes from, and its index there."""
+        period, at = divmod(index, MIX_PERIOD)
+        computed, sources, before = self._period  # read once: another thread may replace it
+        if computed != period:
+            order = Permutation(MIX_PERIOD, f"{self.seed}/mix/{period}")(np.arange(MIX_PERIOD))
+            sources = self._sorted[order]
+            before = np.empty(MIX_PERIOD, dtype=np.int64)
+            for number, count in enumerate(self.counts.tolist()):
+                before[sources == number] = np.arange(count)
+            self._period = (period, sources, before)
+        number = int(sources[at])
+        return number, period * int(self.counts[number]) + int(before[at])
+
+    def fill(self, first: int, batch: Batch) -> None:
+        """Overwrite ``batch`` with the sequences from index ``first`` of the run on."""
+        for row in range(len(batch.tokens)):
+            number, index = self.locate(first + row)
+            self.orders[number].fill(index, Batch(batch.tokens[row : row + 1], batch.targets[row : row + 1]))
+
+
+def order_of_run(cfg: Config, corpus: Corpus) -> Order:
+    """Return the training sequences of a run by their index.
+
+    Raises:
+        ConfigError: the corpus is too short, or data.align needs an end-of-text token that its tokenizer lacks.
+    """
+    seed, eot = cfg.train.seed, eot_for("align", cfg, corpus)
+    if not corpus.mix:
+        return Sequences(corpus.train, cfg.model.block_size, seed, eot)
+    orders = [Sequences(part.train, cfg.model.block_size, seed + i, eot) for i, part in enumerate(corpus.mix)]
+    return Mix(orders, [part.share for part in corpus.mix], seed)
+
+
+def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:
+    """Return the end-of-text token if ``option`` of ``cfg.data`` is on, which needs it, else None.
+
+    Raises:
+        ConfigError: the tokenizer has none.
+    """
+    if not getattr(cfg.data, option):
+        return None
+    if corpus.tokenizer.eot is None:
+        raise ConfigError(
+            f"data.{option}=true needs an end-of-text token, which tokenizer={cfg.tokenizer.name} does not have: "
+            f"use tokenizer=byte, bpe or gpt2, or data.{option}=false"
+        )
+    return corpus.tokenizer.eot

@@ -1,0 +1,42 @@
+"""Tokenizers by name; each is a class in a file here and a line in ``config.PARTS``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from wordrun.config import PARTS, BPETokenizerConfig, TokenizerConfig, part_of
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.errors import ConfigError
+
+
+def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
+    """Return the tokenizer that ``cfg`` describes; char and bpe are made from ``texts``.
+
+    Raises:
+        ConfigError: its file is missing or invalid.
+    """
+    tokenizer: Tokenizer = part_of("tokenizer", cfg).load().build(cfg, texts)
+    return tokenizer
+
+
+def from_json(text: str) -> Tokenizer:
+    """Return the tokenizer that any ``to_json`` wrote.
+
+    Raises:
+        ConfigError: it was not saved by wordrun.
+    """
+    kinds = PARTS["tokenizer"]
+    try:
+        tokenizer: Tokenizer = kinds[json.loads(text)["kind"]].load().from_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"this is not a tokenizer that wordrun saved ({type(error).__name__}: {str(error)[:80]}): "
+            f"expected JSON with one of the kinds {', '.join(kinds)}"
+        ) from None
+    return tokenizer
+
+
+def needs_text(cfg: TokenizerConfig) -> bool:
+    """Say whether the tokenizer is made from the corpus."""
+    return cfg.name == "char" or (isinstance(cfg, BPETokenizerConfig) and cfg.path is None)

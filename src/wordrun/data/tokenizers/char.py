@@ -1,0 +1,131 @@
+"""Tokenizers without a vocabulary file: characters and bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from wordrun.config import TokenizerConfig
+from wordrun.data.tokenizers.base import END, Ids, Tokenizer
+from wordrun.errors import ConfigError
+
+ABSENT = b"\xff"
+"""What a character outside the vocabulary becomes in a table of bytes."""
+CHUNK = 2**18
+"""Characters that are examined at once: few enough to stay in the processor's cache."""
+
+
+class CharTokenizer(Tokenizer):
+    """One token per distinct character, in the order of their code points."""
+
+    kind = "char"
+    eot = None
+
+    def __init__(self, characters: str) -> None:
+        self.characters = distinct(characters)
+        self.vocab_size = len(self.characters)
+        self._codes = np.frombuffer(self.characters.encode("utf-32-le"), dtype=np.uint32)
+        highest = int(self._codes[-1]) if len(self._codes) else 0
+        # Maps each code point to its token; those without one, and all beyond the last, to vocab_size.
+        self._tokens = np.full(max(highest + 2, 129), self.vocab_size, dtype=np.min_scalar_type(self.vocab_size))
+        self._tokens[self._codes] = np.arange(self.vocab_size)
+        # The same for ASCII as a table for bytes.translate, which is fastest, if a byte remains for ABSENT.
+        of_ascii = np.where(self._tokens[:128] == self.vocab_size, ABSENT[0], self._tokens[:128])
+        self._table = of_ascii.astype(np.uint8).tobytes().ljust(256, ABSENT) if self.vocab_size <= ABSENT[0] else b""
+
+    @classmethod
+    def build(cls, cfg: TokenizerConfig, texts: Iterable[str] = ()) -> CharTokenizer:
+        """Return the tokenizer of the characters in ``texts``."""
+        return cls("".join({character for text in texts for character in distinct(text)}))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the token ids of each text.
+
+        Raises:
+            ConfigError: names the characters that the vocabulary lacks.
+        """
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Ids:
+        if self._table and text.isascii():
+            translated = text.encode("ascii").translate(self._table)
+            if ABSENT in translated:
+                self._refuse(text)
+            return np.frombuffer(translated, dtype=np.uint8)
+        tokens = np.take(self._tokens, np.frombuffer(text.encode("utf-32-le"), np.uint32), mode="clip")
+        if len(tokens) and tokens.max() == self.vocab_size:
+            self._refuse(text)
+        return tokens
+
+    def _refuse(self, text: str) -> None:
+        absent = "".join(character for character in dict.fromkeys(text) if character not in self.characters)
+        raise ConfigError(
+            f"the text {text[:40]!r} has characters that the vocabulary of {self.vocab_size} lacks: {absent!r}. "
+            f"Leave them out; the vocabulary is {self.characters!r}."
+        )
+
+    def decode(self, tokens: Ids) -> str:
+        """Return the text of ``tokens``; ids beyond the vocabulary become U+FFFD."""
+        tokens = np.asarray(tokens)
+        padded = np.append(self._codes, np.uint32(0xFFFD))
+        return padded[np.minimum(tokens, self.vocab_size)].tobytes().decode("utf-32-le")
+
+    def to_json(self) -> str:
+        """Return the tokenizer as JSON."""
+        return json.dumps({"kind": "char", "characters": self.characters}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> CharTokenizer:
+        """Return the tokenizer that ``to_json`` wrote."""
+        return cls(json.loads(text)["characters"])
+
+
+class ByteTokenizer(Tokenizer):
+    """The bytes of UTF-8, and an end-of-text token."""
+
+    kind = "byte"
+    vocab_size = 257
+    eot = 256
+
+    @classmethod
+    def build(cls, cfg: TokenizerConfig, texts: Iterable[str] = ()) -> ByteTokenizer:
+        """Return the tokenizer, which has no options."""
+        return cls()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Ids) -> str:
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
+        tokens = np.asarray(tokens)
+        parts = np.split(tokens, np.flatnonzero(tokens >= self.eot))
+        texts = (part[part < self.eot].astype(np.uint8).tobytes().decode(errors="replace") for part in parts)
+        return END.join(texts)
+
+    def to_json(self) -> str:
+        """Return the tokenizer as JSON."""
+        return json.dumps({"kind": "byte"})
+
+    @classmethod
+    def from_json(cls, text: str) -> ByteTokenizer:
+        """Return the tokenizer that ``to_json`` wrote."""
+        return cls()
+
+
+def distinct(text: str) -> str:
+    """Return the characters that occur in ``text``, in the order of their code points."""
+    found: set[str] = set()
+    known = b""
+    for start in range(0, len(text), CHUNK):
+        part = text[start : start + CHUNK]
+        if part.isascii():  # bytes.translate drops those known already ten times as fast as a set
+            rest = part.encode("ascii").translate(None, known)
+            while rest:
+                known += bytes(set(rest[:4096]))
+                rest = rest.translate(None, known)
+        else:
+            found.update(part)
+    return "".join(sorted(found.union(known.decode("ascii"))))

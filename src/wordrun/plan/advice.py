@@ -1,0 +1,110 @@
+"""Which strategy to choose, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from wordrun.plan.candidates import AS_ASKED, Estimate, Planner, Unavailable
+
+MANY_NODES = 64
+"""Above this many nodes 3D is tried: gathering a layer from all of them takes longer than computing it."""
+SHARDED = ("FSDP within nodes", "FSDP like ZeRO-2", "FSDP, ZeRO-3")
+ZERO_OFFLOAD = ("ZeRO-2, offload", "ZeRO-3, offload")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do."""
+
+    best: Estimate | None
+    """None: nothing fits."""
+    checkpointing: str
+    why: list[str] = field(default_factory=list)
+    alternative: Estimate | None = None
+    """The same with DeepSpeed."""
+
+
+def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
+    """Return which of ``rows`` to choose, by the decision tree of ALCF's talk on parallel training.
+
+    A model that fits one device: DDP. One that does not: FSDP or ZeRO, then with offload. One whose largest layer does
+    not: tensor parallelism. Many nodes: 3D. Before the next branch, activation checkpointing is tried, which costs at
+    most another forward pass, or a third of the operations.
+    """
+    hardware, kinds = planner.hardware, planner.checkpointing
+    candidates = [row for row in rows if isinstance(row, Estimate) and row.strategy.name != AS_ASKED]
+
+    def pick(names: Sequence[str], kinds_tried: Sequence[str] = kinds) -> tuple[Estimate, str] | None:
+        """Return the first that fits with its activation checkpointing: the least checkpointing first."""
+        for kind in kinds_tried:
+            for name in names:
+                for row in candidates:
+                    if row.strategy.name == name and row.fits and kinds.index(row.fits) <= kinds.index(kind):
+                        return row, kind
+        return None
+
+    def advice(pair: tuple[Estimate, str], *why: str, other: tuple[Estimate, str] | None = None) -> Advice:
+        return Advice(*pair, [*why, *_cost(pair[1], kinds)], other and other[0])
+
+    if not candidates:
+        return Advice(None, kinds[0], ["There is no strategy to recommend, for the reasons above."])
+    device = f"{hardware.kind} of {hardware.memory:g} GiB, {hardware.reserve:.0%} of it left free"
+    if found := pick(["DDP"], kinds[:1] if hardware.devices > 1 else kinds):
+        only = ": ranks only average gradients" if hardware.devices > 1 else ""
+        return advice(found, f"The whole model fits one {device}{only}.")
+    why = [f"The whole model{'' if kinds[0] != 'none' else ' as it is'} does not fit one {device}."]
+    if hardware.nodes > MANY_NODES:
+        if found := pick(SHARDED[:1]):
+            together = f"The {hardware.per_node} devices of a node can hold it: no layer is gathered across nodes."
+            return advice(found, *why, together)
+        if found := pick(["3D"]):
+            layered = (
+                f"Gathering every layer from {hardware.nodes} nodes is slow: pipeline stages communicate least, and "
+                "ranks that share matrix products are neighbours on a node."
+            )
+            return advice(found, *why, layered)
+    if found := pick(["DDP", *SHARDED]) or pick(["FSDP, offload"]):
+        name = found[0].strategy.name
+        if name == "DDP":
+            return advice(found, *why)
+        offload = name == "FSDP, offload"
+        where = "in the host's memory" if offload else "sharded"
+        why.append(f"Its largest layer does, and the ranks keep parameters, gradients and optimizer state {where}.")
+        return advice(found, *why, other=pick(ZERO_OFFLOAD if offload else ["ZeRO-2", "ZeRO-3"]))
+    if found := pick(ZERO_OFFLOAD):
+        return advice(
+            found, *why, "There are no ranks to shard it; DeepSpeed can keep part of it in the host's memory."
+        )
+    if found := pick(["TP over FSDP"]) or pick(["3D"]) or pick(["PP"]):
+        shared = "Nor does one layer with its activations: the ranks of a node share each matrix product."
+        return advice(found, *why, shared)
+    return Advice(None, kinds[0], [*why, *_remedies(planner, candidates)])
+
+
+def _cost(checkpointing: str, kinds: Sequence[str]) -> list[str]:
+    if checkpointing == kinds[0]:
+        return []
+    what = "all but the matrix products" if checkpointing == "selective" else "a third of the operations"
+    return [f"It fits with activation checkpointing, which recomputes {what}."]
+
+
+def _remedies(planner: Planner, candidates: Sequence[Estimate]) -> list[str]:
+    """Return what would have to change, where nothing fits."""
+    hardware, most_saving = planner.hardware, planner.checkpointing[-1]
+    least = min(candidates, key=lambda row: row.memory[most_saving].total)
+    need = least.memory[most_saving]
+    size = planner.cfg.model.batch_size
+    remedies = [
+        f"Nothing fits. {least.strategy.name} with train.activation_checkpointing={most_saving} comes closest: "
+        f"{need.total / 2**30:.1f} GiB of {hardware.usable / 2**30:.1f}."
+    ]
+    if need.host > hardware.usable_host:
+        remedies.append(f"It also needs {need.host / 2**30:.1f} GiB of the host's memory per device.")
+    if need.activations + max(need.logits, need.block) > need.total / 2 and size > 1:
+        remedies.append(
+            f"Most of it depends on the batch: halve it (model.batch_size={size // 2}) and double optimizer.gas."
+        )
+    else:
+        remedies.append(f"Try more than plan.devices={hardware.devices}.")
+    return remedies

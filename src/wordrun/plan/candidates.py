@@ -1,0 +1,177 @@
+"""The strategies to compare, what each needs, and whether it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from wordrun.checks import check
+from wordrun.checks import layout as layout_of
+from wordrun.config import (
+    BackendConfig,
+    Config,
+    DDPConfig,
+    DeepSpeedConfig,
+    FSDPConfig,
+    PPConfig,
+    ThreeDConfig,
+    TPConfig,
+    value_text,
+)
+from wordrun.errors import ConfigError, first_line
+from wordrun.plan.memory import Memory, memory
+from wordrun.plan.options import Hardware
+from wordrun.plan.shapes import ModelShapes
+from wordrun.plan.strategy import NoEstimateError, Strategy
+
+AS_ASKED = "as asked"
+"""The name of the strategy that the config itself describes."""
+SHOWN_LAYOUTS = 3
+"""3D layouts in the table."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a strategy needs."""
+
+    strategy: Strategy
+    memory: dict[str, Memory]
+    """By train.activation_checkpointing, from least to most saving, beginning with the configured one."""
+    fits: str | None
+    """The first of those with which it fits."""
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """A strategy without an estimate."""
+
+    name: str
+    reason: str
+    label: str = "impossible"
+    """impossible (the options rule it out) or no estimate (the plan does not cover it)."""
+
+
+class Planner:
+    """Estimates the strategies for one config on given hardware."""
+
+    def __init__(self, cfg: Config, model: ModelShapes, hardware: Hardware) -> None:
+        self.cfg, self.model, self.hardware = cfg, model, hardware
+        configured = cfg.train.activation_checkpointing
+        order = ["none", "selective", "full"]
+        self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
+        layout = layout_of(cfg.backend, hardware.devices, hardware.per_node)
+        self.sequences = cfg.train.global_batch_size or cfg.model.batch_size * layout.dp * (cfg.optimizer.gas or 1)
+
+    def estimate(self, strategy: Strategy) -> Estimate:
+        """Return what ``strategy`` needs.
+
+        Raises:
+            NoEstimateError: the plan does not cover its backend or its model.
+        """
+        kinds = dict.fromkeys([*self.checkpointing, "none", "full", "selective"])
+        needs = {kind: memory(self.model, strategy, kind) for kind in kinds}
+        room, host = self.hardware.usable, self.hardware.usable_host
+        fits = [kind for kind in self.checkpointing if needs[kind].total <= room and needs[kind].host <= host]
+        return Estimate(strategy, needs, fits[0] if fits else None)
+
+    def strategy(self, name: str, backend: BackendConfig) -> Strategy:
+        """Return the strategy that trains under ``backend``, with as many sequences per step as configured.
+
+        Raises:
+            ConfigError: the model, the batch or the devices rule it out.
+        """
+        cfg, hardware = self.cfg, self.hardware
+        at = layout_of(backend, hardware.devices, hardware.per_node)
+        model, overrides = cfg.model, _overrides(backend)
+        if self.model.vocab_size % at.tp and model.vocab_size is None:
+            rows = math.ceil(self.model.vocab_size / at.tp) * at.tp
+            model = replace(model, vocab_size=rows)
+            overrides.append(f"model.vocab_size={rows}")
+        if at.dp * model.batch_size * (cfg.optimizer.gas or 1) != self.sequences and not cfg.train.global_batch_size:
+            overrides.append(f"train.global_batch_size={self.sequences}")
+        mine = replace(
+            cfg,
+            model=model,
+            backend=backend,
+            train=replace(cfg.train, backend=backend.name, global_batch_size=self.sequences),
+            optimizer=replace(cfg.optimizer, gas=None),
+        )
+        # A plan does not require DeepSpeed to be installed; its batch is checked as DDP's.
+        checked = replace(mine, backend=DDPConfig(), train=replace(mine.train, backend="DDP"))
+        check(checked if isinstance(backend, DeepSpeedConfig) else mine, hardware.devices, hardware.per_node)
+        return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
+
+    def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:
+        """Return the first of ``backends`` that fits with the least checkpointing, else the last possible one."""
+        found: list[Estimate] = []
+        reason, label = "no layout suits the model and the number of devices", "impossible"
+        for backend in backends:
+            try:
+                found.append(self.estimate(self.strategy(name, backend)))
+            except NoEstimateError as error:
+                reason, label = first_line(error), "no estimate"
+                continue
+            except ConfigError as error:
+                reason, label = first_line(error), "impossible"
+                continue
+            if found[-1].fits == self.checkpointing[0]:
+                break
+        fit = [each for kind in self.checkpointing for each in found if each.fits == kind]
+        return next(iter([*fit, *found[-1:]]), Unavailable(name, reason, label))
+
+    def rows(self) -> list[Estimate | Unavailable]:
+        """Return the strategies of every backend; first the configured one, unless it is plain DDP."""
+        single: list[tuple[str, BackendConfig]] = [("DDP", DDPConfig())]
+        if self.cfg.backend != DDPConfig():
+            single.insert(0, (AS_ASKED, self.cfg.backend))
+        single.append(("FSDP like ZeRO-2", FSDPConfig(reshard_after_forward=False)))
+        single.append(("FSDP, ZeRO-3", FSDPConfig()))
+        if self.hardware.nodes > 1 and self.hardware.per_node > 1:
+            single.append(("FSDP within nodes", FSDPConfig(replicate=-1, shard=self.hardware.per_node)))
+        single.append(("FSDP, offload", FSDPConfig(cpu_offload=True)))
+        single += [(f"ZeRO-{stage}", DeepSpeedConfig(stage=stage)) for stage in (1, 2, 3)]
+        single.append(("ZeRO-2, offload", DeepSpeedConfig(stage=2, offload_optimizer=True)))
+        single.append(("ZeRO-3, offload", DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)))
+        rows = [self.first_that_fits(name, [backend]) for name, backend in single]
+        tensor = (TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
+        rows.append(self.first_that_fits("TP over FSDP", tensor))
+        rows.append(self.first_that_fits("PP", (PPConfig(pp=pp) for pp in self._pipeline_sizes())))
+        return [*rows, *self._three_d()]
+
+    def _pipeline_sizes(self) -> Iterator[int]:
+        return (pp for pp in _divisors(self.hardware.devices)[1:] if pp <= self.model.cfg.n_layer)
+
+    def _three_d(self) -> list[Estimate | Unavailable]:
+        """Return the 3D layouts that fit, those that split the model least first; if none fits, the last one tried."""
+        devices, fit = self.hardware.devices, []
+        tps = _divisors(self.hardware.per_node)[1:]
+        sizes = [(pp, tp) for pp in self._pipeline_sizes() for tp in tps if devices % (pp * tp) == 0]
+        last: Estimate | Unavailable = Unavailable("3D", "no layout suits the model and the number of devices")
+        for pp, tp in sorted(sizes, key=lambda each: (math.prod(each), each[0])):
+            for options in (ThreeDConfig(pp=pp, tp=tp, replicate=-1, shard=1), ThreeDConfig(pp=pp, tp=tp)):
+                found = self.first_that_fits("3D", [options])
+                if isinstance(found, Estimate):
+                    last = found
+                    if found.fits:
+                        fit.append(found)
+                        break
+                elif found.label == "no estimate":
+                    return [found]
+            if len(fit) == SHOWN_LAYOUTS:
+                break
+        return list(fit) or [last]
+
+
+def _overrides(backend: BackendConfig) -> list[str]:
+    """Return the overrides that select ``backend``."""
+    default = type(backend)()
+    changed = [f.name for f in fields(backend) if getattr(backend, f.name) != getattr(default, f.name)]
+    if isinstance(backend, DeepSpeedConfig):
+        changed = list(dict.fromkeys(["stage", *changed]))
+    return [f"train.backend={backend.name}", *(f"backend.{n}={value_text(getattr(backend, n))}" for n in changed)]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -1,0 +1,110 @@
+"""The shapes of a model's parameters, and the part of them that a rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING
+
+from wordrun.config import ModelConfig
+
+if TYPE_CHECKING:
+    from wordrun.model import Transformer
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """The shape of one parameter."""
+
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    """The dimension that tensor parallelism shards; None: every rank of the group holds all of it."""
+    matmul: bool = False
+    """Whether it is a factor of a matrix product, so that autocast makes a 16-bit copy of it."""
+
+    def numel(self, tp: int = 1, shard: int = 1) -> int:
+        """Return the elements of the first rank's shard, the largest one: torch shards by whole rows."""
+        shape = list(self.shape)
+        if self.tp_dim is not None:
+            shape[self.tp_dim] = math.ceil(shape[self.tp_dim] / tp)
+        shape[0] = math.ceil(shape[0] / shard)
+        return math.prod(shape)
+
+
+def numel(shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1) -> int:
+    """Return the total elements of a rank's shards."""
+    return sum(each.numel(tp, shard) for each in shapes)
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The parameters of a model whose blocks are all alike."""
+
+    cfg: ModelConfig
+    vocab_size: int
+    first: list[ParameterShape]
+    """Outside the blocks of the first pipeline stage: the embedding."""
+    block: list[ParameterShape]
+    last: list[ParameterShape]
+    """Outside the blocks of the last pipeline stage: the norm and the output layer."""
+    tied: list[ParameterShape]
+    """Those of ``last`` that are shared with ``first`` where both are in the same stage."""
+
+    def outside_blocks(self, layers: Sequence[int]) -> list[ParameterShape]:
+        """Return the parameters outside the blocks of a stage that holds the blocks ``layers``."""
+        is_first, is_last = 0 in layers, self.cfg.n_layer - 1 in layers
+        last = [each for each in self.last if not (is_first and each in self.tied)] if is_last else []
+        return [*(self.first if is_first else []), *last]
+
+    def stage(self, layers: Sequence[int]) -> list[ParameterShape]:
+        """Return the parameters of a stage that holds the blocks ``layers``."""
+        return self.outside_blocks(layers) + self.block * len(layers)
+
+    @property
+    def layers(self) -> range:
+        """The numbers of all blocks."""
+        return range(self.cfg.n_layer)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the complete model; tied ones count once."""
+        return numel(self.stage(self.layers))
+
+    @property
+    def largest_layer(self) -> tuple[str, int]:
+        """Name and parameters of the layer that a device must hold at once, unless tensor parallelism shards it."""
+        sizes = {"block": numel(self.block), "embedding": numel(self.first), "output layer": numel(self.last)}
+        return max(sizes.items(), key=lambda each: each[1])
+
+
+def shapes_of(cfg: ModelConfig, vocab_size: int) -> ModelShapes:
+    """Return the parameters of the model that ``cfg`` describes; ``vocab_size`` counts where ``cfg`` has none."""
+    from wordrun.model import meta_model
+
+    model = meta_model(replace(cfg, n_layer=1), vocab_size)
+    outside = [name for name, _ in model.named_children() if name != "blocks"]
+    first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name)]
+    last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name)]
+    tied = _shapes(model, "head")[:1] if model.tied else []
+    return ModelShapes(cfg, model.vocab_size, first, _shapes(model, "blocks"), last, tied)
+
+
+def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
+    """Return the parameters of a child of ``model``, with the dimension that tensor parallelism shards."""
+    from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = model.tensor_parallel_plan()
+    shapes = []
+    for path, module in model.get_submodule(child).named_modules(prefix=child):
+        styles = [style for pattern, style in plan.items() if fnmatch(path, pattern)]
+        for name, parameter in module.named_parameters(recurse=False):
+            tp_dim = None
+            if any(isinstance(style, ColwiseParallel) for style in styles):
+                tp_dim = 0
+            elif any(isinstance(style, RowwiseParallel) for style in styles):
+                tp_dim = 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
+            shapes.append(ParameterShape(tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear)))
+    return shapes

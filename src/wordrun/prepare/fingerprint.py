@@ -1,0 +1,40 @@
+"""The fingerprint of a text and all settings on which its shards depend; it names the prepared folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from wordrun.composer import data_home
+from wordrun.config import TokenizerConfig
+from wordrun.data.tokenizers import build
+from wordrun.prepare.sources.base import Source
+
+FORMAT = 2
+"""Version of the prepared data. Another version is in a folder of another name, unless data.prepared names one."""
+SETTINGS = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction", "shard_mb")
+"""The options of DataConfig on which shards depend."""
+
+
+def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
+    """Return the folder of the shards of ``source``: a different one for every text and every setting."""
+    data = source.data
+    if data.prepared or source.is_tokens:
+        return Path(os.path.expanduser(str(data.prepared or data.path))).absolute()
+    content = json.dumps({**settings(source, tokenizer), "format": FORMAT}, sort_keys=True)
+    digest = hashlib.blake2b(content.encode(), digest_size=5).hexdigest()
+    return Path(data_home()).absolute() / "prepared" / f"{data.name}-{tokenizer.name}-{digest}"
+
+
+def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
+    """Return everything on which the shards depend."""
+    found: dict[str, Any] = {name: getattr(source.data, name) for name in SETTINGS}
+    found["tokenizer"] = asdict(tokenizer)
+    found["state"] = source.state()
+    if found["tokenizer"].get("path"):  # its content matters, not its name
+        found["tokenizer"]["path"] = hashlib.sha256(build(tokenizer).to_json().encode()).hexdigest()
+    return found

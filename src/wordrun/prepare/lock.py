@@ -1,0 +1,163 @@
+"""Lock files with a heartbeat, for file systems on which the kernel's locks do not work between hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from wordrun.dist import World
+from wordrun.log import LOGGER
+from wordrun.prepare.writer import make_folder
+
+BEAT_S = 2.0
+"""Seconds between two heartbeats."""
+SILENCE_S = 15.0
+"""Seconds without a heartbeat after which the holder counts as dead. Clocks are not compared: they may differ."""
+
+
+LOOK_S = 0.2
+"""Seconds between two attempts to take a lock."""
+LOG_S = 5.0
+"""Seconds between two log lines of a rank that waits."""
+
+
+def once_per_file_system(
+    folder: Path, world: World, is_done: Callable[[], bool], action: Callable[[], None], what: str
+) -> None:
+    """Return when ``is_done``: one process of each file system that holds ``folder`` runs ``action``; all ranks call.
+
+    The first rank of each node tries to take the lock beside ``folder``. On a file system that nodes share, all but one
+    find it taken. The others look at files, so that no collective can time out, and log that they wait for ``what``.
+    """
+    path = beside(folder)
+    started = logged = time.monotonic()
+
+    def report() -> None:
+        nonlocal logged
+        if time.monotonic() - logged > LOG_S:
+            logged = time.monotonic()
+            LOGGER.info("waiting for %s by %s: %.0f s", what, holder(path), logged - started)
+
+    while not is_done():
+        if world.local_rank == 0:
+            make_folder(folder.parent)
+            with held(path) as mine:
+                if mine and not is_done():
+                    action()
+        if not wait(path, is_done, report):
+            time.sleep(LOOK_S)
+
+
+def beside(folder: Path) -> Path:
+    """Return the lock of ``folder``."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Try to hold the lock at ``path`` for a ``with`` block; yield whether it was free."""
+    if not _take(path):
+        yield False
+        return
+    done = threading.Event()
+    beat = threading.Thread(target=_beat, args=(path, done), daemon=True)
+    beat.start()
+    try:
+        yield True
+    finally:
+        done.set()
+        beat.join()
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def holder(path: Path) -> str:
+    """Return a description of the lock's holder."""
+    try:
+        content = json.loads(path.read_text())
+        return f"process {content['pid']} on {content['host']}"
+    except (OSError, ValueError, KeyError):
+        return "another process"
+
+
+def wait(path: Path, until: Callable[[], bool], report: Callable[[], None]) -> bool:
+    """Wait until ``until`` is true; return False if the lock's holder has died or released it before.
+
+    Args:
+        path: the lock.
+        until: called twice a second.
+        report: likewise, while waiting.
+    """
+    last_beat = time.monotonic()
+    beat = _last_beat(path)
+    while not until():
+        now = time.monotonic()
+        if (new := _last_beat(path)) != beat:
+            beat, last_beat = new, now
+        if new is None or now - last_beat > SILENCE_S or _lives_here(path) is False:
+            return until()
+        report()
+        time.sleep(0.5)
+    return True
+
+
+def _take(path: Path) -> bool:
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+    for _ in range(2):
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(content)
+            return True
+        except FileExistsError:
+            lives = _lives_here(path)
+            if lives or (lives is None and not _is_silent(path)):
+                return False
+            with contextlib.suppress(OSError):  # of several processes that see this, one succeeds in renaming it
+                os.rename(path, path.with_name(f"{path.name}.{os.getpid()}"))
+                os.unlink(path.with_name(f"{path.name}.{os.getpid()}"))
+    return False
+
+
+def _beat(path: Path, done: threading.Event) -> None:
+    while not done.wait(BEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def _last_beat(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _is_silent(path: Path) -> bool:
+    """Watch the lock for a few beats, as its holder is on another host, where its process cannot be examined."""
+    beat, end = _last_beat(path), time.monotonic() + SILENCE_S
+    while time.monotonic() < end:
+        if _last_beat(path) != beat:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _lives_here(path: Path) -> bool | None:
+    """Say whether the holder is running; None: it is on another host."""
+    try:
+        content = json.loads(path.read_text())
+        if content["host"] != socket.gethostname():
+            return None
+        os.kill(int(content["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    except (OSError, ValueError, KeyError):
+        return None
+    return True

@@ -1,0 +1,185 @@
+"""The way from ``cfg.data`` to tokens; each step is in a file of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wordrun import dist
+from wordrun.composer import compose
+from wordrun.config import Config, DataConfig, TokenizerConfig
+from wordrun.data.corpus import Corpus, Opened, Part, open_foreign, open_prepared
+from wordrun.data.manifest import is_complete
+from wordrun.data.shards import Tokens
+from wordrun.data.tokenizers import needs_text
+from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.dist import World
+from wordrun.errors import ConfigError, UserError
+from wordrun.log import LOGGER
+from wordrun.prepare import fingerprint, run, stage
+from wordrun.prepare.lock import LOG_S, once_per_file_system
+from wordrun.prepare.sources import locate
+from wordrun.prepare.sources.base import Source, WorkItem
+
+IN_MEMORY = 2**26
+"""Bytes of a text up to which characters are not prepared: every rank encodes them in a second."""
+UNASKED = 2**30
+"""Bytes of a source up to which a run prepares it by itself."""
+
+
+def obtain(cfg: Config, world: World) -> Corpus:
+    """Return the corpus of a run; every rank must call this.
+
+    Raises:
+        UserError: it does not exist, is damaged, not prepared and too large, or contradicts the options.
+    """
+    if cfg.data.kind == "mix":
+        return _mix(cfg, world)
+    return _obtain(cfg.data, cfg.tokenizer, world)
+
+
+def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: World, *, in_memory: bool = True) -> Corpus:
+    """Return the corpus of one data set; without ``in_memory`` always from shards."""
+
+    def find() -> tuple[Source, WorkItem | None, Path]:
+        source = locate(data)
+        if in_memory and (text := _small_text(source, tokenizer)):
+            return source, text, Path()
+        return source, None, fingerprint.folder_of(source, tokenizer)
+
+    source, text, folder = dist.share(find() if world.rank == 0 else None, world)
+    if text is not None:
+        opened = read_text(source, text)
+    elif source.is_tokens and not (data.prepared or data.stage):
+        opened = open_foreign(data, tokenizer)
+    else:
+        _prepare_once(source, tokenizer, folder, world)
+        if data.stage is not None:
+            folder = _stage(folder, data.stage, world)
+        opened = open_prepared(folder, data, tokenizer, examine=world.local_rank == 0)
+    return Corpus(*opened, source.origin, source.banner)
+
+
+def _small_text(source: Source, tokenizer: TokenizerConfig) -> WorkItem | None:
+    """Return the work item of a text that is not worth preparing."""
+    if tokenizer.name != "char" or source.data.prepared or source.data.stage:
+        return None
+    text = source.single_text()
+    return text if text is not None and text.size <= IN_MEMORY else None
+
+
+def read_text(source: Source, item: WorkItem) -> Opened:
+    """Read a text and tokenise it by characters; its last data.val_fraction is the validation split."""
+    text = "".join(document.text for document in source.documents(item))
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    tokenizer = CharTokenizer(text)
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    tokens: NDArray[np.integer] = tokenizer.encode_batch([text])[0].astype(dtype)
+    split = int(len(tokens) * (1 - source.data.val_fraction))
+    return tokenizer, tokens[:split], tokens[split:]
+
+
+def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, world: World) -> None:
+    """Return when ``folder`` is complete: one rank of its file system prepares it, and the others wait."""
+    name = source.data.name
+    if source.is_tokens and not source.data.prepared and not is_complete(folder):
+        raise ConfigError(
+            f"data.stage={source.data.stage} needs checksums, and {folder} has no manifest.json: create shards with a "
+            f"manifest by python -m wordrun.prepare data=shards data.path={folder} data.prepared=FOLDER, and train "
+            "with the same options"
+        )
+
+    def prepare() -> None:
+        size = source.size()
+        if size is None or size > UNASKED:
+            how_large = "its size is known only to the hub" if size is None else f"is large ({size / 2**30:.1f} GiB)"
+            raise UserError(
+                f"data={name} is not prepared with these options ({folder} is incomplete), and {how_large}. First: "
+                f"launch python -m wordrun.prepare data={name}, with this run's options for data and tokenizer"
+            )
+        started = time.monotonic()
+        LOGGER.info("preparing data=%s in %s", name, folder)
+        log = _progress_log(f"preparing data={name}")
+        run.execute(run.begin(source, tokenizer, folder), World(), lambda progress: log(progress.share))
+        LOGGER.info("prepared data=%s in %.1f s", name, time.monotonic() - started)
+
+    once_per_file_system(folder, world, lambda: is_complete(folder), prepare, f"data={name} to be prepared")
+
+
+def _stage(folder: Path, under: str, world: World) -> Path:
+    """Return the copy of ``folder`` on this node, which one of its ranks makes."""
+    to = stage.target(folder, under)
+    once_per_file_system(
+        to, world, lambda: stage.is_complete(folder, to),
+        lambda: stage.copy(folder, to, _progress_log(f"copying shards to data.stage={under}")),
+        f"the shards to be copied to data.stage={under}",
+    )  # fmt: skip
+    return to
+
+
+def _progress_log(what: str) -> Callable[[float], None]:
+    """Return a function that logs the share of ``what`` that is done, now and then."""
+    last = time.monotonic()
+
+    def log(share: float) -> None:
+        nonlocal last
+        if time.monotonic() - last > LOG_S:
+            last = time.monotonic()
+            LOGGER.info("%s: %.0f %%", what, 100 * share)
+
+    return log
+
+
+def _mix(cfg: Config, world: World) -> Corpus:
+    """Return the corpora of data.mix as one."""
+    parts = dist.share(_parts_of_mix(cfg) if world.rank == 0 else None, world)
+    corpora = [_obtain(data, cfg.tokenizer, world, in_memory=False) for data in parts]
+    names, total = list(cfg.data.mix), sum(cfg.data.mix.values())
+    mix, origins = [], []
+    for name, weight, corpus in zip(names, cfg.data.mix.values(), corpora, strict=True):
+        if corpus.tokenizer.to_json() != corpora[0].tokenizer.to_json():
+            raise ConfigError(
+                f"data.mix: {name} has another tokenizer than {names[0]}: prepare all of them with the same one, "
+                "tokenizer=gpt2 or byte, or a trained one with tokenizer.path=FILE"
+            )
+        assert isinstance(corpus.train, Tokens)
+        assert isinstance(corpus.val, Tokens)
+        mix.append(Part(corpus.train, corpus.val, weight / total))
+        origins.append(f"{weight / total:.0%} {name} ({corpus.origin})")
+    return Corpus(
+        corpora[0].tokenizer,
+        Tokens([shard for part in mix for shard in part.train.shards]),
+        Tokens([shard for part in mix for shard in part.val.shards]),
+        f"mix of {', '.join(origins)}",
+        mix=mix,
+    )
+
+
+def _parts_of_mix(cfg: Config) -> list[DataConfig]:
+    """Return the options of the data sets that data.mix names.
+
+    Raises:
+        ConfigError: one is unknown, or each would get a different tokenizer.
+    """
+    parts = []
+    for name in cfg.data.mix:
+        if os.path.isdir(os.path.expanduser(name)):
+            part = DataConfig(os.path.basename(os.path.normpath(name)), "shards", path=name)
+        else:
+            try:
+                part = compose([f"data={name}"]).data
+            except ConfigError as error:
+                raise ConfigError(f"data.mix: {error}") from None
+        parts.append(replace(part, stage=cfg.data.stage, workers=cfg.data.workers))
+    if needs_text(cfg.tokenizer) and any(part.kind != "shards" for part in parts):
+        raise ConfigError(
+            f"data=mix: tokenizer={cfg.tokenizer.name} would be different for each text: use tokenizer=gpt2 or byte, "
+            "or a trained one with tokenizer=bpe tokenizer.path=FILE"
+        )
+    return parts

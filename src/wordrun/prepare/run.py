@@ -1,0 +1,252 @@
+"""From a source to a folder of shards, by any number of ranks and processes, always with the same result.
+
+Ranks communicate through files in the folder alone: nothing here is a collective that could time out, and a run that is
+started again finds what was finished before. Rank 0 lists what is to be done, and the work items are distributed. Each
+rank writes a file when its share is done. Rank 0 writes the manifest last, for which all ranks wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from wordrun import files
+from wordrun.config import BPETokenizerConfig, TokenizerConfig
+from wordrun.data import manifest as manifests
+from wordrun.data import shards, tokenizers
+from wordrun.data.manifest import Entry, Manifest
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.dist import World
+from wordrun.errors import ConfigError
+from wordrun.log import LOGGER
+from wordrun.prepare import fingerprint, tokenize, workers, writer
+from wordrun.prepare.sources.base import Source, WorkItem
+from wordrun.prepare.sources.files import extent
+from wordrun.prepare.tokenize import record_of
+
+LOOK_S = 0.2
+"""Seconds between two looks at the progress of the other ranks."""
+SAMPLED = 256
+"""Work items on which tokenizer=bpe is trained, at most, evenly spread."""
+
+
+@dataclass
+class Progress:
+    """The progress of all ranks together."""
+
+    task: str = "shards"
+    items: int = 0
+    done: int = 0
+    size: int = 0
+    """Bytes of the work items, as far as they are known."""
+    read: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share that is done, 0 to 1."""
+        if self.size:
+            return min(1.0, self.read / self.size)
+        return self.done / max(1, self.items)
+
+
+Show = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be done. Rank 0 finds out, and every rank gets the same."""
+
+    source: Source
+    tokenizer: TokenizerConfig
+    folder: Path
+    items: list[WorkItem]
+    revision: str | None
+    todo: dict[str, list[int]] = field(default_factory=dict)
+    """The work items for which each task is still to be done."""
+
+
+def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparation:
+    """Return what is to be done, having made the folder and removed what a killed preparation left; rank 0 calls this.
+
+    Raises:
+        UserError: the folder cannot be written to, or the source cannot be read.
+    """
+    items = source.items()
+    work = writer.make_folder(folder / "work")
+    for left in [*folder.glob(".*.bin.*"), *folder.glob(".*.docs.*"), *work.glob("rank-*"), *work.glob(".*")]:
+        left.unlink(missing_ok=True)
+    revision = source.revision()
+    settings = {"settings": fingerprint.settings(source, tokenizer), "revision": revision}
+    _restart_if_changed(folder, work, json.dumps(settings, sort_keys=True))
+    ready = folder / manifests.TOKENIZER
+    if source.is_tokens or not ready.exists():
+        made = source.tokenizer(tokenizer)
+        if made is not None:
+            writer.write_text(ready, made.to_json())
+    todo = {"shards": [item.number for item in items if not _is_done(folder, item)]}
+    if tokenizer.name == "char" and not ready.exists():
+        todo["characters"] = [i.number for i in items if not record_of(folder, "characters", i.number).exists()]
+    return Preparation(source, tokenizer, folder, items, revision, todo)
+
+
+def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
+    """Delete what was begun with other settings or from another state of the source, as data.prepared allows."""
+    path = work / "settings.json"
+    if path.exists() and path.read_text() != settings:
+        shutil.rmtree(work)
+        work.mkdir()
+        (folder / manifests.TOKENIZER).unlink(missing_ok=True)
+    if not path.exists():
+        for old in [*folder.glob("train_*"), *folder.glob("val_*")]:
+            old.unlink()
+        writer.write_text(path, settings)
+
+
+def _is_done(folder: Path, item: WorkItem) -> bool:
+    """Say whether the shards of ``item`` exist, as its record says."""
+    try:
+        record = _record(folder, "shards", item)
+        entries = [Entry(**entry) for split in manifests.SPLITS for entry in record[split]]
+        return all(shards.examine(folder / entry.file, entry.tokens) for entry in entries)
+    except (OSError, ValueError, ConfigError):
+        return False
+
+
+def execute(preparation: Preparation, world: World, show: Show = lambda progress: None) -> None:
+    """Do this rank's share, and return when the data set is complete; every rank must call this.
+
+    Args:
+        preparation: the same on all ranks.
+        world: determines which share is this rank's.
+        show: called on rank 0 now and then with the progress of all.
+    """
+    folder, cfg = preparation.folder, preparation.tokenizer
+    ready = folder / manifests.TOKENIZER
+    if "characters" in preparation.todo:
+        _do_share("characters", preparation, world, show)
+    if world.rank == 0 and not ready.exists():
+        LOGGER.info("making tokenizer=%s from the text", cfg.name)
+        writer.write_text(ready, _tokenizer(preparation).to_json())
+    _wait(ready.exists)
+    _do_share("shards", preparation, world, show)
+    if world.rank == 0:
+        _finish(preparation)
+    _wait((folder / manifests.NAME).exists)
+
+
+def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> None:
+    """Do this rank's share of ``task``; on rank 0 also wait for the other ranks."""
+    work, items = preparation.folder / "work", preparation.items
+    todo = sorted((items[number] for number in preparation.todo[task]), key=lambda item: (-item.size, item.number))
+    progress = Progress(task, len(items), size=sum(item.size for item in items))
+    done_before, read_before = len(items) - len(todo), progress.size - sum(item.size for item in todo)
+    last = 0.0
+
+    def report(counts: list[int]) -> None:
+        """Publish this rank's progress, and show that of all ranks on rank 0."""
+        nonlocal last
+        if time.monotonic() - last < LOOK_S:
+            return
+        last = time.monotonic()
+        if world.size > 1:
+            files.replace(work / f"rank-{world.rank}.{task}.json", json.dumps(counts))
+        if world.rank == 0:
+            others = [_counts(work / f"rank-{rank}.{task}.json") for rank in range(1, world.size)]
+            done, progress.documents, progress.tokens, read = map(sum, zip(counts, *others, strict=True))
+            progress.done, progress.read = done_before + done, read_before + read
+            show(progress)
+
+    counts = [0, 0, 0, 0]
+    processes = workers.number(preparation.source.data, world, len(items))
+    for counts in workers.work_on(
+        task, preparation.source, preparation.folder, todo[world.rank :: world.size], processes
+    ):
+        report(counts)
+    files.replace(work / f"rank-{world.rank}.{task}.done", json.dumps(counts))
+    if world.rank == 0:
+        waiting = [work / f"rank-{rank}.{task}.done" for rank in range(1, world.size)]
+
+        def all_done() -> bool:
+            report(counts)
+            waiting[:] = [path for path in waiting if not path.exists()]
+            return not waiting
+
+        _wait(all_done)
+        last = 0.0
+        report(counts)
+
+
+def _tokenizer(preparation: Preparation) -> Tokenizer:
+    cfg = preparation.tokenizer
+    if cfg.name == "char":
+        records = (_record(preparation.folder, "characters", item) for item in preparation.items)
+        return CharTokenizer("".join(record["characters"] for record in records))
+    assert isinstance(cfg, BPETokenizerConfig)
+    return tokenizers.build(cfg, _sample(preparation, cfg.train_mb * 2**20))
+
+
+def _sample(preparation: Preparation, size: int) -> Iterator[str]:
+    """Yield texts from the beginnings of work items, evenly spread, ``size`` characters in all."""
+    chosen = preparation.items[:: -(-len(preparation.items) // SAMPLED)]
+    for item in chosen:
+        left = size // len(chosen)
+        if item.kind == "text" and item.path:  # would be read completely; no character has more than four bytes
+            start, stop = extent(item)
+            item = replace(item, start=start, stop=min(stop, start + 4 * left))
+        for document in preparation.source.documents(item):
+            yield from (text for text, _ in tokenize.chunks(document, 0, min(left, len(document.text))))
+            left -= len(document.text)
+            if left <= 0:
+                break
+
+
+def _finish(preparation: Preparation) -> None:
+    """Write the manifest from the records of all work items."""
+    folder, source = preparation.folder, preparation.source
+    entries: dict[str, list[Entry]] = {split: [] for split in manifests.SPLITS}
+    for item in preparation.items:
+        record = _record(folder, "shards", item)
+        for split in manifests.SPLITS:
+            entries[split] += [Entry(**entry) for entry in record[split]]
+    remedies = {"train": "more text", "val": f"a larger data.val_fraction than {source.data.val_fraction}"}
+    for split, remedy in remedies.items():
+        if not entries[split]:
+            raise ConfigError(f"data={source.data.name} has no text for the split {split}: use {remedy}")
+    saved = (folder / manifests.TOKENIZER).read_text(encoding="utf-8")
+    tokenizer = tokenizers.from_json(saved)
+    settings = fingerprint.settings(source, preparation.tokenizer)
+    sha256 = hashlib.sha256(saved.encode()).hexdigest()
+    writer.save(folder, Manifest(
+        source.data.name, source.origin, preparation.revision, settings, tokenizer.vocab_size, tokenizer.eot, sha256,
+        **entries,
+    ))  # fmt: skip
+    shutil.rmtree(folder / "work", ignore_errors=True)
+
+
+def _record(folder: Path, task: str, item: WorkItem) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(record_of(folder, task, item.number).read_text(encoding="utf-8"))
+    return record
+
+
+def _counts(path: Path) -> list[int]:
+    try:
+        counts: list[int] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        counts = [0, 0, 0, 0]
+    return counts
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    """Return once ``until`` is true, at most 5 % late: thousands of ranks may ask the same disk."""
+    started = time.monotonic()
+    while not until():
+        time.sleep(min(1.0, max(0.01, 0.05 * (time.monotonic() - started))))

@@ -1,0 +1,81 @@
+"""A text file that is downloaded once and compared with its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from wordrun.config import DataConfig
+from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.log import LOGGER
+from wordrun.prepare.sources.base import Source
+from wordrun.prepare.sources.files import FileSource
+from wordrun.prepare.sources.sample import SampleSource
+
+# A machine without network access should say so soon, not after a minute of retries.
+TIMEOUT_S = 10
+
+
+class DownloadSource(FileSource):
+    """The file data.path, downloaded from data.url if it does not exist."""
+
+    @classmethod
+    def locate(cls, data: DataConfig) -> Source:
+        """Return the file, or the sample in its place if data.offline allows that."""
+        assert data.path is not None  # DataConfig.problems
+        path = Path(os.path.expanduser(data.path)).absolute()
+        if path.exists():
+            _check_hash(path, data)
+            return cls(data, str(path), str(path))
+        LOGGER.info("downloading %s to %s", data.url, path)
+        try:
+            _download(data, path)
+        except Exception as error:  # whatever the network, the proxy or the disk raised
+            reason = first_line(error)
+            if data.offline == "error":
+                raise UserError(
+                    f"data={data.name} is not at {path} and could not be downloaded from {data.url} ({reason}). "
+                    f"On a machine with network access (a login node): curl -o {path} --create-dirs {data.url}; "
+                    "or use data=sample."
+                ) from None
+            banner = (
+                f"NOT TRAINING ON {data.name.upper()}: {data.url} could not be downloaded ({reason}), so this run uses "
+                "the embedded sample text instead. Losses cannot be compared. "
+                f"Put the file at {path}, or set data.offline=error."
+            )
+            return replace(SampleSource.locate(data), banner=banner)
+        return cls(data, str(path), str(data.url))
+
+    def state(self) -> str | None:
+        """Return the hash that was checked."""
+        return self.data.sha256
+
+
+def _check_hash(path: Path, data: DataConfig) -> None:
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. It should be the text of data={data.name}"
+        ) from None
+    if data.sha256 and found != data.sha256:
+        raise ConfigError(
+            f"{path} is not {data.name}: its sha256 is {found}, expected {data.sha256}. "
+            f"Remove it to download it again, or use it as it is with data=text data.path={path}"
+        )
+
+
+def _download(data: DataConfig, path: Path) -> None:
+    import pooch
+
+    assert data.url is not None
+    pooch.get_logger().setLevel("WARNING")
+    pooch.retrieve(
+        data.url,
+        known_hash=f"sha256:{data.sha256}",
+        fname=path.name,
+        path=path.parent,
+        downloader=pooch.HTTPDownloader(timeout=TIMEOUT_S),
+    )

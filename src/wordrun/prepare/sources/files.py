@@ -1,0 +1,264 @@
+"""Files of text: .txt, .jsonl (also compressed) and .parquet, complete or in parts."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+from wordrun.config import DataConfig
+from wordrun.errors import ConfigError, first_line
+from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, size_of, state_of
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+"""Files that are read from a folder."""
+MAX_LINE = 2**20
+"""Bytes after which a text without line breaks is cut anyway."""
+
+
+Part = tuple[str, str, int, int, int]
+"""Kind, path, start, stop and size of a work item."""
+
+
+class FileSource(Source):
+    """The files that data.path names."""
+
+    @classmethod
+    def locate(cls, data: DataConfig) -> Source:
+        """Return the files, which are read later."""
+        path = str(Path(os.path.expanduser(str(data.path))).absolute())
+        return cls(data, path, path)
+
+    def files(self) -> list[Path]:
+        """Return the files in the order of their names."""
+        return find(str(self.path))
+
+    def size(self) -> int:
+        """Return the size of all files."""
+        return size_of(self.files())
+
+    def state(self) -> str | None:
+        """Return a hash of the names, sizes and times of the files."""
+        return state_of(self.files(), Path("/"))
+
+    def items(self) -> list[WorkItem]:
+        """Return work items of about data.shard_mb each; a compressed file is one."""
+        parts = [part for path in self.files() for part in _parts(path, self.data.shard_mb * 2**20, self.data)]
+        return [WorkItem(number, *part) for number, part in enumerate(parts)]
+
+    def single_text(self) -> WorkItem | None:
+        """Return the work item of the complete file, if there is one plain text file."""
+        paths = self.files()
+        part = _parts(paths[0], sys.maxsize, self.data)[0]
+        return WorkItem(0, *part) if len(paths) == 1 and part[0] == "text" else None
+
+    def documents(self, item: WorkItem) -> Iterator[Document]:
+        """Yield the texts of ``item``."""
+        if item.kind == "text":
+            return _of_text(item)
+        return cleaned(_of_rows(item, self.data) if item.kind == "parquet" else _of_lines(item, self.data))
+
+
+def find(path: str) -> list[Path]:
+    """Return the files that ``path`` names, in the order of their names: one file, those in a folder, or of a glob.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        found = [p for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
+        what = f"has no {', '.join(SUFFIXES)}: name a folder with some"
+    elif glob.has_magic(path) and not os.path.exists(path):
+        found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
+        what = "matches no file: put it in quotes, so that the shell does not expand it, and check the spelling"
+    else:
+        return [Path(path).absolute()]
+    if not found:
+        raise ConfigError(f"data.path={path} {what}")
+    return sorted(p.absolute() for p in found)
+
+
+def _parts(path: Path, most: int, data: DataConfig) -> list[Part]:
+    """Return the parts of one file, of about ``most`` bytes each."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"data.path={path} cannot be read: {error.strerror}. Name a text file that you may read"
+        ) from None
+    if size == 0:
+        raise ConfigError(f"data.path={path} is empty: name a file with text, or use data=sample")
+    if path.name.endswith((".gz", ".zst")):
+        return [("packed", str(path), 0, size, size)]
+    if path.suffix == ".parquet":
+        return _row_groups(path, most, data)
+    kind = "jsonl" if path.suffix == ".jsonl" else "text"
+    count = max(1, round(size / most))
+    cuts = [size * i // count for i in range(count + 1)]
+    return [(kind, str(path), a, b, b - a) for a, b in pairwise(cuts)]
+
+
+def decoded(content: bytes, path: str, at: int = 0) -> str:
+    """Return ``content`` as text.
+
+    Args:
+        content: bytes of the file at ``path``.
+        path: for the message.
+        at: their position in the file.
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if b"\0" in content[:4096]:
+            raise ConfigError(f"data.path={path} is a binary file: name a text in UTF-8") from None
+        raise ConfigError(
+            f"data.path={path} is not UTF-8 text (byte {at + error.start}): convert it, for example by "
+            f"iconv -f latin1 -t utf-8 {path}"
+        ) from None
+    if "\0" in text:
+        position = at + len(text[: text.index("\0")].encode())
+        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {position}): name a text in UTF-8")
+    return text
+
+
+def extent(item: WorkItem) -> tuple[int, int]:
+    """Return where a part of a text begins and ends, in bytes: at line breaks, unless a line is too long."""
+    with open(item.path, "rb") as file:
+        return _line(file, item.start, MAX_LINE), _line(file, item.stop, MAX_LINE)
+
+
+def _of_text(item: WorkItem) -> Iterator[Document]:
+    start, stop = extent(item)
+    with open(item.path, "rb") as file:
+        file.seek(start)
+        text = decoded(file.read(stop - start), item.path, start)
+        if text and not text.isspace():
+            yield Document(text, begins=start == 0)
+        elif stop - start == os.fstat(file.fileno()).st_size:
+            raise ConfigError(f"data.path={item.path} is empty: name a file with text, or use data=sample")
+
+
+def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
+    """Return where the first line at or after ``at`` begins; after ``most`` bytes without one, the next character."""
+    if at == 0:
+        return 0
+    file.seek(at - 1)
+    position = at - 1
+    while chunk := file.readline(min(2**16, most or 2**16)):
+        position += len(chunk)
+        if chunk.endswith(b"\n"):
+            return position
+        if most is not None and position - at >= most:
+            while 0x80 <= (file.read(1) or b"\0")[0] < 0xC0:  # within a character
+                position += 1
+            return position
+    return position
+
+
+def _of_lines(item: WorkItem, data: DataConfig) -> Iterator[str]:
+    number = 0
+    try:
+        with _unpacked(item.path) as file:
+            if item.kind == "jsonl":
+                position, stop = _line(file, item.start), _line(file, item.stop)
+                file.seek(position)
+            for line in file if item.kind == "packed" else _until(file, stop - position):
+                number += 1
+                if line.strip():
+                    yield _field(line, data.text_key, f"{item.path} ({_position(item, number)})")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{item.path} is a damaged .gz ({error}, {_position(item, number)}): copy it again") from None
+    except OSError as error:
+        raise ConfigError(f"{item.path} is damaged ({error}, {_position(item, number)}): copy it again") from None
+
+
+def _until(file: IO[bytes], left: int) -> Iterator[bytes]:
+    while left > 0 and (line := file.readline()):
+        left -= len(line)
+        yield line
+
+
+def _position(item: WorkItem, number: int) -> str:
+    return f"line {number}" if item.start == 0 else f"line {number} after byte {item.start:,}"
+
+
+def _unpacked(path: str) -> Any:
+    """Open ``path`` for reading, decompressed."""
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        try:
+            import pyarrow
+        except ImportError:
+            raise ConfigError(f"{path} needs pyarrow: pip install 'wordrun[hf]'") from None
+        # Unlike zstandard's own, this reader detects a truncated file.
+        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), 2**18)
+    return open(path, "rb")
+
+
+def _field(line: bytes, key: str, where: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 (byte {error.start} of the line): convert the file") from None
+    except ValueError as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from None
+    text = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        has = f"the fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise ConfigError(f"{where} has no text in the field data.text_key={key}, only {has}")
+    return text
+
+
+def _row_groups(path: Path, most: int, data: DataConfig) -> list[Part]:
+    metadata = _parquet(path, data).metadata
+    parts, start, size = [], 0, 0
+    for group in range(metadata.num_row_groups):
+        size += metadata.row_group(group).total_byte_size
+        if size >= most or group == metadata.num_row_groups - 1:
+            parts.append(("parquet", str(path), start, group + 1, size))
+            start, size = group + 1, 0
+    if not metadata.num_rows:
+        raise ConfigError(f"{path} has no rows: leave it out, or name a file with text")
+    return parts
+
+
+def _parquet(path: str | Path, data: DataConfig) -> Any:
+    """Return the open file at ``path``, once its column has been checked."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path} needs pyarrow: pip install 'wordrun[hf]'") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{path} is a damaged .parquet ({first_line(error)}): copy it again") from None
+    kinds = {field.name: str(field.type) for field in file.schema_arrow}
+    if kinds.get(data.text_key) not in ("string", "large_string", "string_view"):
+        shown = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        raise ConfigError(f"{path} has no text column data.text_key={data.text_key}, only {shown}")
+    return file
+
+
+def _of_rows(item: WorkItem, data: DataConfig) -> Iterator[str]:
+    file = _parquet(item.path, data)
+    import pyarrow
+
+    try:
+        for group in range(item.start, item.stop):
+            for batch in file.iter_batches(row_groups=[group], columns=[data.text_key]):
+                yield from (text for text in batch.column(0).to_pylist() if text)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{item.path} is a damaged .parquet ({first_line(error)}): copy it again") from None

@@ -1,0 +1,165 @@
+"""Data sets of the Hugging Face Hub, by name or from a local folder, streamed by ``datasets``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from wordrun.config import DataConfig
+from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, size_of, state_of
+
+PROBE_S = 5
+"""Seconds to wait for an answer of the hub."""
+ROWS = 50_000
+"""Rows of a work item of a data set that is stored on this machine as a table."""
+
+
+class HubSource(Source):
+    """The Hugging Face data set data.dataset."""
+
+    @classmethod
+    def locate(cls, data: DataConfig) -> HubSource:
+        """Return the data set, which is opened later."""
+        parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
+        return cls(data, None, "Hugging Face data set " + ", ".join(part for part in parts if part))
+
+    def size(self) -> int | None:
+        """Return the size of a local folder; only the hub knows that of other data sets."""
+        folder = _folder(self.data)
+        return size_of(folder.rglob("*")) if folder else None
+
+    def state(self) -> str | None:
+        """Return a hash of the files in a local folder."""
+        folder = _folder(self.data)
+        return state_of(sorted(p for p in folder.rglob("*") if p.is_file()), folder) if folder else None
+
+    def revision(self) -> str | None:
+        """Return the commit that data.revision currently names; without access to the hub, data.revision itself."""
+        data = self.data
+        if _folder(data) is not None:
+            return self.state()
+        if not reachable():
+            return data.revision
+        try:
+            from huggingface_hub import HfApi
+
+            return HfApi().dataset_info(str(data.dataset), revision=data.revision, timeout=10).sha
+        except Exception:  # if it cannot be reached, whoever reads the data reports it
+            return data.revision
+
+    def items(self) -> list[WorkItem]:
+        """Return the shards of a stream, or ranges of a table's rows."""
+        dataset, data = open_dataset(self.data), self.data
+        columns = dataset.column_names
+        if columns is not None and data.text_key not in columns:
+            raise ConfigError(
+                f"data.dataset={data.dataset} has no column data.text_key={data.text_key}, but {', '.join(columns)}"
+            )
+        if hasattr(dataset, "num_shards") and not hasattr(dataset, "__len__"):
+            spans = [(shard, shard + 1) for shard in range(dataset.num_shards)]
+        else:
+            spans = [(start, min(start + ROWS, len(dataset))) for start in range(0, len(dataset), ROWS)]
+        return [WorkItem(number, "hf", str(data.dataset), *span) for number, span in enumerate(spans)]
+
+    def documents(self, item: WorkItem) -> Iterator[Document]:
+        """Yield the texts of ``item``."""
+        return cleaned(_texts(item, self.data))
+
+
+def _folder(data: DataConfig) -> Path | None:
+    """Return the local folder that data.dataset names, if it does."""
+    path = Path(os.path.expanduser(str(data.dataset)))
+    return path if path.is_dir() else None
+
+
+def open_dataset(data: DataConfig) -> Any:
+    """Return the data set as a stream, or as a table if it is a folder that ``save_to_disk`` wrote.
+
+    Raises:
+        UserError: it is neither local nor reachable; the message says what to do on a login node.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"data={data.name} needs datasets: pip install 'wordrun[hf]'") from None
+    datasets.disable_progress_bars()
+    folder = _folder(data)
+    if folder is None and not reachable():
+        from huggingface_hub import constants
+
+        # Its cache can still be used; for the rest its client would retry for half a minute.
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        if folder is not None and any(folder.glob("**/state.json")):
+            table = datasets.load_from_disk(str(folder))
+            if isinstance(table, datasets.DatasetDict):
+                table = table[data.split]
+            return table
+        return datasets.load_dataset(
+            str(folder or data.dataset), name=data.subset, split=data.split, revision=None if folder else data.revision,
+            streaming=True,
+        )  # fmt: skip
+    except (KeyError, ValueError, FileNotFoundError) as error:
+        if folder is None and _is_offline(error):
+            raise _unreachable(data, error) from None
+        raise ConfigError(f"data.dataset={data.dataset} cannot be opened: {first_line(error)}") from None
+    except Exception as error:  # whatever the hub's client, the proxy or the socket raised
+        raise _unreachable(data, error) from None
+
+
+def _texts(item: WorkItem, data: DataConfig) -> Iterator[str]:
+    dataset = open_dataset(data)
+    if hasattr(dataset, "__len__"):
+        part = dataset.select_columns([data.text_key]).select(range(item.start, item.stop))
+    else:
+        part = dataset.shard(num_shards=dataset.num_shards, index=item.start)
+    try:
+        for row in part:
+            text = row.get(data.text_key)
+            if text is not None and not isinstance(text, str):
+                raise ConfigError(
+                    f"data.dataset={data.dataset}: data.text_key={data.text_key} holds {type(text).__name__}, not text"
+                )
+            yield text or ""
+    except UserError:
+        raise
+    except Exception as error:
+        if _folder(data) is None:
+            raise _unreachable(data, error) from None
+        raise ConfigError(f"data.dataset={data.dataset} cannot be read: {first_line(error)}") from None
+
+
+@cache
+def reachable() -> bool:
+    """Say whether the hub answers; a proxy is assumed to reach it."""
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        with socket.create_connection((url.hostname, url.port or 443), timeout=PROBE_S):
+            return True
+    except OSError:
+        return False
+
+
+def _is_offline(error: BaseException) -> bool:
+    text = f"{type(error).__name__} {error}".lower()
+    return any(sign in text for sign in ("offline", "connect", "couldn't reach", "resolve", "network", "hub"))
+
+
+def _unreachable(data: DataConfig, error: BaseException) -> UserError:
+    subset = f" data.subset={data.subset}" if data.subset else ""
+    return UserError(
+        f"data={data.name}: the Hugging Face data set {data.dataset} could not be downloaded ({first_line(error)}). On "
+        "a machine with network access (a login node), with the same $WORDRUN_DATA_HOME: python -m wordrun.prepare "
+        f"data={data.name}; or download it with: hf download --repo-type dataset {data.dataset} --local-dir DIR, and "
+        f"prepare here with data.dataset=DIR{subset}."
+    )

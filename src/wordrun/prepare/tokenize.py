@@ -1,0 +1,156 @@
+"""What is done with one work item: its characters are collected, or its tokens are written as shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from wordrun.data import shards
+from wordrun.data.manifest import SPLITS, TOKENIZER
+from wordrun.data.shards import Tokens
+from wordrun.data.tokenizers import from_json
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.char import distinct
+from wordrun.errors import ConfigError, UserError
+from wordrun.prepare import writer
+from wordrun.prepare.sources.base import Document, Source, WorkItem
+from wordrun.prepare.writer import SplitWriter
+
+CHUNK = 2**18
+"""Characters that are encoded at once; libraries need more than a hundred bytes for each token of a text."""
+BATCH = 2**20
+"""Characters that are encoded in one call of the library."""
+
+Report = Callable[[int, int, int], None]
+"""Called with the number of documents, tokens and characters of the work item so far."""
+Chunk = tuple[str, bool, bool]
+"""A part of a text, whether a document begins with it, and whether it is for validation."""
+
+
+def record_of(folder: Path, task: str, number: int) -> Path:
+    """Return the file that records that ``task`` is done for the work item ``number``, and its result."""
+    return folder / "work" / f"{number:06d}.{task}.json"
+
+
+def process(task: str, item: WorkItem, source: Source, folder: Path, report: Report) -> None:
+    """Do ``task`` (characters or shards) for ``item``, and record it when it is complete.
+
+    Raises:
+        UserError: the source cannot be read, or the folder cannot be written.
+    """
+    try:
+        if task == "characters":
+            record: dict[str, Any] = {"characters": _characters(item, source, report)}
+        else:
+            tokenizer = _tokenizer((folder / TOKENIZER).read_text(encoding="utf-8"))
+            record = write_shards(item, source, tokenizer, folder, report)
+        writer.write_text(record_of(folder, task, item.number), json.dumps(record, ensure_ascii=False))
+    except OSError as error:
+        raise UserError(f"cannot read or write {error.filename or folder}: {error.strerror}") from None
+
+
+def _characters(item: WorkItem, source: Source, report: Report) -> str:
+    found: set[str] = set()
+    read = 0
+    for document in source.documents(item):
+        found |= set(distinct(document.text))
+        read += len(document.text)
+        report(0, 0, read)
+    return "".join(sorted(found))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(content: str) -> Tokenizer:
+    """Return the tokenizer of all work items: loading a large vocabulary takes a third of a second."""
+    return from_json(content)
+
+
+def write_shards(
+    item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report
+) -> dict[str, list[dict[str, Any]]]:
+    """Write the shards of ``item`` and return their entries in the manifest, by split."""
+    train, val = splits = [SplitWriter(split, item, tokenizer, folder) for split in SPLITS]
+    if source.is_tokens:
+        _rewrite(item, splits[SPLITS.index(item.kind)], tokenizer, report)
+    else:
+        _encode(item, source, tokenizer, train, val, report)
+    return {split.name: [asdict(entry) for entry in split.finish()] for split in splits}
+
+
+def _encode(
+    item: WorkItem, source: Source, tokenizer: Tokenizer, train: SplitWriter, val: SplitWriter, report: Report
+) -> None:
+    """Write the texts of ``item`` as tokens."""
+    documents = tokens = read = 0
+    for batch in _batches(_split(item, source)):
+        texts = [text for text, _, _ in batch]
+        for (text, begins, is_val), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            (val if is_val else train).add(ids, begins)
+            documents, tokens, read = documents + begins, tokens + len(ids), read + len(text)
+        report(documents, tokens, read)
+
+
+def _rewrite(item: WorkItem, split: SplitWriter, tokenizer: Tokenizer, report: Report) -> None:
+    """Write the tokens of a foreign shard as ours."""
+    source = Tokens([shards.examine(item.path)])
+    for start in range(item.start, item.stop, writer.SHARD_TOKENS):
+        part = source[start : min(item.stop, start + writer.SHARD_TOKENS)]
+        if int(part.max()) >= tokenizer.vocab_size or int(part.min()) < 0:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the shard {item.path} has token "
+                f"{int(part.max()):,}: choose the tokenizer with which it was made"
+            )
+        split.add_shard(part)
+        report(0, start - item.start + len(part), 0)
+
+
+def _split(item: WorkItem, source: Source) -> Iterator[Chunk]:
+    """Yield chunks of text, distributed over training and validation.
+
+    The end of a text is for validation; of many documents every (1 / val_fraction)-th, evenly over the work item.
+    """
+    share = source.data.val_fraction
+    for number, document in enumerate(source.documents(item)):
+        if item.kind == "text":
+            cut = int(len(document.text) * (1 - share))
+            yield from ((text, begins, False) for text, begins in chunks(document, 0, cut))
+            yield from ((text, False, True) for text, _ in chunks(document, cut, len(document.text)))
+        else:
+            is_val = int((number + 1) * share) > int(number * share)
+            yield from ((text, begins, is_val) for text, begins in chunks(document, 0, len(document.text)))
+
+
+def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+    """Yield ``document.text[start:stop]`` in chunks that end at line breaks, and whether the document begins there."""
+    begins = document.begins and start == 0
+    while stop - start > CHUNK:
+        cut = _end_of_line(document.text, start + CHUNK // 2, start + CHUNK)
+        yield document.text[start:cut], begins
+        start, begins = cut, False
+    if stop > start:
+        yield document.text[start:stop], begins
+
+
+def _end_of_line(text: str, first: int, last: int) -> int:
+    """Return where to cut: before a line that does not begin with white space, so that no token spans the cut."""
+    cut = last
+    while (cut := text.rfind("\n", first, cut)) >= 0:
+        if not text[cut + 1].isspace():
+            return cut + 1
+    return last
+
+
+def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    batch, size = [], 0
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk[0])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,155 @@
+"""Processes that work on the items of one rank.
+
+They are spawned, so that neither MPI nor the threads of this process are copied into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import SpawnContext, SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wordrun.config import DataConfig
+from wordrun.dist import World
+from wordrun.errors import UserError
+from wordrun.prepare import tokenize
+from wordrun.prepare.sources.base import Source, WorkItem
+
+REPORT_S = 0.2
+"""Seconds between two reports of progress."""
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+"""A worker is one thread: there are as many workers as cores."""
+
+COLUMNS = 5
+"""Of the progress, one row per work item: whether it has begun, whether it is done, documents, tokens and bytes."""
+
+_progress: Any = None
+"""In a worker: the progress, shared with the process that started it."""
+
+
+def number(data: DataConfig, world: World, items: int) -> int:
+    """Return the number of worker processes of this rank; 0: it works by itself, as there is one item in all."""
+    if items == 1:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, data.workers or cores // world.local_size)
+
+
+def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], processes: int) -> Iterator[list[int]]:
+    """Do ``task`` for ``items`` in ``processes`` processes.
+
+    Yields:
+        Work items, documents, tokens and bytes so far.
+
+    Raises:
+        UserError: from a work item, or a worker died.
+    """
+    if not items:
+        return
+    if not processes:
+        progress = np.zeros((len(items), COLUMNS), dtype=np.int64)
+        for row, item in zip(progress, items, strict=True):
+            _process(row, task, item, source, folder)
+            yield progress[:, 1:].sum(axis=0).tolist()
+        return
+    context = _Context()
+    shared = context.RawArray("q", COLUMNS * len(items))
+    progress = np.frombuffer(shared, dtype=np.int64).reshape(-1, COLUMNS)
+    pool = ProcessPoolExecutor(min(processes, len(items)), context, _begin, (shared,))
+    try:
+        with _as_worker_environment():
+            waiting = {pool.submit(_work, index, task, item, source, folder) for index, item in enumerate(items)}
+        while waiting:
+            done, waiting = wait(waiting, REPORT_S, FIRST_COMPLETED)
+            for future in done:
+                future.result()
+            yield progress[:, 1:].sum(axis=0).tolist()
+    except BrokenProcessPool:
+        begun = [item for item, row in zip(items, progress, strict=True) if row[0] and not row[1]]
+        raise UserError(
+            f"a worker process died (perhaps it ran out of memory) while preparing {_names(begun)}. Run the same "
+            "command again, which continues; data.workers=N with fewer workers needs less memory"
+        ) from None
+    finally:
+        for process in context.processes:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+class _Context(SpawnContext):
+    """Starts processes and keeps them: before Python 3.14 the executor itself has no way to kill them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        """Return a process that is going to be started."""
+        self.processes.append(SpawnProcess(*args, **options))
+        return self.processes[-1]
+
+
+def _names(items: Sequence[WorkItem]) -> str:
+    return " or ".join(f"{item.path or item.kind} (work item {item.number})" for item in items) or "shards"
+
+
+@contextlib.contextmanager
+def _as_worker_environment() -> Iterator[None]:
+    """Set the environment of processes that are started meanwhile, and keep them from importing ``__main__``.
+
+    Spawned processes would import the caller's script, which may lack the guard of ``if __name__ == "__main__"``.
+    """
+    main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in ENVIRONMENT}
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _begin(shared: Any) -> None:
+    """Begin as a worker: leave Ctrl-C to the parent, and end when it is gone."""
+    global _progress
+    _progress = np.frombuffer(shared, dtype=np.int64).reshape(-1, COLUMNS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(index: int, task: str, item: WorkItem, source: Source, folder: Path) -> None:
+    _process(_progress[index], task, item, source, folder)
+
+
+def _process(row: Any, task: str, item: WorkItem, source: Source, folder: Path) -> None:
+    """Process ``item`` and note in ``row`` how far it is."""
+
+    def report(documents: int, tokens: int, characters: int) -> None:
+        row[2:] = documents, tokens, min(item.size, characters)
+
+    row[0] = 1
+    tokenize.process(task, item, source, folder, report)
+    row[1], row[4] = 1, item.size

@@ -1,0 +1,135 @@
+"""Writing shards and manifests, each file completely or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from wordrun.data import manifest as manifests
+from wordrun.data import shards
+from wordrun.data.manifest import Entry, Manifest
+from wordrun.data.tokenizers.base import Ids, Tokenizer
+from wordrun.errors import UserError
+from wordrun.prepare.sources.base import WorkItem
+
+SHARD_TOKENS = 2**26
+"""Tokens of a shard, at most, except to complete a document; the header's count would end at 2^31."""
+
+
+class SplitWriter:
+    """Writes the shards that a work item contributes to one split."""
+
+    def __init__(self, name: str, item: WorkItem, tokenizer: Tokenizer, folder: Path) -> None:
+        self.name, self.item, self.folder, self.eot = name, item, folder, tokenizer.eot
+        self.dtype = shards.dtype_for(tokenizer.vocab_size)
+        self._entries: list[Entry] = []
+        self._parts: list[Ids] = []
+        self._starts: list[int] = []
+        self._count = 0
+
+    def add(self, tokens: Ids, begins: bool) -> None:
+        """Append tokens, at the beginning of a document after the end-of-text token."""
+        if begins:
+            if self._count >= SHARD_TOKENS:
+                self._flush()
+            self._starts.append(self._count)
+            if self.eot is not None:
+                self._append(np.array([self.eot]))
+        self._append(tokens)
+
+    def add_shard(self, tokens: Ids) -> None:
+        """Write tokens that contain the end-of-text tokens already as a shard."""
+        if self.eot is not None:
+            self._starts += np.flatnonzero(tokens == self.eot).tolist()
+        self._append(tokens)
+        self._flush()
+
+    def finish(self) -> list[Entry]:
+        """Write what is left and return the entries of all shards."""
+        self._flush()
+        return self._entries
+
+    def _flush(self) -> None:
+        if self._count:
+            path = self.folder / f"{self.name}_{self.item.number:06d}_{len(self._entries):02d}.bin"
+            self._entries.append(write_shard(path, self._parts, self.dtype, self._starts))
+        self._parts, self._starts, self._count = [], [], 0
+
+    def _append(self, tokens: Ids) -> None:
+        self._parts.append(tokens)
+        self._count += len(tokens)
+
+
+def write_shard(path: Path, parts: Sequence[Ids], dtype: str, starts: Sequence[int] = ()) -> Entry:
+    """Write a shard and where its documents begin, and return its entry in the manifest.
+
+    Args:
+        path: of the shard.
+        parts: its tokens.
+        dtype: as ``shards.dtype_for`` says.
+        starts: number of tokens before each document that begins in it.
+    """
+    # The documents first, so that every shard has them.
+    _write(path.with_suffix(".docs"), [np.array(starts, dtype="<u4").data])
+    count = sum(map(len, parts))
+    (kind,) = (key for key, value in shards.FORMATS.items() if value == dtype)
+    header = np.zeros(shards.HEADER, dtype="<i4")
+    header[:3] = (*kind, count)
+    # Part by part: one array of all tokens would be fresh memory, which costs more than the conversion.
+    converted = (part.astype(dtype, copy=False).data for part in parts)
+    return Entry(path.name, count, len(starts), _write(path, chain([header.data], converted)))
+
+
+def save(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, which completes ``folder``."""
+    write_text(folder / manifests.NAME, json.dumps(asdict(manifest), indent=1) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a text file."""
+    _write(path, [content.encode()])
+
+
+def make_folder(folder: Path) -> Path:
+    """Make ``folder``, check that this process can write in it, and return it.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write prepared data to {folder}: {error.strerror}. Choose another folder with data.prepared=DIR, "
+            "or with $WORDRUN_DATA_HOME"
+        ) from None
+    return folder
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Write a file, which survives even a crash of the machine once it has its name; return its checksum."""
+    digest = shards.checksum()
+    new = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
+    try:
+        with open(new, "wb") as file:
+            for part in parts:
+                digest.update(part)
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
+    return digest.hexdigest()

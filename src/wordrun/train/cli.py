@@ -1,0 +1,244 @@
+"""``wordrun train [overrides]``: compose the config once, share it with every rank, train.
+
+Only rank 0 reads the configuration; the others receive the finished Config. So all ranks agree on every value and on
+one run directory, and a mistake is printed once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import io
+import signal
+import sys
+import textwrap
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from itertools import product, zip_longest
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra import main as hydra_main
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+import wordrun
+from wordrun import dist, log
+from wordrun.arguments import shown
+from wordrun.composer import Tree, compose, register, to_config
+from wordrun.config import SCHEMAS, SECTIONS, Config, documentation
+from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
+
+USAGE = """\
+Train a GPT-style language model.
+
+  wordrun data=sample train=smoke                             a few steps, to verify the installation
+  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
+  wordrun model=gpt2 model.batch_size=4 train.dtype=bf16      a preset with two options changed
+  wordrun data=text data.path=my.txt train.max_iters=500      your own text
+  wordrun -m optimizer.learning_rate=1e-3,3e-4                a sweep, in one process
+  wordrun experiment=shakespeare --cfg job                    print the config and exit
+
+KEY=VALUE sets an option, GROUP=NAME chooses a file under conf/. Hydra's own flags: --hydra-help.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    world = dist.discover_or_exit()
+    with contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
+        args = flags().parse_args(arguments)
+    with dist.guard(world):
+        if args.help:
+            return _help(args) if world.rank == 0 else 0
+        if args.multirun:
+            return _sweep(args, arguments, world)
+        if args.cfg and world.rank == 0:
+            compose(args.overrides, tree=_tree(args))  # our messages rather than Hydra's
+        if args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
+            return _hydra(arguments, lambda composed: None) if world.rank == 0 else 0
+        with exit_when_stopped(world):
+            world = dist.identify()
+            status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
+        if status:
+            return int(status)
+        return train(cfg, world)
+
+
+def train(cfg: Config, world: dist.World) -> int:
+    """Train as ``cfg`` says, with this process as ``world.rank``; return the exit status."""
+    with exit_when_stopped(world):
+        # Not at the top: --help should not wait for torch, and MPI has to start before torch.
+        from wordrun.train.stop import Interrupted
+        from wordrun.train.trainer import Trainer
+
+        handle = log.start(world.rank)
+    try:
+        with exit_when_stopped(world):
+            trainer = Trainer(cfg, world, handle)
+        with trainer:
+            trainer.train()
+    except Interrupted as error:
+        dist.share(None, world)  # rank 0 may still have been drawing plots
+        dist.cleanup()
+        # One rank reports it: launchers kill the other ranks as soon as one exits with another status than 0.
+        return 0 if error.exit_status == REQUEUE and world.rank else error.exit_status
+    finally:
+        handle.close()
+    return 0
+
+
+@contextlib.contextmanager
+def exit_when_stopped(world: dist.World) -> Iterator[None]:
+    """On SIGTERM or SIGUSR1, exit with the status of a run that can be resubmitted.
+
+    For the seconds to minutes before the first step, when the run does not yet handle these signals itself.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if world.rank == 0:
+            name = signal.Signals(number).name
+            print(f"stopped by {name} before the first step (exit status {REQUEUE})", file=sys.stderr, flush=True)
+        raise SystemExit(REQUEUE)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def flags() -> ArgumentParser:
+    """Return a parser of Hydra's flags, as of Hydra 1.3.2 to 1.3.8.
+
+    Hydra's own parser is private; a test compares the two.
+    """
+    parser = ArgumentParser("wordrun", add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--version", action="version", version=f"wordrun {wordrun.__version__}")
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    for names in (
+        ("--help", "-h"), ("--hydra-help",), ("--run", "-r"), ("--multirun", "-m"), ("--resolve",),
+        ("--shell-completion", "-sc"),
+    ):  # fmt: skip
+        parser.add_argument(*names, action="store_true")
+    for names in (
+        ("--cfg", "-c"), ("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"),
+        ("--config-dir", "-cd"), ("--experimental-rerun",),
+    ):  # fmt: skip
+        parser.add_argument(*names)
+    return parser
+
+
+def _tree(args: Namespace) -> Tree:
+    return Tree(args.config_name or "config", args.config_path, args.config_dir)
+
+
+def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
+    try:
+        return 0, compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_status, None
+
+
+def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None]) -> int:
+    """Pass the command line to Hydra's own application, which runs ``task`` for every point of a sweep."""
+    register()
+    old, sys.argv = sys.argv, ["wordrun", *arguments]
+    try:
+        hydra_main(version_base="1.3", config_path="pkg://wordrun.conf", config_name="config")(task)()
+    finally:
+        sys.argv = old
+    return 0
+
+
+def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
+    if world.size > 1:
+        if world.rank == 0:
+            print(
+                f"-m runs its points one after another in one process, but there are {world.size} ranks "
+                f"({world.launcher}): run launch inside a loop, as in\n"
+                "  for s in 1 2 3; do launch -n 2 python -m wordrun train.seed=$s; done",
+                file=sys.stderr,
+            )
+        return ConfigError.exit_status
+    for point in sweep_points(args.overrides):
+        compose(point, tree=_tree(args))  # find a mistake in the last point before the first one trains
+
+    def task(composed: DictConfig) -> None:
+        with dist.guard(world):
+            status = train(to_config(composed, run_dir=str(Path(HydraConfig.get().runtime.output_dir))), world)
+            if status:
+                raise SystemExit(status)
+
+    return _hydra(arguments, task)
+
+
+def sweep_points(overrides: list[str]) -> list[list[str]]:
+    """Return the overrides of each point of a sweep.
+
+    Of a sweep that only Hydra's sweeper can enumerate, over a glob or an interval, those that all points share.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Glob
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ConfigError(first_line(error)) from None
+    pairs = list(zip(overrides, parsed, strict=True))
+    swept = [override for override in parsed if override.is_sweep_override()]
+    if any(isinstance(override.value(), Glob) or not override.is_discrete_sweep() for override in swept):
+        return [[text for text, override in pairs if not override.is_sweep_override()]]
+    values = {}
+    for text, override in pairs:
+        key = override.get_key_element()
+        is_swept = override.is_sweep_override()
+        values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()] if is_swept else [text]
+    return [list(point) for point in product(*values.values())]
+
+
+def _help(args: Namespace) -> int:
+    """Print the groups with their choices, and every option with its value and meaning."""
+    cfg = compose(args.overrides, tree=_tree(args))
+    print(USAGE)
+    print("Config groups and their files (choose a backend with train.backend=NAME):")
+    for group, options in _groups().items():
+        print(textwrap.fill(" ".join(options), 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
+    for section in SECTIONS:
+        node = getattr(cfg, section)
+        print(f"\n{section}: {type(node).__doc__}")
+        for option in fields(node):
+            setting = f"  {section}.{option.name}={_shortened(getattr(node, option.name))}"
+            meaning = textwrap.wrap(documentation(type(node))[option.name], 76)
+            if len(setting) > 36:
+                print(setting)
+                setting = ""
+            print("\n".join(f"{left:<37}{right}" for left, right in zip_longest([setting], meaning, fillvalue="")))
+    print("\nA run writes to hydra.run.dir, by default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest.")
+    return 0
+
+
+def _shortened(value: Any) -> str:
+    text = shown(value)
+    return text if len(text) <= 90 else text[:87] + "..."
+
+
+def _groups() -> dict[str, list[str]]:
+    """Return the config groups and the names of their files."""
+    conf = importlib.resources.files("wordrun.conf")
+    groups = {}
+    for group in (*SCHEMAS, "experiment"):
+        files = (file.name for file in (conf / group).iterdir())
+        groups[group] = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+    return groups
