@@ -115,8 +115,7 @@ def write(options: GenerateConfig) -> None:
     from wordrun.data import tokenizers
     from wordrun.dist import World
     from wordrun.dist.setup import choose_device
-    from wordrun.model.cache import Cached
-    from wordrun.model.generate import generate
+    from wordrun.model.generate import Cached, generate
 
     device = choose_device(options.device, World())
     asked = DTYPES[options.dtype]
@@ -163,6 +162,7 @@ def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transf
     if model.tied:
         state["head.weight"] = state["tokens.weight"]
     model.load_state_dict(state, assign=True)
+    model.fill_buffers(device)
     model.tie()
     return model.eval()
 

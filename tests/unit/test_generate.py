@@ -18,8 +18,8 @@ from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.generate import Screen, main
 from wordrun.model import Transformer
-from wordrun.model.cache import Cached, KVCache
-from wordrun.model.generate import draw, generate
+from wordrun.model.cache import KVCache
+from wordrun.model.generate import Cached, draw, generate
 
 if TYPE_CHECKING:
     from conftest import Start

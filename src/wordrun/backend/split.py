@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import prepare_block
 from wordrun.backend.precision import TORCH_DTYPES
-from wordrun.config import ZERO_BUBBLE, FSDPConfig, PPConfig
+from wordrun.config import FSDPConfig
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.model import Model
 
@@ -41,8 +41,7 @@ class Splitter:
 
         It misses gradients of weights that come later than those of activations (torch 2.13), as in zero bubbles.
         """
-        zero_bubble = isinstance(self.options, PPConfig) and self.options.schedule in ZERO_BUBBLE
-        return self.spec.layout.dp > 1 and not zero_bubble
+        return self.spec.layout.dp > 1 and not self.options.zero_bubble
 
     def build(self, layers: Sequence[int] | None = None) -> Model:
         """Return this rank's shards of the model, or of the stage with the blocks ``layers``.

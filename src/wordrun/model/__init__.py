@@ -8,9 +8,10 @@ from typing import TypeVar
 import torch
 
 from wordrun.config import ModelConfig, part_of
-from wordrun.model.base import Model, Transformer
+from wordrun.model.base import Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
+from wordrun.model.transformer import Transformer
 
 __all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model"]
 

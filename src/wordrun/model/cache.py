@@ -5,13 +5,7 @@ Shapes: B sequences, M heads of keys, T tokens, H size of a head, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from wordrun.model.base import Transformer
 
 
 class KVCache:
@@ -34,25 +28,3 @@ class KVCache:
         self._kept[1, :, :, start : self.length] = v
         k, v = self._kept[:, :, :, : self.length]
         return k, v
-
-
-class Cached:
-    """Predicts the next token for ``generate``: tokens (B, T) to logits (B, V).
-
-    Tokens that extend those of the last call cost a forward pass of the new ones only. The model's weights must not
-    change between calls.
-    """
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.tokens = torch.empty(0, 0, dtype=torch.long)
-        self.caches: list[KVCache] = []
-
-    @torch.inference_mode()
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the successor of ``tokens``."""
-        known = self.tokens.shape[1]
-        if not (self.caches and known < tokens.shape[1] and tokens[:, :known].equal(self.tokens)):
-            known, self.caches = 0, [KVCache() for _ in self.model.blocks]
-        self.tokens = tokens
-        return self.model(tokens[:, known:], at=-1, caches=self.caches)  # type: ignore[no-any-return]

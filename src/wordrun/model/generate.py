@@ -7,6 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from wordrun.model.cache import KVCache
+from wordrun.model.transformer import Transformer
+
+
+class Cached:
+    """Predicts the next token for ``generate``: tokens (B, T) to logits (B, V).
+
+    Tokens that extend those of the last call cost a forward pass of the new ones only. The model's weights must not
+    change between calls.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.tokens = torch.empty(0, 0, dtype=torch.long)
+        self.caches: list[KVCache] = []
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the successor of ``tokens``."""
+        known = self.tokens.shape[1]
+        if not (self.caches and known < tokens.shape[1] and tokens[:, :known].equal(self.tokens)):
+            known, self.caches = 0, [KVCache() for _ in self.model.blocks]
+        self.tokens = tokens
+        return self.model(tokens[:, known:], at=-1, caches=self.caches)  # type: ignore[no-any-return]
+
 
 @torch.no_grad()
 def generate(
@@ -20,7 +45,7 @@ def generate(
 
     Args:
         logits_of: predicts the next token: (B, T) to the logits of the last one's successor, (B, V). A
-            ``wordrun.model.cache.Cached`` model does so at the cost of the tokens that are new to it.
+            ``Cached`` model does so at the cost of the tokens that are new to it.
         prompt: (B, T) token numbers, T at least 1.
         length: number of tokens to add.
         block_size: tokens that ``logits_of`` can look at, the last ones.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
 from wordrun.model.attention import causal_attention
-from wordrun.model.base import Block, Transformer
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
+from wordrun.model.transformer import Block, Transformer
 
 
 class Attention(nn.Module):

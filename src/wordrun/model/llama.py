@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
 from wordrun.model.attention import causal_attention
-from wordrun.model.base import Block, Transformer
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
+from wordrun.model.transformer import Block, Transformer
 
 TRAINED_LENGTH = 8192
 """Tokens in a sequence of Llama 3's training, before rope_factor stretched it."""
