@@ -15,7 +15,7 @@ AUTO = "auto"
 REFUSED = {
     "scheduler": "the learning rate follows optimizer.learning_rate, warmup_iters, min_lr and schedule",
     "tensor_parallel": "wordrun's own tensor parallelism is train.backend=TP",
-    "sequence_parallel_size": "every rank here reads its own share of the data",
+    "sequence_parallel_size": "every rank reads its own share of the data",
 }
 """Blocks that are refused, and why."""
 
@@ -94,7 +94,7 @@ def _settings(
 
 
 def _optimizer_params(optimizer: OptimizerConfig) -> dict[str, tuple[str, Any]]:
-    """Return DeepSpeed's parameters of an optimizer: those that all have, and those of this one, by torch's names."""
+    """Return DeepSpeed's parameters of an optimizer, which have torch's names."""
     params: dict[str, tuple[str, Any]] = {"lr": ("optimizer.learning_rate", optimizer.learning_rate)}
     params["weight_decay"] = ("optimizer.weight_decay", optimizer.weight_decay)
     common = {f.name for f in fields(OptimizerConfig)}
@@ -112,7 +112,7 @@ def _read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"backend.config={path} cannot be read ({error.strerror}): name a ds_config file") from None
     except ValueError as error:
-        raise ConfigError(f"backend.config={path} is no JSON: {error}") from None
+        raise ConfigError(f"backend.config={path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"backend.config={path} should hold one block of settings in braces")
     return content

@@ -130,9 +130,9 @@ def test_weights_are_found_by_one_process(whole: Path, small: Words, tmp_path: P
     assert find(whole / "checkpoints/latest").step == 12
     with pytest.raises(UserError, match="has no checkpoint 7: there are latest and those after 3, 6, 9, 12 steps"):
         find(whole, "7")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         find(tmp_path / "nothing")
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    with pytest.raises(UserError, match="contains no checkpoint"):
         find(tmp_path)
 
 
@@ -385,7 +385,7 @@ def test_what_contradicts_the_checkpoint_is_refused(whole: Path, small: Words, w
 
 
 def test_a_path_that_holds_nothing_is_named(whole: Path, small: Words, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.resume=.*gone: .* is no folder"):
+    with pytest.raises(ConfigError, match=r"train\.resume=.*gone: .* is not a folder"):
         wordrun.compose(small(f"train.resume={tmp_path}/gone"))
     with pytest.raises(ConfigError, match="choose one"):
         wordrun.compose(small(f"train.init_from={whole}", f"train.resume={whole}"))

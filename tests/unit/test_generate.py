@@ -225,8 +225,8 @@ def test_the_other_precision_and_the_model_are_named_beside_the_text(
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["run=nowhere"], 1, "nowhere is no folder: name a run directory"),
-        (["run=."], 1, "holds no checkpoint: it is not a run directory"),
+        (["run=nowhere"], 1, "nowhere is not a folder: name a run directory"),
+        (["run=."], 1, "contains no checkpoint: it is not a run directory"),
         (["checkpoint=150"], 1, "has no checkpoint 150: there are latest and those after 100, 200 steps"),
         (["checkpoint=best"], 1, "has no checkpoint best"),
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),

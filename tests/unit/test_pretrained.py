@@ -227,7 +227,7 @@ def test_a_folder_is_what_it_is(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="hf:/no/such/folder is no folder: name one with config"):
+    with pytest.raises(UserError, match="hf:/no/such/folder is not a folder: name one with config"):
         fetch("/no/such/folder")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # before the first import of the library, or set on it
     import huggingface_hub.constants
@@ -235,7 +235,7 @@ def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        UserError, match=r"hf:openai/gpt2 is neither a folder here nor to be had .* hf download openai/"
+        UserError, match=r"hf:openai/gpt2 is not a folder, and cannot be downloaded .* hf download openai/"
     ):
         fetch("openai/gpt2")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -1,4 +1,4 @@
-"""Attention to a token itself and those before it, of its document or of all.
+"""Causal attention, over all tokens before or those of the same document.
 
 Shapes: B sequences, T queries, S keys, N heads of queries, M heads of keys, H size of a head.
 """
@@ -23,10 +23,10 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
-    """Say whether a CPU's attention of ``tokens`` queries to as many keys makes all T x T weights, and keeps them.
+    """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
 
-    torch's fused kernel for CPUs has no dropout, and what torch does in its place draws from Bernoulli. In bf16 it sets
-    up each of its many small products anew, which takes longer than they do: it pays for long sequences alone.
+    torch's fused kernel for CPUs has no dropout, and its fallback draws from a slow Bernoulli. In bf16 setting up the
+    kernel's many small products takes longer than computing them, except for long sequences.
     """
     return p > 0 or (bf16 and tokens <= SHORT)
 
@@ -36,8 +36,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | N
 
     Args:
         q: queries, (B, N, T, H).
-        k: keys, (B, M, S, H): M divides N, and N / M heads of queries that follow each other share a head of keys. The
-            queries are the last T of S tokens; T = S with dropout.
+        k: keys, (B, M, S, H): M divides N, and N / M consecutive heads of queries share a head of keys. The queries
+            are the last T of S tokens; T = S with dropout.
         v: values, (B, M, S, H).
         p: dropout probability of the attention weights.
         mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
@@ -52,7 +52,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | N
         grouped = False
     if not by_hand:
         T, S = q.shape[2], k.shape[2]
-        # The last token sees all there are; a run of several at the end needs a mask of its own.
+        # A single last token attends to all; several need a mask.
         if mask is None and T not in (1, S):
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
         causal = mask is None and T == S
@@ -69,10 +69,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | N
 
 
 def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
-    """Say whether torch has a fused attention for ``q`` in which several heads of queries share one of keys.
+    """Return whether torch has a fused kernel of grouped-query attention for ``q``.
 
-    Of those for CUDA only one has, for half precision and without a mask; the others would fall back to all T x T
-    weights in memory.
+    On CUDA there is one, for half precision and without a mask; otherwise torch would materialise the T x T weights.
     """
     if q.device.type == "cuda":
         return mask is None and q.dtype in (torch.float16, torch.bfloat16)

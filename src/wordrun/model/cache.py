@@ -19,7 +19,7 @@ class KVCache:
         """Append the keys and values of new tokens, (B, M, T, H), and return those of all, (B, M, length, H)."""
         start, self.length = self.length, self.length + k.shape[2]
         if self._kept is None or self.length > self._kept.shape[3]:
-            # Twice as much as needed: copies of what is there cost a token no more than its own keys and values do.
+            # Doubling the capacity keeps the cost of copying constant per token.
             longer = k.new_empty(2, *k.shape[:2], 2 * self.length, k.shape[3])
             if self._kept is not None:
                 longer[:, :, :, :start] = self._kept[:, :, :, :start]

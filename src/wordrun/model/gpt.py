@@ -25,7 +25,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = cfg.n_embd // cfg.n_head
         self.dropout = cfg.dropout
-        # Rows in the order of heads, and of q, k, v within a head: whole heads lie together, to be shared among ranks.
+        # Rows are ordered by heads, and by q, k, v within a head, so that tensor-parallel ranks get complete heads.
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between, four times as wide inside."""
+    """Two linear layers with a GELU between them, and 4 n_embd hidden units."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class GPT(Transformer):
     tied = True
 
     def add_embedding(self) -> None:
-        """Make the embeddings of tokens and of positions."""
+        """Add the embeddings of tokens and positions."""
         super().add_embedding()
         self.positions = nn.Embedding(self.cfg.block_size, self.cfg.n_embd)
         self.drop = Dropout(self.cfg.dropout)
@@ -83,7 +83,7 @@ class GPT(Transformer):
         return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group share the matrices."""
+        """Return how the ranks of a tensor-parallel group split the matrices."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor import parallel as tp
 
@@ -98,8 +98,8 @@ class GPT(Transformer):
         """Return the floating-point operations of one token's forward and backward pass.
 
         6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for the
-        attention of T tokens, without taking the causal mask off, as in appendix B of PaLM (Chowdhery et al. 2022).
-        Embedding look-ups are no products and do not count; the output layer is one and does.
+        attention over T tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is
+        not a matrix product and does not count; the output layer does.
         """
         cfg = self.cfg
         weights = 12 * cfg.n_layer * cfg.n_embd**2 + self.vocab_size * cfg.n_embd

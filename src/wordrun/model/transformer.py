@@ -81,7 +81,7 @@ class Transformer(Model):
         self.tie()
 
     def add_embedding(self) -> None:
-        """Make the modules that ``embed`` uses, ``tokens`` among them."""
+        """Add the modules that ``embed`` uses, including ``tokens``."""
         self.tokens = nn.Embedding(self.vocab_size, self.cfg.n_embd)
 
     @property
@@ -90,19 +90,19 @@ class Transformer(Model):
         raise NotImplementedError
 
     def new_block(self) -> Block:
-        """Return a block, (B, T, C) to (B, T, C). What it adds to the residual stream comes from layers named proj."""
+        """Return a block. The layers named proj write to the residual stream, which affects their initial values."""
         raise NotImplementedError
 
     def new_norm(self) -> nn.Module:
-        """Return one of the norms: there are two in a block, and one before the output layer."""
+        """Return a norm, as in the blocks and before the output layer."""
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of one token's forward and backward pass of the whole model."""
+        """Return the floating-point operations of one token's forward and backward pass of the full model."""
         raise NotImplementedError
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
-        # In the last stage of a pipeline the output layer is alone, and still the embedding.
+        # The last stage of a pipeline has the output layer without the embedding that it is tied to.
         return super()._draw(seed, "tokens.weight" if self.tied and name == "head.weight" else name, parameter)
 
     def initial_std(self, name: str) -> float:
@@ -114,11 +114,11 @@ class Transformer(Model):
         return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group share the matrices: module names to torch's styles.
+        """Return how the ranks of a tensor-parallel group split the matrices: module names to torch's styles.
 
-        As in Megatron-LM (Shoeybi et al. 2019) attention goes by heads, the MLP by hidden units, embedding and output
-        layer by vocabulary. Between them each rank has a run of the tokens (sequence parallelism, Korthikanti et al.
-        2022). A model adds the layers with which its attention and its MLP begin.
+        As in Megatron-LM (Shoeybi et al. 2019), attention is split by heads, the MLP by hidden units, embedding and
+        output layer by vocabulary, and what lies between by tokens (sequence parallelism, Korthikanti et al. 2022).
+        Models add the first layers of their attention and their MLP.
         """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor import parallel as tp
@@ -137,7 +137,7 @@ class Transformer(Model):
         }
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return where the residual stream begins, (B, T, C); ``start`` is the position of the first token."""
+        """Return the input of the first block, (B, T, C); ``start`` is the position of the first token."""
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
     def tie(self) -> None:
