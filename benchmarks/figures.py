@@ -152,7 +152,7 @@ def start(rounds: int) -> None:
 
 def big_jobs(scratch: Path, rounds: int) -> None:
     """launch in jobs of many hosts, what its wrapper costs a rank, and its memory."""
-    from wordrun.launch.command import RANK_ENV
+    from wordrun.launch.launchers.base import RANK_ENV
 
     for hosts, limit in ((10_000, 0.15), (100_000, 1.0)):
         nodefile = scratch / f"hosts{hosts}"

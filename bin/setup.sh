@@ -3,15 +3,15 @@
 #
 #   source bin/setup.sh && setup_python && setup_job
 #
-# setup_python   loads the site's modules, finds or makes the Python environment (or takes the one it is given as
-#                argument), checks it, and puts it first in PATH
-# setup_job      prints who, where, when, and what launch would use
+# setup_python   loads the site's modules, finds or creates the Python environment (or uses the one given as argument),
+#                checks it, and puts it first in PATH
+# setup_job      prints the user, the machine, the time, and what launch finds
 #
-# Each returns non-zero and says why when something is missing. Nothing here exits the shell, sets its options, or
-# exports a variable that would change a single python started later.
+# Each returns non-zero, with the reason, if something is missing. Neither exits the shell, changes its options, or exports
+# a variable that would affect a python started later.
 
-# _wordrun_root prints where the repository is: the folder above this file's, wherever the shell goes from here.
-# zsh has no BASH_SOURCE, and bash could not read zsh's form of it.
+# _wordrun_root prints the repository's path, whatever the working directory becomes. zsh has no BASH_SOURCE, and bash cannot
+# parse zsh's equivalent.
 if [ -n "${ZSH_VERSION:-}" ]; then
   eval '_wordrun_root=${${(%):-%x}:A:h:h}'
 else
@@ -32,12 +32,12 @@ import importlib, sys
 try:
     import mpi4py
 
-    mpi4py.rc.initialize = False  # which some MPIs cannot do on a login node
+    mpi4py.rc.initialize = False  # some MPIs cannot be initialized on a login node
 except ImportError:
     pass
 if not (3, 10) <= sys.version_info[:2] < (3, 14):
     print(f"Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]}")
-# mpi4py first: some sites' MPI insists on being loaded before torch.
+# mpi4py first: some sites' MPI must be loaded before torch.
 for name, remedy in (
     ("mpi4py.MPI", "pip install 'wordrun[mpich]'; on a cluster load its MPI module and rebuild mpi4py against it"),
     ("torch", "pip install torch"),
@@ -51,7 +51,8 @@ for name, remedy in (
 PYTHON
 }
 
-# Print the file of the site that this is: the user's own sites first, then wordrun's. Here no Python may be at hand yet, so this reads the files by line: "  hosts: REGEX", "  env: {NAME: REGEX, ...}".
+# Print the path of this site's file: the user's own sites first, then wordrun's. There may be no Python yet, so the files are
+# read line by line: "  hosts: REGEX", "  env: {NAME: REGEX, ...}".
 _wordrun_site() {
   local file hosts pair name pattern
   while IFS= read -r file; do
@@ -76,7 +77,7 @@ EOF
 }
 
 # Run the module lines of the site file "$1", if it has any: 'modules: [LINE, LINE]', or '- LINE' each on a line below.
-# What they return says little, so their effect is checked afterwards.
+# Their exit status says little, so their effect is checked afterwards.
 _wordrun_modules() {
   local line lines
   grep -q '^modules:' "$1" || return 0
@@ -100,7 +101,7 @@ $lines
 EOF
 }
 
-# Check that there is something of the site "$1" to build an environment on; else say what to load.
+# Check that the site "$1" has loaded something to build an environment on; else say what to load.
 _wordrun_loaded() {
   "${PYTHON:-python3}" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' 2>/dev/null && return 0
   if command -v mpicc >/dev/null || [ -n "${CRAYPE_VERSION:-}" ]; then return 0; fi
@@ -111,25 +112,25 @@ _wordrun_loaded() {
   return 1
 }
 
-# Find or make the environment: the one that "$1" names; an active one; on a known site one of its own over what is
-# loaded there; else the repository's .venv. Puts its bin first in PATH.
+# Find or create the environment: the one that "$1" names; an active one; on a known site .venv-SITE on top of what is
+# loaded there; else the repository's .venv. Put its bin first in PATH.
 setup_python() {
   local home why python problems line site name
   site=$(_wordrun_site) || site=
   if [ -n "${1:-}" ]; then
-    home=$1 why="the one asked for"
+    home=$1 why="given as argument"
   elif [ -n "${VIRTUAL_ENV:-}" ]; then
     home=$VIRTUAL_ENV why="active virtual environment"
   elif [ -n "$site" ]; then
-    # An active conda environment is what the user has made of the modules.
+    # An active conda environment takes the place of the modules.
     [ -n "${CONDA_PREFIX:-}" ] || _wordrun_modules "$site" || return 1
     name=$(basename "$site" .yaml)
-    why="over what is loaded on $name"
+    why="on top of what is loaded on $name"
     home=$(_wordrun_root)/.venv-$name
     if [ ! -x "$home/bin/python" ] && ! _wordrun_loaded "$name"; then
       return 1
     elif [ ! -x "$home/bin/python" ] && ! WORDRUN_VENV=$home "$(_wordrun_root)/bin/venv" ''; then
-      _wordrun_say "bin/venv could not make $home (see above)"
+      _wordrun_say "bin/venv could not create $home (see above)"
       return 1
     fi
   elif [ -n "${CONDA_PREFIX:-}" ]; then
@@ -137,7 +138,7 @@ setup_python() {
   else
     home=$(_wordrun_root)/.venv why="the repository's own"
     if [ ! -x "$home/bin/python" ] && ! "$(_wordrun_root)/bin/venv" mpich; then
-      _wordrun_say "bin/venv could not make $home (see above)"
+      _wordrun_say "bin/venv could not create $home (see above)"
       return 1
     fi
   fi

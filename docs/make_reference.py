@@ -1,4 +1,4 @@
-"""Write docs/reference.md from the code: every option with its type, default and meaning, and every metric.
+"""Generate docs/reference.md from the code: every option with its type, default and meaning, and every metric.
 
 python docs/make_reference.py
 """
@@ -9,15 +9,15 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import SCHEMAS, documentation
+from wordrun.config import SCHEMAS, documentation, value_text
 from wordrun.train.metrics import LEGEND
 
 HEAD = """\
 # Reference
 
-Made by `python docs/make_reference.py` from the code; a test compares.
+Generated from the code by `python docs/make_reference.py`; a test keeps it current.
 
-An option is set by `KEY=VALUE`, a group's file is chosen by `GROUP=NAME`. `null` means that the value is worked out.
+`KEY=VALUE` sets an option, `GROUP=NAME` chooses a group's file. `null` means that the value is determined at run time.
 
 """
 
@@ -48,7 +48,7 @@ def own_fields(schema: type[Any]) -> bool:
 def row(group: str, schema: type[Any], field: Any) -> str:
     """Return the table row of one option."""
     default = field.default_factory() if field.default is MISSING else field.default
-    shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
+    shown = repr(default) if isinstance(default, str) else value_text(default)
     kind = str(field.type).replace("|", "\\|")
     meaning = " ".join(documentation(schema)[field.name].split())  # a row is one line
     return f"| `{group}.{field.name}` | {kind} | `{shown}` | {meaning} |\n"

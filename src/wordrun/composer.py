@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from wordrun.checks import check
 from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, Config, ScheduleConfig
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
+from wordrun.run_id import new_run_id
 
 # What Hydra and OmegaConf raise for a wrong override.
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
@@ -158,8 +158,8 @@ def _open(node: type[Any]) -> Any:
 
 
 def run_id() -> str:
-    """Return the name of this run: ``launch``'s where it has chosen one, else the time and four random digits."""
-    return os.environ.get("WORDRUN_RUN_ID") or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    """Return the name of this run: ``launch``'s where it has chosen one, else a new one."""
+    return os.environ.get("WORDRUN_RUN_ID") or new_run_id()
 
 
 def data_home() -> str:

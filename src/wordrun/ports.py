@@ -1,11 +1,11 @@
-"""Ports at which ranks meet."""
+"""Ports for the rendezvous of ranks."""
 
 from __future__ import annotations
 
-# Below the range from which systems hand out ports to outgoing connections (Linux: from 32768).
+# Below the range of ports for outgoing connections (Linux: from 32768).
 PORTS = range(10000, 30000)
 
 
 def pick(seed: bytes) -> int:
-    """Return the port that belongs to ``seed``, of four bytes or more."""
+    """Return a port determined by ``seed``, at least four bytes."""
     return PORTS[int.from_bytes(seed[:4], "little") % len(PORTS)]

@@ -1,4 +1,4 @@
-"""What a rank sees of itself and of the others; ``launch --doctor`` starts it on every rank and reads its line."""
+"""What a rank sees of itself and of the others; ``launch --doctor`` runs it on every rank and reads its line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BACK_S = 3.0
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
-def main(mark: str) -> int:
-    """Print one line, ``mark`` and JSON: who this rank is, by whom, and what it found."""
+def main(prefix: str) -> int:
+    """Print one line, ``prefix`` and JSON: who this rank is, and what it found."""
     found: dict[str, Any] = {"host": socket.gethostname(), "rank": os.environ.get("RANK"), "problems": []}
     try:
         world = discover()
@@ -45,13 +45,13 @@ def main(mark: str) -> int:
     if found["devices"]:
         found |= device_of(found.get("local_rank", 0), found["devices"], os.environ)
         found["device_id"] = _hardware_id(found["index"])
-    sys.stdout.write(f"{mark}{json.dumps(found)}\n")  # in one write, so that no other rank's words come between
+    sys.stdout.write(f"{prefix}{json.dumps(found)}\n")  # in one write, so that no other rank's output comes between
     sys.stdout.flush()
     return 0
 
 
 def _mpi_size(world: World, problems: list[str]) -> int | None:
-    if not mpi.at_work(world):
+    if not mpi.in_use(world):
         return None
     try:
         return int(mpi.communicator().size)
@@ -71,13 +71,13 @@ def device_of(local_rank: int, count: int, env: Mapping[str, str]) -> dict[str, 
     index = 0 if count == 1 else local_rank % count
     lists = [env[name].split(",") for name in VISIBLE if env.get(name)]
     number = lists[0][index].strip() if lists and index < len(lists[0]) else str(index)
-    # With one visible device and no list the launcher has dealt them out, and does not say how.
+    # With one visible device and no list the launcher has assigned them, and does not say how.
     known = number.isdigit() and (bool(lists) or count > 1)
     return {"index": index, "device": int(number) if known else None}
 
 
 def _hardware_id(index: int) -> str | None:
-    """Return what tells the device apart from the others of its node, whatever its number."""
+    """Return an id of the device that does not depend on its number; None: it has none."""
     import torch
 
     kind = torch.accelerator.current_accelerator()
@@ -89,7 +89,7 @@ def meet(world: World, address: str, port: int) -> tuple[str, list[str]]:
     """Open sockets from this rank to rank 0, and from rank 0 back to the first rank of each node.
 
     Returns:
-        What went wrong for this rank, or nothing; and, on rank 0, the nodes that it did not reach.
+        What went wrong for this rank (empty: nothing); and, on rank 0, the nodes that it did not reach.
     """
     if world.size == 1:
         return "", []

@@ -1,4 +1,4 @@
-"""What SLURM's variables say: host lists such as ``node[01-03,7]``, counts such as ``4(x2),3``, and tasks."""
+"""SLURM's variables: host lists such as ``node[01-03,7]``, counts such as ``4(x2),3``, and tasks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from wordrun.errors import ConfigError
 
 ITEM = re.compile(r"((?:[^,\[\]\s]+|\[[^\[\]]*\])+)(,|$)")
 
-# Step ids from here up are no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
+# Steps with these ids or higher have no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def is_task(env: Mapping[str, str]) -> bool:
-    """Say whether the process that has ``env`` is a task of an srun, not a job's batch or interactive shell."""
+    """Say whether the process that has ``env`` is a task of srun rather than a job's batch or interactive shell."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in env
 

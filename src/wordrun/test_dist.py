@@ -2,8 +2,8 @@
 
     launch -n 2 python -m wordrun.test_dist
 
-Prints a line per rank, checks each collective on every rank, trains a small network under DDP on made-up data,
-and shows where the time went. The exit status is non-zero, with the name of the check, if anything is wrong.
+Prints a line per rank, checks each collective on every rank, trains a small network under DDP on synthetic data,
+and shows where the time went. If a check fails, it is named, and the exit status is non-zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     begin = time.perf_counter()
     with dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
-        # One write with its line end: where Python is unbuffered, print makes two, and another rank's may come between.
+        # One write including the newline: unbuffered, print makes two, and another rank's output may come between.
         sys.stdout.write(f"{world} {world.host}\n")
         sys.stdout.flush()
         for name, check in CHECKS.items():
@@ -113,7 +113,7 @@ def all_gather(world: dist.World) -> None:
 
 
 def scatter(world: dist.World) -> None:
-    """Rank 0 gives every rank its own part."""
+    """Every rank gets its own part from rank 0."""
     import torch.distributed as td
 
     parts = [_mine(world, 100 + rank) for rank in range(world.size)] if world.rank == 0 else None
@@ -123,14 +123,14 @@ def scatter(world: dist.World) -> None:
 
 
 def barrier(world: dist.World) -> None:
-    """Nobody leaves before everybody has arrived."""
+    """No rank leaves before all have arrived."""
     import torch.distributed as td
     from torch.distributed import distributed_c10d as c10d
 
     arrived = [f"wordrun/test_dist/arrived/{rank}" for rank in range(world.size)]
     store = c10d.PrefixStore("smoke", c10d._get_default_store())
     if world.rank == 0:
-        time.sleep(0.05)  # the others have to wait for somebody
+        time.sleep(0.05)  # so that the others have to wait
     store.set(arrived[world.rank], "1")
     td.barrier()
     assert store.check(arrived), "a rank left the barrier before all had arrived"

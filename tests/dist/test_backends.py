@@ -148,8 +148,10 @@ MASKED = [
     *MODELS["llama"], *SHORT, "optimizer.grad_clip=1.0", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 EIGHT = {
-    "gpt-3d": ["train.backend=3D", "backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective"],
-    "llama-3d": ["train.backend=3D"],
+    "gpt-3d": [
+        "train.backend=3D", "backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective", *SHORT,
+    ],
+    "llama-3d": ["train.backend=3D", *SHORT],
     "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", "backend.tp=2", FOUR, *SHORT],
 }
 
@@ -210,7 +212,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
 
 def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    alone = {f"{model}-alone": words for model, words in MODELS.items()}
+    alone = {f"{model}-alone-short": [*words, *SHORT] for model, words in MODELS.items()}
     train(ranks, 1, alone | {"gpt-four-alone-short": [*MODELS["gpt"], FOUR, *SHORT]}, home)
     runs = {
         name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={8 if FOUR in more else 4}"]
@@ -218,7 +220,7 @@ def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.Monke
     }
     train(ranks, 8, runs, home)
     for name, words in runs.items():
-        compare(home, name, "gpt-four-alone-short" if FOUR in words else f"{name.partition('-')[0]}-alone")
+        compare(home, name, "gpt-four-alone-short" if FOUR in words else f"{name.partition('-')[0]}-alone-short")
 
 
 BUILD = """
@@ -274,7 +276,7 @@ with dist.session() as world:
 """
 
 
-@pytest.mark.parametrize(("backend", "under"), [("FSDP", "fork"), ("TP", "fork"), ("PP", "mpiexec"), ("deepspeed", "mpiexec")])
+@pytest.mark.parametrize(("backend", "under"), [("FSDP", "fork"), ("TP", "fork"), ("PP", "fork"), ("deepspeed", "mpiexec")])
 def test_a_rank_that_dies_ends_the_job(backend: str, under: str, ranks: Any, tmp_path: Path) -> None:
     if backend == "deepspeed":
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'")

@@ -137,7 +137,7 @@ def test_an_operation_that_cannot_be_compiled_is_named(ranks: Command) -> None:
     Path("text.txt").write_text(TEXT)
     Path("ds.json").write_text('{"zero_optimization": {"zero_quantized_weights": true}}')
     words = [*SMALL, *STAGE_3, "backend.config=ds.json", "hydra.run.dir=run"]
-    done = ranks(1, "-m", "wordrun", *words, CXX="/nonexistent", TORCH_EXTENSIONS_DIR="extensions")
+    done = ranks(1, "-m", "wordrun", *words, under="fork", CXX="/nonexistent", TORCH_EXTENSIONS_DIR="extensions")
     assert done.returncode == 1
     assert "DeepSpeed failed to JIT-compile an op" in done.stderr
     assert "backend.config=ds.json" in done.stderr

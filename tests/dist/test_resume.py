@@ -82,6 +82,8 @@ SAME_ON_FOUR = {
     "copies": ["train.backend=FSDP", "model.batch_size=2", "backend.replicate=2"],
     "uneven": ["train.backend=FSDP", "model.batch_size=4", "backend.tp=2", "model.vocab_size=50"],
 }
+# The one checkpoint to go on from, and three steps and an evaluation after it.
+ONCE = ["train.checkpoint_interval=6", "train.max_iters=9"]
 # Four ranks on two cores: a smaller model, and fewer steps.
 SHORT = ["model.n_layer=1", "train.max_iters=5", "train.eval_interval=0"]
 
@@ -92,7 +94,7 @@ def test_the_same_ranks_go_on_to_the_bit(ranks: Any, tmp_path: Path, monkeypatch
         runs = {}
         for name, words in some.items():
             words = words if "model=llama_debug" in words else [*words, *GPT]
-            words, step = ([*words, *SHORT], 3) if size == 4 else (words, 6)
+            words, step = ([*words, *SHORT], 3) if size == 4 else ([*words, *ONCE], 6)
             runs |= {name: words, f"{name}-on": [*words, resume(name, step)]}
         train(ranks, size, runs, tmp_path)
     for name in SAME | SAME_ON_FOUR:

@@ -55,7 +55,7 @@ def found(request: pytest.FixtureRequest, ranks: Any, tmp_path: Path) -> list[di
 def test_two_ranks_meet_agree_and_leave(found: list[dict[str, Any]]) -> None:
     assert [each["rank"] for each in found] == [0, 1]
     for rank, each in enumerate(found):
-        assert each["world"] == f"[device='cpu'][rank={rank}/1][local_rank={rank}/1][node=0/0]"
+        assert each["world"] == f"[cpu] [rank {rank} of 2] [local rank {rank} of 2] [node 0 of 1]"
         assert each["group"] == "gloo"
         assert each["before"] == {"rank": 0}
         assert (each["during"], each["again"]) == (["first"], ["second"])
@@ -102,5 +102,5 @@ def test_a_rank_that_never_comes_is_not_waited_for_beyond_the_limit(command: Com
 def test_one_process_ignores_what_an_earlier_job_left(command: Command) -> None:
     """A stale MASTER_ADDR makes torch wait for minutes, but here nobody else is expected."""
     done = command(sys.executable, "-c", SETUP, MASTER_ADDR="10.255.255.1", MASTER_PORT="29500", timeout=30)
-    assert done.stdout == "[device='cpu'][rank=0/0][local_rank=0/0][node=0/0]\n", done.stderr
+    assert done.stdout == "[cpu] [rank 0 of 1] [local rank 0 of 1] [node 0 of 1]\n", done.stderr
     assert done.returncode == 0

@@ -174,7 +174,7 @@ def test_exit_status_is_the_failing_ranks(tmp_path: Path, words: list[str], comm
     assert run.returncode in (status if isinstance(status, tuple) else (status,)), run.stderr
     assert read_record(tmp_path)["exit_status"] == run.returncode
     if words:
-        assert re.search(r"^launch: rank [12] (ended with|was ended by)", run.stderr, re.MULTILINE)
+        assert re.search(r"^launch: rank [12] (ended with|was killed by)", run.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("how", "status"), [("os._exit(3)", 3), ("MPI.COMM_WORLD.Abort(5)", 5)])
@@ -278,7 +278,7 @@ def test_a_run_that_has_saved_can_be_continued(
     record = read_record(tmp_path)
     assert record["exit_status"] == 75
     # That line, and nothing of a rank that failed.
-    said = f"launch: stopped before its end, nothing lost (exit status 75): run {record['run_id']} can be continued\n"
+    said = f"launch: stopped early, with its state saved (exit status 75): run {record['run_id']} can be resumed\n"
     assert err == said
 
 
@@ -610,7 +610,7 @@ def test_a_port_that_was_taken_in_the_meantime_is_survived(tmp_path: Path) -> No
 
 
 def test_a_port_that_the_user_named_is_not_changed(tmp_path: Path) -> None:
-    from wordrun.launch.launcher import free_port
+    from wordrun.launch.address import free_port
 
     run = launch(tmp_path, "--env", f"MASTER_PORT={free_port()}", "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
     assert run.returncode == 1

@@ -77,7 +77,7 @@ def test_ranks_know_their_places_without_a_size_from_pals(job: str, command: Com
     done = command(*LAUNCH, sys.executable, "-c", DISCOVER)
     assert done.returncode == 0, done.stderr
     assert sorted(line[line.index("[rank") :] for line in done.stdout.splitlines()) == [
-        f"[rank={rank}/3][local_rank={rank % 2}/1][node={rank // 2}/1]" for rank in range(4)
+        f"[rank {rank} of 4] [local rank {rank % 2} of 2] [node {rank // 2} of 2]" for rank in range(4)
     ]
 
 
@@ -142,7 +142,7 @@ def test_a_qstat_that_refuses(job: str, command: Command, tmp_path: Path) -> Non
     done = command(*LAUNCH, "--walltime-margin", "5", "sleep", "1")
     assert done.returncode == 0
     assert done.stderr == (
-        "launch: --walltime-margin 5: nobody says when this job ends, so the ranks will not be told\n"
+        "launch: --walltime-margin 5: cannot determine the job's end time, so ranks will not be warned\n"
     )
 
 
@@ -172,7 +172,7 @@ def test_a_host_that_nobody_knows_is_named(job: str, command: Command, tmp_path:
     (tmp_path / "nodefile").write_text("localhost\nnosuchhost.invalid\n")
     done = command("launch", "--ppn", "1", "true")
     assert done.returncode == 2
-    assert f"PBS_NODEFILE {tmp_path}/nodefile: nosuchhost.invalid cannot be found by name from here" in done.stderr
+    assert f"PBS_NODEFILE {tmp_path}/nodefile: nosuchhost.invalid cannot be resolved here" in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 

@@ -121,8 +121,8 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     # SLURM looks at its jobs' time limits every 30 s, and these are whole minutes.
     minutes = (elapsed(cluster, jobs[0]) + 20) // 60 + 1
     cluster.run("scontrol", "update", f"jobid={jobs[0]}", f"timelimit={minutes}").check_returncode()
-    wait(cluster, lambda: "saved: the next job of the chain goes on" in out(0), "the first link has been told")
-    assert f"launch: stopped before its end, nothing lost (exit status 75): run {run_id} can be continued" in out(0)
+    wait(cluster, lambda: "saved: the next job of the chain continues" in out(0), "the first link has been told")
+    assert f"launch: stopped early, with its state saved (exit status 75): run {run_id} can be resumed" in out(0)
     assert "rank 0 ended" not in out(0)
 
     hold(25)
@@ -133,7 +133,7 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     hold(35)
     wait(cluster, lambda: steps(run_dir()) == 35, "it goes on")
     cluster.run("scancel", "--signal=TERM", jobs[1]).check_returncode()
-    wait(cluster, lambda: "saved: the next job of the chain goes on" in out(1), "the second link has been told")
+    wait(cluster, lambda: "saved: the next job of the chain continues" in out(1), "the second link has been told")
     hold(STEPS)
     wait(cluster, lambda: "run directory" in out(2) and exit_reasons(run_dir())[-1] == "finished", "the last link ends")
     cluster.wait_idle(60)
@@ -169,7 +169,7 @@ def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluste
     wait(cluster, lambda: len(run_dirs()) == 3 and min(map(steps, run_dirs())) == 15, "all have begun")
     cluster.run("scancel", jobs[1]).check_returncode()
     cluster.run("scancel", "--signal=TERM", jobs[0], jobs[2]).check_returncode()
-    saved = "launch: stopped before its end, nothing lost (exit status 75)"
+    saved = "launch: stopped early, with its state saved (exit status 75)"
     wait(cluster, lambda: all(saved in out.read_text() for out in (outs[0], outs[2])), "both have saved")
     hold(STEPS)
     wait(cluster, lambda: [exit_reasons(each)[-1] for each in run_dirs()].count("finished") == 2, "both are finished")
@@ -179,7 +179,7 @@ def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluste
         assert [line["step"] for line in lines(run_dir) if "loss" in line] == list(range(1, STEPS + 1))
     assert len(run_dirs()) == 3
     by_hand = outs[2].read_text()
-    assert "launch: going on with run " in by_hand
+    assert "launch: continuing run " in by_hand
     assert "begun by this job before it was requeued (SLURM_RESTART_COUNT=1)" in by_hand
     # Plain scancel gives ranks the time to save, and the user the last word.
     assert len(exit_reasons(run_dirs()[1])) == 1

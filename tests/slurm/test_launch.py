@@ -110,7 +110,7 @@ def test_the_smoke_check(cluster: Cluster) -> None:
     words = ("salloc", "-N2", "-n4", "launch", sys.executable, "-m", "wordrun.test_dist")
     got = cluster.run(*words, timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr
-    assert len(re.findall(r"\[rank=\d/3\]\[local_rank=\d/[02]\]\[node=\d/1\]", got.stdout)) == 4
+    assert len(re.findall(r"\[rank \d of 4\] \[local rank \d of [13]\] \[node \d of 2\]", got.stdout)) == 4
 
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
@@ -141,7 +141,7 @@ def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster, tmp_path: Pa
     assert time.monotonic() - begin < 30
     assert got.returncode == status, got.stderr
     host = (tmp_path / "where").read_text().strip()
-    ending = "ended with exit status 7" if status == 7 else "was ended by SIGKILL"
+    ending = "ended with exit status 7" if status == 7 else "was killed by SIGKILL"
     assert f"launch: rank 3 on {host} {ending}" in got.stderr
     assert re.search(rf"launch: rank 3 on {host} .*; its last lines:\nlaunch:   ouch$", got.stderr, re.MULTILINE)
     assert record(tmp_path)["exit_status"] == status
@@ -299,7 +299,7 @@ def test_doctor(cluster: Cluster) -> None:
     got = cluster.run("salloc", "-N2", "-n4", "launch", "--doctor", "--json", timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr
     found = {finding["check"]: finding for finding in json.loads(got.stdout)}
-    assert found["ranks"]["found"] == "all 4 answered, from 1 hosts"  # it is this machine twice
+    assert found["ranks"]["found"] == "all 4 ranks answered (1 host)"  # it is this machine twice
     assert "not used: srun" in found["MPI"]["found"]
 
 

@@ -22,7 +22,7 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"errors", "files", "slurm", "ports", "log"}
+BASE = {"errors", "files", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {"dist", "config", "registry", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -33,12 +33,13 @@ MAY_USE: dict[str, set[str]] = {
     "validation": {"errors"},
     "slurm": {"errors"},
     "ports": set(),
+    "run_id": set(),
     "log": {"errors"},
     "dist": BASE,
     "config": {"errors", "registry", "validation"},
     "ds_config": {"errors", "config"},
     "checks": {"errors", "validation", "dist", "config", "ds_config"},
-    "composer": {"errors", "log", "config", "checks", "checkpoint"},
+    "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG,
@@ -46,7 +47,7 @@ MAY_USE: dict[str, set[str]] = {
     "compat": set(),
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
-    "prepare": CONFIG | {"data", "arguments"},
+    "prepare": CONFIG | {"data"},
     "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,

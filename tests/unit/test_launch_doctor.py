@@ -14,10 +14,14 @@ import pytest
 from wordrun import probe
 from wordrun.dist.world import World
 from wordrun.launch import doctor
-from wordrun.launch.command import Decided, Plan, build, decide_ranks
+from wordrun.launch.address import free_port
 from wordrun.launch.job import Job
-from wordrun.launch.launcher import Launcher, free_port
+from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.options import Options
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.planner import build
+from wordrun.launch.ranks import decide_ranks
+from wordrun.launch.request import Decided
 from wordrun.launch.site import Site
 
 JOB = Job(
@@ -33,10 +37,10 @@ HEALTHY = {
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Plan:
+def plan(tmp_path: Path) -> LaunchPlan:
     options = Options(np=4, command=("probe",))
     decided = Decided("1-aa", "R", 12345, str(tmp_path), "/s", "/venv/bin", "a")
-    return build(JOB, options, decide_ranks(options, JOB), Launcher("srun", "/usr/bin/srun", "test"), decided, {})
+    return build(JOB, options, decide_ranks(options, JOB), LAUNCHERS["srun"]("/usr/bin/srun", "test"), decided, {})
 
 
 def ranks(**broken: Any) -> list[dict[str, Any]]:
@@ -47,7 +51,7 @@ def ranks(**broken: Any) -> list[dict[str, Any]]:
     return lines
 
 
-def test_healthy_ranks(plan: Plan) -> None:
+def test_healthy_ranks(plan: LaunchPlan) -> None:
     findings = doctor.of_ranks(plan, ranks(), 0, "", SITE)
     assert {finding.state for finding in findings} == {"ok"}
     assert {finding.check for finding in findings} >= {"ranks", "MPI", "address", "cores", "threads", "devices"}
@@ -71,26 +75,28 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize(("broken", "check", "state", "remedy"), BROKEN.values(), ids=BROKEN)
-def test_each_ailment_has_its_remedy(plan: Plan, broken: dict[str, Any], check: str, state: str, remedy: str) -> None:
+def test_each_ailment_has_its_remedy(
+    plan: LaunchPlan, broken: dict[str, Any], check: str, state: str, remedy: str
+) -> None:
     bad = [finding for finding in doctor.of_ranks(plan, ranks(**broken), 0, "", SITE) if finding.state != "ok"]
     assert [(finding.check, finding.state) for finding in bad] == [(check, state)]
     assert remedy in bad[0].remedy
 
 
-def test_ranks_that_do_not_answer(plan: Plan) -> None:
+def test_ranks_that_do_not_answer(plan: LaunchPlan) -> None:
     (finding,) = doctor.of_ranks(plan, ranks()[:3], 1, "line\nsrun: error: n2: task 3: Killed\n")
     assert finding.state == "wrong"
     assert "3 of 4 answered, missing [3]; status 1" in finding.found
     assert "task 3: Killed" in finding.found
 
 
-def test_a_rank_that_does_not_know_who_it_is(plan: Plan) -> None:
+def test_a_rank_that_does_not_know_who_it_is(plan: LaunchPlan) -> None:
     lost = {"host": "b", "rank": "3", "problems": ["the variables contradict"], "cores": 1, "devices": 0}
     findings = doctor.of_ranks(plan, [*ranks()[:3], lost], 0, "")
     assert [finding.found for finding in findings if finding.state == "wrong"] == ["the variables contradict"]
 
 
-def test_what_this_process_sees(plan: Plan, tmp_path: Path) -> None:
+def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
     findings = doctor.of_machine(plan, {"PMI_RANK": "0", "TMPDIR": str(tmp_path / "none")})
     by_check = {finding.check: finding for finding in findings}
     assert by_check["variables"].state == "warning"
@@ -100,16 +106,16 @@ def test_what_this_process_sees(plan: Plan, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 80)
     long.mkdir()
     assert "too long" in doctor.of_machine(plan, {"TMPDIR": str(long)})[-1].found
-    assert doctor.of_machine(replace(plan, env_set={**plan.env_set, "TMPDIR": "/tmp"}), {})[-1].state == "ok"
+    assert doctor.of_machine(replace(plan, env={**plan.env, "TMPDIR": "/tmp"}), {})[-1].state == "ok"
 
 
 @pytest.mark.parametrize(
     ("site", "env", "state", "found"),
     [
-        (Site("far", internet=False), {}, "ok", "compute nodes of far do not reach it"),
+        (Site("far", internet=False), {}, "ok", "not reachable from compute nodes of far"),
         (Site("far", internet=False), {"WANDB_MODE": "online"}, "warning", "but WANDB_MODE=online"),
-        (Site("near"), {}, "ok", "reached directly"),
-        (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "by the site's proxies (https_proxy)"),
+        (Site("near"), {}, "ok", "reachable directly"),
+        (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "through the site's proxies (https_proxy)"),
         (Site("near", proxies={"https_proxy": "http://p:1"}), {"https_proxy": ""}, "warning", "https_proxy empty"),
     ],
     ids=["none", "none, but W&B is to be online", "direct", "by proxies", "a proxy that is taken away"],
@@ -118,14 +124,14 @@ def test_the_way_to_the_internet(tmp_path: Path, site: Site, env: dict[str, str]
     options = Options(np=4, command=("probe",))
     decided = Decided("1-aa", "R", 12345, str(tmp_path), "/s", "/venv/bin", "a")
     site = replace(site, scheduler="slurm")
-    plan = build(JOB, options, decide_ranks(options, JOB), Launcher("srun", "srun"), decided, env, site)
+    plan = build(JOB, options, decide_ranks(options, JOB), LAUNCHERS["srun"]("srun"), decided, env, site)
     (finding,) = (f for f in doctor.of_machine(plan, env, site) if f.check == "internet")
     assert finding.state == state
     assert found in finding.found
     assert bool(finding.remedy) == (state == "warning")
 
 
-def test_devices_are_shared_where_there_are_too_few(plan: Plan) -> None:
+def test_devices_are_shared_where_there_are_too_few(plan: LaunchPlan) -> None:
     few = replace(plan, job=replace(JOB, devices=(1, 1)))
     assert not [f for f in doctor.of_ranks(few, ranks(device=0), 0, "") if f.state != "ok"]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch.options import GROUPS, Options, help_text, parse
+from wordrun.launch.options import Options
+from wordrun.launch.parser import GROUPS, help_text, parse
 
 pytestmark = pytest.mark.unit
 
@@ -73,12 +74,12 @@ def test_every_option_is_read() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "0", "x"], "-n 0 should be a whole number of at least 1"),
-        (["-n", "-2", "x"], "-n -2 should be a whole number of at least 1"),
-        (["--np", "two", "x"], "--np two should be a whole number of at least 1"),
-        (["--ppn", "1.5", "x"], "--ppn 1.5 should be a whole number of at least 1"),
+        (["-n", "0", "x"], "-n 0 should be a whole number, at least 1"),
+        (["-n", "-2", "x"], "-n -2 should be a whole number, at least 1"),
+        (["--np", "two", "x"], "--np two should be a whole number, at least 1"),
+        (["--ppn", "1.5", "x"], "--ppn 1.5 should be a whole number, at least 1"),
         (["-n"], "-n needs a value: -n N"),
-        (["--dryrun", "x"], "unknown option '--dryrun'; did you mean '--dry-run'? (launch --help lists them)"),
+        (["--dryrun", "x"], "unknown option '--dryrun'; did you mean '--dry-run'? (launch --help lists the options)"),
         (["--dry", "x"], "unknown option '--dry'"),  # no abbreviations
         (["-np", "2", "x"], "unknown option '-np'; did you mean '--np'?"),
         (["--relaunch", "3", "x"], "unknown option '--relaunch'"),
@@ -86,10 +87,10 @@ def test_every_option_is_read() -> None:
         (["--scheduler", "lsf", "x"], "--scheduler lsf should be one of pbs, slurm, none"),
         (["--env", "A", "x"], "--env A: should be NAME=VALUE"),
         (["--env", "A-B=1", "x"], "--env A-B=1: should be NAME=VALUE"),
-        (["--env", "RANK=1", "x"], "launch decides RANK for each rank"),
-        (["--launcher-args", "'a", "x"], "cannot be split into words"),
-        (["--idle-timeout", "0", "x"], "--idle-timeout 0 should be a number of seconds above 0"),
-        (["--idle-timeout", "nan", "x"], "should be a number of seconds above 0"),
+        (["--env", "RANK=1", "x"], "launch sets RANK for each rank"),
+        (["--launcher-args", "'a", "x"], "cannot be split into arguments"),
+        (["--idle-timeout", "0", "x"], "--idle-timeout 0 should be a positive number of seconds"),
+        (["--idle-timeout", "nan", "x"], "should be a positive number of seconds"),
         (["--dry-run=1", "x"], "--dry-run takes no value"),
         (["--json", "x"], "--json goes with --dry-run, --info, --doctor or --submit"),
     ],
@@ -110,8 +111,8 @@ def test_all_problems_are_reported_together() -> None:
     assert str(caught.value).splitlines() == [
         "--job-name 'a b' should be up to 100 letters, digits and . _ + -, the first a letter or digit",
         r"--account 'x\ny' should be a name of letters, digits and . _ + - @ : /",
-        "--queue '' should be a name (several: with commas) of letters, digits and . _ + - @ : /",
-        "--filesystems a,b should be names with colons between them, such as home:eagle",
+        "--queue '' should be one or more names, separated by commas, of letters, digits and . _ + - @ : /",
+        "--filesystems a,b should be names separated by colons, such as home:eagle",
     ]
 
 
@@ -130,19 +131,19 @@ def test_help_explains_every_option() -> None:
         ([], 2, "usage: launch [options] [--] COMMAND..."),
         (["-n", "2"], 2, "usage: launch [options] [--] COMMAND..."),
         (["-n", "0", "true"], 2, "launch: -n 0 should be"),
-        (["-n", "3", "--ppn", "2", "true"], 2, "launch: -n 3 --ppn 2: 3 ranks fill no whole number of nodes of 2"),
+        (["-n", "3", "--ppn", "2", "true"], 2, "launch: -n 3 --ppn 2: 3 ranks fill no integral number of nodes of 2"),
         (["-n", "4", "--ppn", "2", "true"], 2, "launch: -n 4 --ppn 2: 4 ranks fill 2 nodes of 2, and this"),
         (["-N", "2", "true"], 2, "launch: -N 2: this machine is 1 node; -N 1, or no -N, would fit"),
         (["-n", "2", "--launcher", "local", "true"], 2, "launch: --launcher local starts one process, not 2"),
         (["--launcher", "srun", "true"], 2, "launch: --launcher srun: SLURM_JOB_ID is not set"),
-        (["--launcher", "pals", "true"], 2, "launch: no mpiexec of PALS: passed over"),
+        (["--launcher", "pals", "true"], 2, "launch: --launcher pals: no mpiexec of pals: none beside python"),
         (["--scheduler", "pbs", "true"], 2, "launch: --scheduler pbs: PBS_JOBID is not set"),
         (["--site", "polarys", "true"], 2, "launch: --site polarys is neither a file nor one of aurora,"),
         (["--hostfile", "hosts", "true"], 2, "launch: --hostfile=hosts cannot be read: No such file or directory"),
         (["--env", "MASTER_PORT=70000", "true"], 2, "launch: --env MASTER_PORT=70000: a port is a number"),
         (["--cpu-bind", "core", "true"], 2, "launch: --cpu-bind core: a single process has no CPU binding"),
-        (["--launcher-args", "-x", "true"], 2, "launch: --launcher-args has no launcher to go to"),
-        (["-n", "2", "echo", "a", ":", "b"], 2, "launch: the word ':' in the command"),
+        (["--launcher-args", "-x", "true"], 2, "launch: --launcher-args: a single process is started without"),
+        (["-n", "2", "echo", "a", ":", "b"], 2, "launch: the argument ':' in the command"),
         (["no-such-command"], 127, "launch: no-such-command: command not found"),
         (["./none.py"], 127, "launch: ./none.py: command not found: no such file"),
     ],

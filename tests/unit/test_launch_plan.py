@@ -18,12 +18,19 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import show
-from wordrun.launch.address import strangers
-from wordrun.launch.command import RANK_ENV, Decided, Plan, build, decide_ranks, is_stale, threads
-from wordrun.launch.job import Job, count_cores, count_devices, find_job, this_machine
-from wordrun.launch.launcher import Launcher, choose, find_command, flavour, free_port, is_free
+from wordrun.launch.address import free_port, is_free, unresolved
+from wordrun.launch.environment import is_stale, threads
+from wordrun.launch.host import count_cores, count_devices, find_command, local_host
+from wordrun.launch.job import Job
+from wordrun.launch.launchers import LAUNCHERS, choose
+from wordrun.launch.launchers.base import RANK_ENV, flavour
 from wordrun.launch.options import Options
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.planner import build
+from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask, mask_words
+from wordrun.launch.request import Decided
+from wordrun.launch.schedulers import find_job
 
 pytestmark = pytest.mark.unit
 
@@ -38,19 +45,15 @@ DECIDED = Decided(
     own_bin="/venv/bin",
     interfaces=("eth0", "lo"),
 )  # fmt: skip
-LAUNCHERS = {
-    "hydra": Launcher("hydra", "/opt/mpiexec", "test"),
-    "openmpi": Launcher("openmpi", "/opt/mpirun", "test"),
-    "torchrun": Launcher("torchrun", "/venv/bin/python", "test"),
-    "local": Launcher("local", why="test"),
-}
+PATHS = {"hydra": "/opt/mpiexec", "openmpi": "/opt/mpirun", "torchrun": "/venv/bin/python", "local": ""}
+HYDRA = LAUNCHERS["hydra"]("/opt/mpiexec", "test")
 RANK = ["/bin/sh", RANK_ENV, "python", "x.py"]
 
 
-def plan(launcher: str, *, job: Job = LAPTOP, env: Mapping[str, str] | None = None, **asked: Any) -> Plan:
+def plan(launcher: str, *, job: Job = LAPTOP, env: Mapping[str, str] | None = None, **asked: Any) -> LaunchPlan:
     options = Options(**{"np": None if launcher == "local" else 2, "command": ("python", "x.py"), **asked})
     env = {"PATH": "/venv/bin:/usr/bin", **(env or {})}
-    return build(job, options, decide_ranks(options, job), LAUNCHERS[launcher], DECIDED, env)
+    return build(job, options, decide_ranks(options, job), LAUNCHERS[launcher](PATHS[launcher], "test"), DECIDED, env)
 
 
 def test_golden_hydra() -> None:
@@ -68,7 +71,7 @@ def test_golden_openmpi() -> None:
     argv = list(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).argv)
     assert argv[:5] == ["/opt/mpirun", "-n", "2", "--bind-to", "none"]
     exported = [argv[i + 1] for i, word in enumerate(argv) if word == "-x"]
-    assert exported == sorted(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).env_set)
+    assert exported == sorted(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).env)
     assert argv[-4:] == RANK
     assert list(plan("openmpi", np=9).argv)[5:7] == ["--map-by", "slot:OVERSUBSCRIBE"]
 
@@ -91,11 +94,11 @@ def test_golden_local() -> None:
         "LOCAL_WORLD_SIZE": "1",
         "NODE_RANK": "0",
     }.items():
-        assert found.env_set[name] == value
+        assert found.env[name] == value
 
 
 def test_environment_of_two_ranks() -> None:
-    assert plan("hydra").env_set == {
+    assert plan("hydra").env == {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "12345",
         "WORDRUN_LAUNCHER": "hydra",
@@ -115,7 +118,7 @@ def test_environment_of_two_ranks() -> None:
 def test_what_the_user_exported_is_kept() -> None:
     env = {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "", "GLOO_SOCKET_IFNAME": "eth0"}
     found = plan("hydra", env=env)
-    assert not set(env) & set(found.env_set)
+    assert not set(env) & set(found.env)
     assert found.environment(env)["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "was exported" in found.reasons["OMP_NUM_THREADS"]
 
@@ -123,23 +126,23 @@ def test_what_the_user_exported_is_kept() -> None:
 def test_env_wins() -> None:
     asked = (("OMP_NUM_THREADS", "7"), ("MASTER_ADDR", "10.0.0.1"), ("OMP_NUM_THREADS", "5"))
     options = Options(np=2, command=("x",), env=asked)
-    found = build(LAPTOP, options, decide_ranks(options, LAPTOP), LAUNCHERS["hydra"], DECIDED, {"OMP_NUM_THREADS": "3"})
+    found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {"OMP_NUM_THREADS": "3"})
     assert found.environment({"MASTER_ADDR": "old"})["MASTER_ADDR"] == "10.0.0.1"
-    assert found.env_set["OMP_NUM_THREADS"] == "5"
+    assert found.env["OMP_NUM_THREADS"] == "5"
     assert found.reasons["OMP_NUM_THREADS"] == "--env"
 
 
 def test_own_python_comes_into_path() -> None:
     found = plan("hydra", env={"PATH": "/usr/bin"})
-    assert found.env_set["PATH"] == "/venv/bin:/usr/bin"
+    assert found.env["PATH"] == "/venv/bin:/usr/bin"
     assert "python" in found.reasons["PATH"]
-    assert "PATH" not in plan("hydra").env_set
+    assert "PATH" not in plan("hydra").env
 
 
 @pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 1, "8"), (8, 3, "2"), (2, 4, "1")])
 def test_threads(cores: int, ranks: int, expected: str) -> None:
     job = replace(LAPTOP, cores=(cores,))
-    assert plan("hydra", job=job, np=ranks).env_set["OMP_NUM_THREADS"] == expected
+    assert plan("hydra", job=job, np=ranks).env["OMP_NUM_THREADS"] == expected
 
 
 def test_threads_that_were_exported_are_kept() -> None:
@@ -229,7 +232,7 @@ def test_secrets_are_hidden(name: str, hidden: bool) -> None:
 
 def test_dry_run_hides_secrets_and_can_be_pasted() -> None:
     options = Options(np=2, command=("sh", "-c", "exit 0", "API_KEY=hush"), env=(("HF_TOKEN", "hush"), ("A", "b c")))
-    found = build(LAPTOP, options, decide_ranks(options, LAPTOP), LAUNCHERS["hydra"], DECIDED, {"RANK": "3"})
+    found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {"RANK": "3"})
     text = show.dry_run(found, as_json=False)
     assert "hush" not in text + show.dry_run(found, as_json=True)
     assert "unset RANK" in text
@@ -251,7 +254,7 @@ def test_dry_run_and_info_as_json(tmp_path: Path) -> None:
     assert told["cores"] == [count_cores()[0]]
     words = [launch, "--info", "--json", "--site", "juwels_booster"]
     told = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
-    assert told["internet"] == "compute nodes of juwels_booster do not reach it"
+    assert told["internet"] == "not reachable from compute nodes of juwels_booster"
     table = subprocess.run([launch, "--info"], capture_output=True, text=True, check=True).stdout
     assert table.splitlines()[0].split()[:2] == ["scheduler", "none"]
     assert not list(tmp_path.iterdir())
@@ -274,7 +277,7 @@ def test_hosts_that_nobody_knows_are_found_without_waiting_for_those_that_nobody
     never = threading.Event()
     answers = {"a": lambda: False, "b": lambda: True, "slow": never.wait, "c": lambda: True}
     begin = time.monotonic()
-    found = strangers(["me.site", *answers], "me", lambda name: answers[name](), within_s=0.5)
+    found = unresolved(["me.site", *answers], "me", lambda name: answers[name](), within_s=0.5)
     assert found == ["b", "c"]
     assert time.monotonic() - begin < 30
     never.set()
@@ -310,8 +313,8 @@ def test_devices_of_the_machine(tmp_path: Path) -> None:
 
 def test_a_schedulers_job_is_used_unless_none_is_asked_for() -> None:
     env = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]"}
-    assert find_job(None, env, this_machine(env)).hosts == ("n1", "n2")
-    alone = find_job("none", env, this_machine(env))
+    assert find_job(None, env, local_host(env)).hosts == ("n1", "n2")
+    alone = find_job("none", env, local_host(env))
     assert (len(alone.hosts), alone.inside) == (1, "slurm")
 
 
@@ -336,28 +339,28 @@ def fake_mpiexec(path: Path, version: str) -> Path:
 def test_flavours(tmp_path: Path, name: str, version: str, kind: str) -> None:
     link = tmp_path / "link"
     link.symlink_to(fake_mpiexec(tmp_path / name, version))
-    assert flavour(str(link), os.environ)[0] == kind
+    assert flavour(str(link), os.environ, LAUNCHERS)[0] == kind
 
 
 def test_launcher_is_chosen_with_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wordrun.launch.launcher.own_bin", lambda: str(tmp_path / "own"))
+    monkeypatch.setattr("wordrun.launch.launchers.base.own_bin", lambda: str(tmp_path / "own"))
     env = {"PATH": f"{tmp_path}/a:{tmp_path}/b"}
-    assert choose(None, 1, env).kind == "local"
-    assert choose(None, 2, env).kind == "torchrun"
+    assert choose(None, 1, env, LAPTOP).name == "local"
+    assert choose(None, 2, env, LAPTOP).name == "torchrun"
     fake_mpiexec(tmp_path / "a/pals/mpiexec", "")
     (tmp_path / "a/mpiexec").symlink_to(tmp_path / "a/pals/mpiexec")
     fake_mpiexec(tmp_path / "b/mpiexec", "mpirun (Open MPI) 5.0")
-    found = choose(None, 2, env)
-    assert (found.kind, found.path) == ("openmpi", f"{tmp_path}/b/mpiexec")
+    found = choose(None, 2, env, LAPTOP)
+    assert (found.name, found.path) == ("openmpi", f"{tmp_path}/b/mpiexec")
     assert f"passed over {tmp_path}/a/mpiexec (pals by" in found.why
     fake_mpiexec(tmp_path / "own/mpiexec", "HYDRA build details:")
-    assert choose(None, 2, env).path == f"{tmp_path}/own/mpiexec"  # the environment's own comes first
-    assert choose("openmpi", 1, env).path == f"{tmp_path}/b/mpiexec"
-    with pytest.raises(ConfigError, match="no mpiexec of this kind"):
-        choose("openmpi", 2, {"PATH": f"{tmp_path}/a"})
-    monkeypatch.setattr("wordrun.launch.launcher.has_torch", lambda: False)
+    assert choose(None, 2, env, LAPTOP).path == f"{tmp_path}/own/mpiexec"  # the environment's own comes first
+    assert choose("openmpi", 1, env, LAPTOP).path == f"{tmp_path}/b/mpiexec"
+    with pytest.raises(ConfigError, match="no mpiexec of openmpi: none beside python or in PATH; passed over"):
+        choose("openmpi", 2, {"PATH": f"{tmp_path}/a"}, LAPTOP)
+    monkeypatch.setattr("wordrun.launch.launchers.torchrun.has_torch", lambda: False)
     with pytest.raises(ConfigError, match="wordrun\\[mpich\\]"):
-        choose("torchrun", 2, {"PATH": ""})
+        choose("torchrun", 2, {"PATH": ""}, LAPTOP)
 
 
 def test_commands_are_found_as_a_shell_does(tmp_path: Path) -> None:

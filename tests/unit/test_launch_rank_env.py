@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.dist.world import discover
-from wordrun.launch.command import RANK_ENV
+from wordrun.dist.world import FAMILIES as WORLD_FAMILIES
+from wordrun.dist.world import TORCHRUN, discover
+from wordrun.launch.launchers import LAUNCHERS
+from wordrun.launch.launchers.base import RANK_ENV
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +73,23 @@ def test_agrees_with_discover(launcher: str) -> None:
     )  # fmt: skip
 
 
+def test_discover_reads_the_same_variables_in_the_same_order() -> None:
+    cases = re.findall(r"^  (\w+)\)(.*?);;$", Path(RANK_ENV).read_text(), re.MULTILINE | re.DOTALL)
+    families = [family for family in (TORCHRUN, *WORLD_FAMILIES) if family.launcher in LAUNCHERS]
+    assert [name for name, _ in cases] == [family.launcher for family in families]
+    assert {*LAUNCHERS} - {"local"} == {name for name, _ in cases}
+    for (name, case), family in zip(cases, families, strict=True):
+        roles = {
+            "RANK": family.rank,
+            "WORLD_SIZE": "WORDRUN_WORLD_SIZE" if name == "pals" else family.size,  # PALS does not always set one
+            "LOCAL_RANK": family.local_rank,
+            "rest" if name == "srun" else "LOCAL_WORLD_SIZE": family.local_size,  # srun's is counted from a list
+            "NODE_RANK": family.node,
+        }
+        expected = {role: variable for role, variable in roles.items() if variable not in ("", role)}
+        assert dict(re.findall(r"(\w+)=\$\{(\w+)-\}", case)) == expected
+
+
 @pytest.mark.parametrize(("node", "size"), [("0", "4"), ("1", "4"), ("2", "3"), ("3", "2"), ("5", "2")])
 def test_slurms_counts(node: str, size: str) -> None:
     env = {**FAMILIES["srun"][0], "SLURM_STEP_TASKS_PER_NODE": "4(x2),3,2(x3)", "SLURM_NODEID": node}
@@ -96,7 +115,7 @@ def test_adds_five_names_and_changes_none() -> None:
 def test_unknown_launcher_and_missing_variables() -> None:
     run = rank_env({"WORDRUN_LAUNCHER": "elan"}, "true")
     assert run.returncode == 2
-    assert "knows no launcher 'elan'" in run.stderr
+    assert "does not know the launcher 'elan'" in run.stderr
     run = rank_env({"WORDRUN_LAUNCHER": "hydra", "PMI_RANK": "0"}, "true")
     assert run.returncode == 2
     assert "RANK='0' WORLD_SIZE=''" in run.stderr

@@ -13,11 +13,8 @@ from pathlib import Path
 import pytest
 
 from wordrun.launch import processes
-from wordrun.launch.command import Decided, Ranks, build
 from wordrun.launch.job import Job
-from wordrun.launch.launcher import Launcher
-from wordrun.launch.options import Options
-from wordrun.launch.run import _signal_step
+from wordrun.launch.launchers import LAUNCHERS
 
 SQUEUE = """#!/bin/sh
 case "$*" in *--steps*) echo "17.3 wordrun-1-aa"; echo "17.batch batch" ;; *) echo {state} ;; esac
@@ -39,14 +36,12 @@ def test_an_order_to_end_comes_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, number: signal.Signals, sent: bool
 ) -> None:
     job = Job(hosts=("n1",), cores=(4,), devices=(0,), slots=(1,), scheduler="slurm", id="17")
-    decided = Decided("1-aa", "R", 12345, str(tmp_path), "/s", "/venv/bin", "a")
-    plan = build(job, Options(command=("x",)), Ranks((1,), ""), Launcher("srun", "/usr/bin/srun"), decided, {})
     for name, text in (("squeue", SQUEUE.format(state=state)), ("scancel", '#!/bin/sh\necho "$*" > asked\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    _signal_step(plan, number)
+    LAUNCHERS["srun"]("/usr/bin/srun").send(number, 0, job, "wordrun-1-aa")
     asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
     assert asked == (f"--signal={number.name} 17.3\n" if sent else "")
 

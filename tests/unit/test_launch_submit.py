@@ -13,23 +13,26 @@ from pathlib import Path
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import site
-from wordrun.launch.options import parse
-from wordrun.launch.submit import Place, SubmitError, command, commands, margin, script, seconds, submit
+from wordrun.launch import site_files
+from wordrun.launch.options import seconds
+from wordrun.launch.parser import parse
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.site import UNKNOWN
+from wordrun.launch.submit import Origin, SubmitError, commands, margin, script, submit
 
-PLACE = Place("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
+ORIGIN = Origin("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
 RUN_ID = "20260102-030405-abcd"
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 
 
 def written(where: str, *words: str) -> str:
-    known = site.find(where, "", {"HOME": "/nobody"})[0]
-    assert known
+    known = site_files.find(where, "", {"HOME": "/nobody"})[0]
+    assert known.name
     return script(
         parse(["--submit", *words, "python", "-m", "wordrun", "train.max_iters=5"]),
         known,
-        known.scheduler,
-        PLACE,
+        SCHEDULERS[known.scheduler],
+        ORIGIN,
         RUN_ID,
     )
 
@@ -59,12 +62,12 @@ source /repo/bin/setup.sh && setup_python && setup_job || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
-# qdel and the time limit tell this shell too: then the ranks save, and the job is over
+# qdel and the time limit signal this shell too: then the ranks save, and the job is over
 trap 'ending=yes' TERM
 launch -N 2 --env 'A=b c' --walltime-margin 200 -- python -m wordrun train.max_iters=5
 status=$?
 if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
-  echo "saved: submit this script again to go on"
+  echo "saved: submit this script again to continue"
 fi
 exit "$status"
 """
@@ -98,12 +101,12 @@ source /repo/bin/setup.sh && setup_python && setup_job || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
-# scancel and the time limit tell this shell too: then the ranks save, and the job is over
+# scancel and the time limit signal this shell too: then the ranks save, and the job is over
 trap 'ending=yes' TERM
 launch -N 2 -- python -m wordrun train.max_iters=5
 status=$?
 if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
-  echo "saved: the next job of the chain goes on (after the last one, submit this script again)"
+  echo "saved: the next job of the chain continues (after the last one, submit this script again)"
   status=0
 fi
 exit "$status"
@@ -124,7 +127,7 @@ ASKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", site.site_files({"HOME": "/nobody"}))
+@pytest.mark.parametrize("name", site_files.site_files({"HOME": "/nobody"}))
 def test_every_site_has_its_script(name: str) -> None:
     words = (*ASKED[name].split(), "--walltime", "0:30:00", "--account", "X")
     text = written(name, *words)
@@ -150,7 +153,7 @@ SELECTS = {
 @pytest.mark.parametrize(("words", "select"), SELECTS.items())
 def test_pbs_is_asked_for_what_is_known_of_a_node(words: str, select: str) -> None:
     options = parse(["--submit", "--walltime", "2-01:30:00", *words.split(), "--", "true"])
-    asked = directives(script(options, None, "pbs", PLACE, RUN_ID))
+    asked = directives(script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID))
     assert asked == ["-N wordrun", f"-l select={select}", "-l walltime=49:30:00", "-j oe", "-r n"]
 
 
@@ -178,7 +181,7 @@ SHARES = {
 @pytest.mark.parametrize(("words", "shares"), SHARES.items())
 def test_slurm_is_asked_for_what_is_known_of_a_node(words: str, shares: list[str]) -> None:
     options = parse(["--submit", "--walltime", "1:00:00", *words.split(), "--", "true"])
-    asked = directives(script(options, None, "slurm", PLACE, RUN_ID))
+    asked = directives(script(options, UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID))
     assert [line for line in asked if re.match("--(nodes|ntasks|cpus|gpus)", line)] == shares
 
 
@@ -210,9 +213,9 @@ def test_a_python_that_is_no_environment(tmp_path: Path) -> None:
         ]),
         (str(tmp_path / "mine.yaml"), "/usr", ["module load Python", setup.format("")]),
     ):  # fmt: skip
-        known = site.find(where, "", {"HOME": "/nobody"})[0]
+        known = site_files.find(where, "", {"HOME": "/nobody"})[0]
         options = parse(["--submit", "--walltime", "1:00:00", "true"])
-        text = script(options, known, "slurm", Place("/p", prefix, "/s.sh"), RUN_ID)
+        text = script(options, known, SCHEDULERS["slurm"], Origin("/p", prefix, "/s.sh"), RUN_ID)
         assert f"\ncd /p || exit\n{chr(10).join(lines)}\nexport WORDRUN_RUN_ID" in text
 
 
@@ -241,15 +244,15 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
         "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config"), "WHERE": "here", "VIRTUAL_ENV": "/other",
         "CONDA_PREFIX": "", "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
     }  # fmt: skip
-    known, _ = site.find(None, "", env)
-    assert known
-    place = Place(str(tmp_path), str(conda), str(Path(__file__).parents[2] / "bin" / "setup.sh"))
-    text = script(parse(["--submit", "--walltime", "1:00:00", "true"]), known, "slurm", place, RUN_ID)
+    known, _ = site_files.find(None, "", env)
+    assert known.name
+    place = Origin(str(tmp_path), str(conda), str(Path(__file__).parents[2] / "bin" / "setup.sh"))
+    text = script(parse(["--submit", "--walltime", "1:00:00", "true"]), known, SCHEDULERS["slurm"], place, RUN_ID)
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (f"conda activate {conda}" in lines) == has_conda
-    assert f"python     {conda}/bin/python (Python 3.12.0; the one asked for)" in lines
+    assert f"python     {conda}/bin/python (Python 3.12.0; given as argument)" in lines
     found = f"{conda}/bin/python {'' if has_conda else conda} {'loaded' * bool(site_text)}"
     assert lines[-1] == f"--: {found}"
 
@@ -267,17 +270,17 @@ MARGINS = {
 def test_who_is_told_before_the_walltime_ends(words: str, seconds: float | None) -> None:
     options = parse(["--submit", *words.split()])
     assert margin(options) == seconds
-    slurm = script(options, None, "slurm", PLACE, RUN_ID)
+    slurm = script(options, UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID)
     assert re.findall(r"--signal=USR1@(\d+)\n", slurm) == ([str(seconds)] if seconds else [])
     assert "--walltime-margin" not in slurm
-    pbs = script(options, None, "pbs", PLACE, RUN_ID)
+    pbs = script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID)
     assert re.findall(r"^launch --walltime-margin (\d+) --", pbs, re.MULTILINE) == ([str(seconds)] if seconds else [])
 
 
 def test_only_the_ranks_of_an_srun_are_told_by_slurm() -> None:
     """It would tell the daemons of another launcher, who die of it; launch keeps the time there."""
     words = "--walltime 1:00:00 --launcher hydra -n 2 -- wordrun"
-    text = script(parse(["--submit", *words.split()]), None, "slurm", PLACE, RUN_ID)
+    text = script(parse(["--submit", *words.split()]), UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID)
     assert "--signal" not in text
     assert "\nlaunch -n 2 --launcher hydra --walltime-margin 120 -- wordrun\n" in text
 
@@ -300,7 +303,7 @@ def test_how_a_job_script_ends(tmp_path: Path, scheduler: str, chain: int, ranks
     program(tmp_path, "launch", f'echo "$WORDRUN_RUN_ID $WORDRUN_RESUME"; {ranks}')
     program(tmp_path, "scontrol", 'echo "$*" > asked')
     options = parse(["--submit", "--walltime", "1:00:00", "--chain", str(chain), "--", "wordrun"])
-    text = script(options, None, scheduler, Place(str(tmp_path), str(tmp_path), ""), RUN_ID)
+    text = script(options, UNKNOWN, SCHEDULERS[scheduler], Origin(str(tmp_path), str(tmp_path), ""), RUN_ID)
     text = text.replace(f"export PATH={tmp_path}/bin:", f"export PATH={tmp_path}:")
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env={**os.environ, "SLURM_JOB_ID": "7"})
     assert done.returncode == status, done.stderr
@@ -380,21 +383,26 @@ def test_a_chain_of_pbs_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     program(tmp_path, "qsub", 'echo "$*" >> calls; echo "$(wc -l < calls).server"')
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     monkeypatch.setenv("PATH", env["PATH"])
-    assert submit("pbs", "job.sh", 3, env) == ["1.server", "2.server", "3.server"]
+    assert submit(SCHEDULERS["pbs"], "job.sh", 3, env) == ["1.server", "2.server", "3.server"]
     assert (tmp_path / "calls").read_text().splitlines() == [
         "job.sh", "-W depend=afterany:1.server job.sh", "-W depend=afterany:2.server job.sh"
     ]  # fmt: skip
-    assert [shlex.join(words) for words in commands("pbs", "job.sh", ["1.server", "2.server"])] == [
+    assert [shlex.join(words) for words in commands(SCHEDULERS["pbs"], "job.sh", ["1.server", "2.server"])] == [
         "qsub job.sh", "qsub -W depend=afterany:1.server job.sh"
     ]  # fmt: skip
-    assert command("slurm", "job.sh", "17") == ["sbatch", "--parsable", "--dependency=afterany:17", "job.sh"]
+    assert SCHEDULERS["slurm"].submit_command("job.sh", "17") == [
+        "sbatch",
+        "--parsable",
+        "--dependency=afterany:17",
+        "job.sh",
+    ]
 
 
 def test_a_scheduler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "qsub", "echo 'qsub: no such project' >&2; exit 9")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SubmitError, match=r"(?s)qsub job.sh refused the job \(exit status 9\):\nqsub: no such project"):
-        submit("pbs", "job.sh", 1, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+        submit(SCHEDULERS["pbs"], "job.sh", 1, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     words = [LAUNCH, "--submit", "--site", "polaris", "--walltime", "1:00:00", "--account", "X", "true"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
@@ -436,7 +444,7 @@ def test_a_file_where_the_script_should_go(tmp_path: Path, name: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert re.fullmatch(
-        rf"launch: cannot write the job script outputs/jobs/\S+: {name} is no folder; move it away, or call launch "
+        rf"launch: cannot write the job script outputs/jobs/\S+: {name} is not a folder; move it away, or call launch "
         rf"from another folder \(this is {tmp_path}\)\n",
         done.stderr,
     )

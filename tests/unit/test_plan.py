@@ -6,7 +6,6 @@ import json
 import math
 import platform
 import re
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from wordrun.data.batch import Batch
 from wordrun.devices import VARIANTS
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
-from wordrun.launch import site as sites
+from wordrun.launch import site_files as sites
 from wordrun.plan import show
 from wordrun.plan.activations import saved_tensors
 from wordrun.plan.advice import Advice, advise
@@ -87,10 +86,10 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
 
 @older
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
-def test_activations_are_so_on_a_processor_without_bf16(command: Command) -> None:
+def test_activations_are_so_on_a_processor_without_bf16(ranks: Command) -> None:
     """There oneDNN multiplies bf16 in other copies, and the peak is another one."""
-    tests = [__file__, "-k", "fifth and gpt2 and bf16", "-q", "-p", "no:cacheprovider"]
-    done = command(sys.executable, "-m", "pytest", *tests, ONEDNN_MAX_CPU_ISA="AVX2")
+    tests = [__file__, "-k", "fifth and gpt2 and bf16", "-q", "--assert=plain", "-p", "no:cacheprovider"]
+    done = ranks(1, "-m", "pytest", *tests, under="fork", ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.returncode == 0, done.stdout
     assert "4 passed" in done.stdout
 

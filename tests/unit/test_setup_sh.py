@@ -68,7 +68,7 @@ def test_environment_by_argument(shell: str, tmp_path: Path, stub: str) -> None:
     done = run(shell, f"set -eu\nsetup_python {stub} && command -v python", tmp_path, VIRTUAL_ENV="/other")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"python     {stub}/bin/python (Python 3.12.0; the one asked for)", f"{stub}/bin/python"
+        f"python     {stub}/bin/python (Python 3.12.0; given as argument)", f"{stub}/bin/python"
     ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_own_environment_is_used_or_made(shell: str, tmp_path: Path, stub: str) 
     done = run(shell, "cd /; setup_python || echo status $?", repo, Path("bin/setup.sh"), **env)
     assert done.stdout == "status 1\n"
     assert "no Python 3.10 to 3.13 found (tried /no/such/python)" in done.stderr
-    assert f"setup: bin/venv could not make {repo}/.venv" in done.stderr
+    assert f"setup: bin/venv could not create {repo}/.venv" in done.stderr
     (repo / ".venv").symlink_to(stub)
     done = run(shell, "setup_python", repo, Path("bin/setup.sh"), **env)
     assert "the repository's own" in done.stdout
@@ -186,7 +186,7 @@ def test_a_sites_modules_and_an_environment_over_them(shell: str, tmp_path: Path
         "use /some/where", "load python", f"venv [] {home}", "use /some/where", "load python"
     ]  # fmt: skip
     assert "module     module load python" in done.stdout
-    assert f"python     {home}/bin/python (Python 3.12.0; over what is loaded on made_up)" in done.stdout
+    assert f"python     {home}/bin/python (Python 3.12.0; on top of what is loaded on made_up)" in done.stdout
 
 
 @in_each_shell
@@ -241,7 +241,7 @@ def test_a_site_without_modules_needs_something_loaded(
     }
     done = run(shell, "setup_python || echo status $?", tmp_path, repository / "bin" / "setup.sh", **env)
     if works:
-        assert "over what is loaded on made_up" in done.stdout
+        assert "on top of what is loaded on made_up" in done.stdout
         assert (tmp_path / "calls").read_text() == f"venv [] {repository}/.venv-made_up\n"
     else:
         assert done.stdout == "status 1\n"

@@ -117,7 +117,7 @@ def test_aurora_counts_the_hosts_of_the_node_file_once_each(tmp_path: Path, repe
 @pytest.mark.parametrize("nodefile", [None, "/does/not/exist"])
 def test_aurora_without_any_size_is_an_error_and_never_one_rank(nodefile: str | None) -> None:
     env = {**AURORA, "PBS_NODEFILE": nodefile} if nodefile else AURORA
-    with pytest.raises(WorldError, match=r"pals says rank 0 but not of how many.*launch.*WORDRUN_WORLD_SIZE"):
+    with pytest.raises(WorldError, match=r"pals sets rank 0 but no world size.*launch.*WORDRUN_WORLD_SIZE"):
         discover(env)
 
 
@@ -135,7 +135,7 @@ def test_a_single_process_is_on_this_host() -> None:
 
 def test_what_a_user_sees_counts_from_zero_to_the_last() -> None:
     assert str(World(rank=1, size=2, local_rank=1, local_size=2, device="cuda:1")) == (
-        "[device='cuda:1'][rank=1/1][local_rank=1/1][node=0/0]"
+        "[cuda:1] [rank 1 of 2] [local rank 1 of 2] [node 0 of 1]"
     )
 
 

@@ -45,7 +45,7 @@ class DDPBackend(NativeBackend):
         if options.compress == "bf16":
             # Wrapped, because torch accepts the hook itself for NCCL only, though gloo sums bf16 as well.
             self.replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-        elif self.device.type == "cpu" and not self.alone and mpi.at_work(spec.world):
+        elif self.device.type == "cpu" and not self.alone and mpi.in_use(spec.world):
             # Wrapped, because torch inspects a hook's annotations and rejects strings, which all of this file's are.
             self.replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
 

@@ -1,4 +1,4 @@
-"""Make any torch script distributed, whoever started its processes::
+"""Make any torch script distributed, whatever launcher started it::
 
     import torch
     import wordrun.dist as dist

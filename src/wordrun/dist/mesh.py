@@ -1,7 +1,7 @@
-"""Which ranks do what together: pipeline x replicate x shard x tensor, as arithmetic on rank numbers.
+"""The device mesh as arithmetic on rank numbers: pipeline x replicate x shard x tensor.
 
-Ranks are numbered with the tensor-parallel axis innermost, so that its ranks, which speak most, are neighbours on a
-node, and the pipeline outermost, whose ranks speak least. Nothing here needs torch or another rank.
+Ranks are numbered with the tensor-parallel axis innermost, so that its ranks, which communicate most, are
+neighbours on a node, and the pipeline, whose ranks communicate least, outermost. Nothing here needs torch or another rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: shares of each batch."""
+        """Number of data-parallel ranks."""
         return self.replicate * self.shard
 
     def stride(self, axis: str) -> int:
@@ -49,12 +49,12 @@ class Layout:
         return math.prod(self.shape[AXES.index(axis) + 1 :])
 
     def index(self, rank: int, axis: str) -> int:
-        """Return the place of ``rank`` along ``axis``."""
+        """Return the coordinate of ``rank`` along ``axis``."""
         size: int = getattr(self, axis)
         return rank // self.stride(axis) % size
 
     def dp_index(self, rank: int) -> int:
-        """Return which share of the data ``rank`` reads: the same for its peers along pp and tp."""
+        """Return the data-parallel index of ``rank``: the same for its peers along pp and tp."""
         return self.index(rank, "replicate") * self.shard + self.index(rank, "shard")
 
     def group(self, rank: int, axis: str) -> range:
@@ -73,8 +73,8 @@ def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
     Args:
         ranks: in all.
         per_node: ranks on each node; a tensor-parallel group has to fit.
-        wanted: size of each axis (those left out are 1); one may be -1, for the rest. None leaves it to us: the ranks
-            of a node for tp, and for pp all that the other axes leave.
+        wanted: size of each axis (those left out are 1); one may be -1, for the rest. None: the default, which is the
+            ranks of a node for tp, and for pp what the other axes leave.
 
     Raises:
         ConfigError: the numbers do not fit; it says which, and what would.

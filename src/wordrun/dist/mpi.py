@@ -1,4 +1,4 @@
-"""MPI as the judge: it knows the size of the job and who shares a node, whatever the variables say."""
+"""MPI verifies what the launcher's variables say: the size of the job, and which ranks share a node."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
+from wordrun.errors import WorldError, first_line
 
 MPI_LAUNCHERS = ("pals", "openmpi", "hydra", "mvapich", "mpi")
 
 
-def at_work(world: World) -> bool:
+def in_use(world: World) -> bool:
     """Say whether an MPI launcher started this process (srun only where it speaks PMI or PMIx to its tasks)."""
     if world.launcher == "srun":
         return any(os.environ.get(name) for name in ("PMI_FD", "PMI_RANK", "PMIX_RANK"))
@@ -33,9 +33,8 @@ def communicator() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise WorldError(
-            f"an MPI launcher started this process, but mpi4py cannot load MPI: {reason}. On a laptop: "
+            f"an MPI launcher started this process, but mpi4py cannot load MPI: {first_line(error)}. On a laptop: "
             "pip install 'wordrun[mpich]'. On a cluster: load its MPI module and reinstall mpi4py against it "
             "(pip install --no-binary=mpi4py --force-reinstall mpi4py)."
         ) from error
@@ -43,17 +42,17 @@ def communicator() -> Any:
 
 
 def in_place() -> Any:
-    """Return what tells a reduction to take its input from where it puts its result."""
+    """Return mpi4py's IN_PLACE, for reductions whose input and output are one buffer."""
     from mpi4py import MPI
 
     return MPI.IN_PLACE
 
 
-def judge(world: World) -> World:
-    """Return ``world`` with what MPI says of it; every rank must call this.
+def verify(world: World) -> World:
+    """Return ``world`` corrected by MPI; every rank must call this.
 
     Raises:
-        WorldError: the launcher's size is not MPI's, which means that mpiexec and libmpi do not belong together.
+        WorldError: MPI sees another number of ranks, which means that mpiexec and libmpi do not belong together.
     """
     from mpi4py import MPI
 
@@ -68,7 +67,7 @@ def judge(world: World) -> World:
         )
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = shared.rank, shared.size
-    # The first rank of each node stands for it: names alone would merge nodes that are called the same.
+    # A node is identified by its first rank too: names alone would merge nodes of the same name.
     first = shared.bcast(comm.rank, root=0)
     shared.Free()
     everyone = comm.allgather((first, socket.gethostname()))
@@ -77,14 +76,14 @@ def judge(world: World) -> World:
         world,
         rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size,
         node=nodes.index((first, socket.gethostname())), nodes=len(nodes), hosts=tuple(host for _, host in nodes),
-        source=f"{world.source}, agreed with MPI",
+        source=f"{world.source}, verified by MPI",
     )  # fmt: skip
 
 
 def _launcher_path() -> str:
-    told = os.environ.get("WORDRUN_LAUNCHER_PATH")
-    if told:
-        return told
+    path = os.environ.get("WORDRUN_LAUNCHER_PATH")
+    if path:
+        return path
     try:
         parent = Path(f"/proc/{os.getppid()}/exe").resolve(strict=True)
     except OSError:

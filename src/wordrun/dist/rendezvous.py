@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet before they have a process group."""
+"""The store through which ranks meet before they have a process group."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from wordrun.dist import mpi
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
+from wordrun.errors import WorldError, first_line
 from wordrun.ports import pick
 from wordrun.slurm import expand_hosts
 
-# Ranks that do not find each other in this time never will; a wrong address should not cost half an hour.
+# Ranks that have not met by then never will; a wrong address should not cost half an hour.
 MEETING = timedelta(seconds=300)
 
 
 def open_store(world: World, timeout: timedelta) -> Any:
-    """Return the key-value store at which the ranks meet; rank 0 holds it, and every rank must call this.
+    """Return the key-value store at which the ranks meet; rank 0 hosts it, and every rank must call this.
 
     Raises:
         WorldError: the ranks cannot meet.
@@ -29,13 +29,13 @@ def open_store(world: World, timeout: timedelta) -> Any:
 
         return HashStore()
     meeting = min(timeout, MEETING)
-    store = _store_over_mpi(world, meeting) if mpi.at_work(world) else _store_over_env(world, meeting)
+    store = _store_over_mpi(world, meeting) if mpi.in_use(world) else _store_over_env(world, meeting)
     store.set_timeout(timeout)
     return store
 
 
 def _store_over_mpi(world: World, timeout: timedelta) -> Any:
-    """Rank 0 opens the store first and then tells its port: no race for a port that was free a moment ago."""
+    """Rank 0 opens the store first and then broadcasts its port: no race for a port that was free a moment ago."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are leftovers of an earlier job
@@ -54,7 +54,7 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
                 port = store.port
                 break
             except Exception as error:  # torch raises DistNetworkError or RuntimeError by version
-                port = str(error).splitlines()[0]
+                port = first_line(error)
     port = mpi.communicator().bcast(port, root=0)
     if isinstance(port, str):
         raise WorldError(f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}")
@@ -64,9 +64,9 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
 
 
 def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT, or where the tasks of a bare srun meet, which decides neither.
+    """Return MASTER_ADDR and MASTER_PORT; for a bare srun, which sets neither, values derived from the step.
 
-    The latter is the same for all tasks, and another for each step.
+    These are the same for all tasks, and differ between steps.
     """
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if world.launcher != "srun" or (address and port):
@@ -95,6 +95,6 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
     except Exception as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
-            f"{address}:{port}: {str(error).splitlines()[0]}. Leave MASTER_PORT unset and `launch` finds a free one."
+            f"{address}:{port}: {first_line(error)}. Leave MASTER_PORT unset and `launch` finds a free one."
         ) from error
     return store

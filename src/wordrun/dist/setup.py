@@ -1,4 +1,4 @@
-"""Join the other ranks, and leave together: ``setup``, ``cleanup``, and ``guard`` for the bad days."""
+"""Join and leave the process group, and end the whole job on failure: ``setup``, ``cleanup``, ``guard``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from wordrun.log import LOGGER
 if TYPE_CHECKING:
     import torch
 
-# A rank that fails because another one did waits this long for the launcher to end it before it gives up alone.
+# A rank that fails because another one did waits this long for the launcher to end it, then exits by itself.
 SECONDARY_WAIT_S = 5.0
 QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
-# The disk's fault, not the program's: a traceback would not help.
+# Errors of the disk, for which a traceback would not help.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -48,19 +48,19 @@ _joined = _Joined()
 
 
 def identify(env: Mapping[str, str] | None = None) -> World:
-    """Return who this process is, by its launcher's variables and, under an MPI launcher, by MPI.
+    """Return this process's World, from its launcher's variables and, under an MPI launcher, from MPI.
 
     Under MPI every rank must call this, and before torch is imported (some sites' MPI insists on that order).
     """
     world = discover(env)
-    return mpi.judge(world) if mpi.at_work(world) else world
+    return mpi.verify(world) if mpi.in_use(world) else world
 
 
 def discover_or_exit() -> World:
-    """Return ``discover()``; where the variables contradict each other, print the message and exit."""
+    """Return ``discover()``; if the variables contradict each other, print the message and exit."""
     try:
         return discover()
-    except UserError as error:  # nobody knows yet which rank this is
+    except UserError as error:  # the rank is not known yet
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(error.exit_status) from None
 
@@ -68,11 +68,11 @@ def discover_or_exit() -> World:
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before ``setup`` or after.
 
-    For small, picklable things. It goes over MPI where that is at work and else over the rendezvous store.
+    For small, picklable objects. It goes through MPI where that is in use, else through the rendezvous store.
     """
     if world.size == 1:
         return value
-    if mpi.at_work(world):
+    if mpi.in_use(world):
         return mpi.communicator().bcast(value, root=0)
     store = _store(world, timeout_s)
     key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
@@ -84,11 +84,11 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
 def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> World:
     """Join the process group and return this process's World; every rank must call this.
 
-    The device is set before the group is made and bound to it, so that no collective lands on device 0 of
-    every rank. Calls nest: the group ends with the last ``cleanup``.
+    The device is set before the group is created and bound to it, so that no rank's collectives land on device 0.
+    Calls nest: the group ends with the last ``cleanup``.
 
     Args:
-        world: who this process is, where ``identify`` has already said so.
+        world: this process's World, if ``identify`` has been called already.
         device: ``auto`` (the accelerator if there is one, else the CPU), ``cpu``, ``cuda`` or ``xpu``.
         timeout_s: seconds after which a collective that some rank never reached fails.
         seed: seeds Python's, NumPy's and torch's random streams with this number, the same on all ranks.
@@ -103,7 +103,7 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
     elif device not in ("auto", _joined.world.device.partition(":")[0]):
         raise WorldError(
             f"device={device}, but this process has joined its group with {_joined.world.device}: "
-            "close what uses that one first"
+            "close what uses that device first"
         )
     _joined.users += 1
     if seed is not None:
@@ -122,7 +122,7 @@ def cleanup() -> None:
 
 @contextlib.contextmanager
 def session(*, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> Iterator[World]:
-    """Join the other ranks for the length of a ``with`` block; an exception in it ends the whole job."""
+    """Join the other ranks for a ``with`` block; an exception in it ends the whole job."""
     with guard(discover_or_exit()):
         world = identify()
     with guard(world):
@@ -146,7 +146,7 @@ def guard(world: World) -> Iterator[None]:
     """End the whole job when this rank raises, with this rank's traceback printed once.
 
     A ``UserError`` is shown as its message alone and ends the job with its own exit status; any other exception
-    with a traceback, rank and host, and status 1. Ranks that fail as a consequence stay quiet.
+    with a traceback, rank and host, and status 1. Ranks that fail as a consequence print nothing.
     """
     try:
         yield
@@ -180,7 +180,7 @@ def abort(world: World, status: int) -> None:
     if world.size == 1:
         _leave()
         sys.exit(status)
-    if mpi.at_work(world):
+    if mpi.in_use(world):
         # mpiexec ends at once when told to abort, and drops what it has not yet read from the ranks (seen with MPICH).
         time.sleep(OUTPUT_WAIT_S)
         mpi.communicator().Abort(status)
@@ -195,19 +195,19 @@ def _report(world: World, message: str) -> None:
         return
     who = f"[rank {world.rank}] "
     if _joined.store is None:
-        # Nobody to ask who was first. All ranks mostly fail alike this early, so rank 0 speaks for them.
+        # There is no store yet to find out who was first. This early all ranks usually fail alike, so rank 0 reports.
         time.sleep(1.0 if world.rank else 0.0)
     else:
         try:
             _joined.store.set_timeout(timedelta(seconds=5))
             first = _joined.store.add("wordrun/failures", 1) == 1
-        except Exception:  # rank 0 holds the store, and has died without a word
+        except Exception:  # rank 0 holds the store, and died silently
             message, first = f"lost contact with rank 0: {message.splitlines()[-1]}", True
             time.sleep(1.0)
         if not first:
             time.sleep(SECONDARY_WAIT_S)
             return
-    sys.stderr.write(f"{who}{message}\n")  # in one write, so that no other rank's words come between
+    sys.stderr.write(f"{who}{message}\n")  # in one write, so that no other rank's output comes between
     sys.stderr.flush()
 
 
@@ -249,7 +249,7 @@ def _leave() -> None:
         import torch.distributed
 
         if torch.distributed.is_initialized():
-            # gloo's threads may still want Python's lock to drop the last collective, and hold one that destroying needs.
+            # gloo's threads may still wait for Python's lock to release the last collective, holding one that destroying needs.
             time.sleep(QUIET_S)
             torch.distributed.destroy_process_group()
     _joined.world, _joined.store, _joined.users = None, None, 0
@@ -281,7 +281,7 @@ def choose_device(kind: str, world: World) -> torch.device:
     count = torch.accelerator.device_count()
     if count != 1 and world.local_size > count:
         LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
-    # One visible device is number 0 whatever the local rank: the launcher has already dealt them out.
+    # A single visible device is number 0 whatever the local rank: the launcher has already assigned them.
     return torch.device(kind, 0 if count == 1 else world.local_rank % count)
 
 

@@ -1,7 +1,7 @@
-"""Who am I among the ranks? Read from the environment alone: no torch, no MPI.
+"""Which rank this process is, read from the environment alone: no torch, no MPI.
 
-One family of variables is read at a time, the first in ``FAMILIES`` that is present, because mixed
-families are how a nested process comes to think that it is rank 0 of everything.
+Only one family of variables is read, the first in ``FAMILIES`` that is present: where families are mixed, a nested
+process takes itself for rank 0 of everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wordrun.slurm import expand_counts, is_task
 
 @dataclass(frozen=True)
 class World:
-    """One process's place among all processes of the job."""
+    """One process among all processes of the job."""
 
     rank: int = 0
     """Index among all processes, 0 to size - 1."""
@@ -33,13 +33,13 @@ class World:
     nodes: int = 1
     """Number of nodes."""
     hosts: tuple[str, ...] = ()
-    """Names of the nodes in rank order, as far as they are known; at least this one."""
+    """Names of the nodes in rank order, as far as known; at least this one's."""
     device: str = "cpu"
-    """Torch device of this process, such as ``cuda:3``; settled by ``setup()``."""
+    """Torch device of this process, such as ``cuda:3``; set by ``setup()``."""
     launcher: str = "none"
-    """Who started the processes: torchrun, srun, pals, openmpi, hydra, mvapich, mpi, local or none."""
+    """The launcher: torchrun, srun, pals, openmpi, hydra, mvapich, mpi, local or none."""
     source: str = "none of the known launchers' variables is set"
-    """Which variables said so."""
+    """The variables that this was read from."""
 
     @property
     def host(self) -> str:
@@ -48,14 +48,14 @@ class World:
 
     def __str__(self) -> str:
         return (
-            f"[device='{self.device}'][rank={self.rank}/{self.size - 1}]"
-            f"[local_rank={self.local_rank}/{self.local_size - 1}][node={self.node}/{self.nodes - 1}]"
+            f"[{self.device}] [rank {self.rank} of {self.size}] "
+            f"[local rank {self.local_rank} of {self.local_size}] [node {self.node} of {self.nodes}]"
         )
 
 
 @dataclass(frozen=True)
 class Family:
-    """The variables of one launcher. A name that is empty is one that the launcher does not set."""
+    """The variables of one launcher. An empty name: the launcher does not set it."""
 
     launcher: str
     needs: tuple[str, ...]
@@ -67,7 +67,7 @@ class Family:
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """The names that tell which rank this is."""
+        """The names of the variables that identify the rank."""
         return self.rank, self.size, self.local_rank
 
     def present(self, env: Mapping[str, str]) -> bool:
@@ -118,12 +118,12 @@ FAMILIES = (
         local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE",
     ),
 )  # fmt: skip
-# An MPI launcher left one of these, but not a whole family: only MPI itself can say more.
+# An MPI launcher has set one of these, but no complete family: only MPI itself knows more.
 MPI_TRACES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK")
 
 
 def discover(env: Mapping[str, str] | None = None) -> World:
-    """Return this process's World as far as ``env`` (default: ``os.environ``) tells it.
+    """Return this process's World as far as ``env`` (default: ``os.environ``) describes it.
 
     The order is torchrun, ``launch`` (``WORDRUN_LAUNCHER`` names the family), srun, PALS, OpenMPI, Hydra,
     MVAPICH, traces of another MPI launcher (``launcher="mpi"``: ask MPI), and else a single process.
@@ -151,12 +151,12 @@ def discover(env: Mapping[str, str] | None = None) -> World:
 
 
 def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
-    """Refuse variables that make this process another rank than ``chosen`` does: a launcher runs inside another one."""
+    """Refuse variables that contradict ``chosen``: one launcher runs inside another."""
     by_launch = env.get("WORDRUN_LAUNCHER") == chosen.launcher
     others = [family for family in FAMILIES if family is not chosen and family.present(env)]
     if by_launch and env.get("WORDRUN_LAUNCH_ID"):
-        # launch has taken all others away, but not those of the step in which it was called; and rank_env.sh has put
-        # down what the launcher said, which one that runs inside this rank has overwritten for itself alone.
+        # launch has removed all others, except those of the step in which it was called; and rank_env.sh has exported
+        # what the launcher said, which a launcher inside this rank would have overwritten.
         others = [LOCAL, *(family for family in others if family.launcher != "srun")]
     for other in others:
         for mine, theirs in zip(chosen.identity, other.identity, strict=True):
@@ -165,7 +165,7 @@ def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
 
 
 def _check_agents(env: Mapping[str, str]) -> None:
-    """Refuse an MPI launcher that has started another number of processes than torchrun has agents."""
+    """Refuse an MPI launcher whose number of processes is not that of torchrun's agents."""
     agents = _number("WORLD_SIZE", env) // max(1, _number("LOCAL_WORLD_SIZE", env))
     for other in FAMILIES:
         # A step's variables are in every process below it.
@@ -174,13 +174,13 @@ def _check_agents(env: Mapping[str, str]) -> None:
 
 
 def _both(one: Family, other: Family, env: Mapping[str, str]) -> str:
-    told = [
+    says = [
         f"{'launch' if family is LOCAL else family.launcher} says "
         + " ".join(f"{name}={env[name]}" for name in family.identity if env.get(name))
         for family in (one, other)
     ]
     return (
-        f"{told[0]}, but {told[1]}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
+        f"{says[0]}, but {says[1]}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
         "step or job: launch --scheduler none), or unset the variables of the one that did not start this process."
     )
 
@@ -193,7 +193,7 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
     size, size_source = _size(family, env, local_size)
     hosts = tuple(env["WORDRUN_HOSTS"].split(",")) if env.get("WORDRUN_HOSTS") else ()
     if node is None:
-        # No variable of this launcher says so; right for ranks laid out evenly in blocks, and MPI corrects it.
+        # This launcher sets no such variable; correct for ranks laid out evenly in blocks, and otherwise MPI corrects it.
         node = (rank - local_rank) // local_size
     nodes = len(hosts) or max(node + 1, -(-size // local_size))
     if family.launcher == "srun" and not hosts:  # nodes may hold different numbers of tasks
@@ -228,22 +228,22 @@ def _local_size(family: Family, env: Mapping[str, str], node: int) -> int:
 
 
 def _size(family: Family, env: Mapping[str, str], local_size: int) -> tuple[int, str]:
-    told = env.get("WORDRUN_WORLD_SIZE", "")
+    by_launch = env.get("WORDRUN_WORLD_SIZE", "")
     if env.get(family.size):
         size = _number(family.size, env)
-        if told and env.get("WORDRUN_LAUNCHER") == family.launcher and _number("WORDRUN_WORLD_SIZE", env) != size:
+        if by_launch and env.get("WORDRUN_LAUNCHER") == family.launcher and _number("WORDRUN_WORLD_SIZE", env) != size:
             raise WorldError(
-                f"launch started {told} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}: "
+                f"launch started {by_launch} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}: "
                 "another launcher runs inside this one; start the inner command without it"
             )
         return size, family.size
-    if told:
+    if by_launch:
         return _number("WORDRUN_WORLD_SIZE", env), "WORDRUN_WORLD_SIZE"
     nodefile = env.get("PBS_NODEFILE", "")
     if nodefile and Path(nodefile).is_file():
         hosts = dict.fromkeys(Path(nodefile).read_text().split())
         return local_size * len(hosts), f"{family.local_size} x hosts in PBS_NODEFILE"
     raise WorldError(
-        f"{family.launcher} says rank {env.get(family.rank)} but not of how many ({family.size} is not set): "
+        f"{family.launcher} sets rank {env.get(family.rank)} but no world size ({family.size} is not set): "
         "start the ranks with `launch`, or export WORDRUN_WORLD_SIZE"
     )

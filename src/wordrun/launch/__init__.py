@@ -1,6 +1,7 @@
-"""``launch``: turn any command into N ranks that know each other.
+"""``launch``: start any command as N distributed ranks.
 
-``options`` reads the command line, ``job`` says what machine this is, ``launcher`` finds mpiexec or torchrun,
-``command`` turns these into one ``Plan`` (pure), and ``run`` starts, watches and stops it.
+``parser`` reads the command line, ``planner`` decides what to run (with ``schedulers``, ``launchers``, ``site``,
+``ranks``, ``address`` and ``environment``), ``run`` and ``supervisor`` start, watch and stop it, ``submit`` writes job
+scripts.
 Importing this package imports nothing else.
 """

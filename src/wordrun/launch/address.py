@@ -1,43 +1,47 @@
-"""Where rank 0 is reached: decided once, outside the ranks, because they could not agree on it."""
+"""Address and port of rank 0: decided once, outside the ranks, because they could not agree on them."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from wordrun.errors import ConfigError
+from wordrun.launch.host import short
 from wordrun.launch.site import Site, fill
+from wordrun.ports import PORTS, pick
 
+# Names that are looked up at the same time.
 ASKED_AT_ONCE = 32
-"""Names."""
 
 
-def decide(
-    hosts: Sequence[str], site: Site | None, here: str, resolve: Callable[[str], str | None]
-) -> tuple[str, str, str]:
+def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str], str | None]) -> tuple[str, str, str]:
     """Return the address of the first host, why it is that one, and what is wrong with it (empty: nothing).
 
-    It is never ``localhost``: the other hosts would look for rank 0 on themselves, and wait.
+    It is never ``localhost``: the other hosts would look for rank 0 on themselves.
 
     Args:
         hosts: the hosts that have ranks, in the job's order.
         site: the cluster, which may know a name on its fast network.
         here: name of this machine.
-        resolve: gives the address of a name, or None.
+        resolve: returns the address of a name, or None.
     """
     first = hosts[0]
-    short = first.partition(".")[0]
     names: dict[str, str] = {}
-    if site:
-        names[fill(site.master_addr, host=short)] = f"first host of the job, by its name on {site.name}'s network"
+    if site.name:
+        names[fill(site.master_addr, host=short(first))] = (
+            f"first host of the job, by its name on {site.name}'s network"
+        )
     names[first] = names.get(first, "first host of the job")
     for name, why in names.items():
         if resolve(name) is not None:
             return name, why, ""
-    if short == here.partition(".")[0]:
+    if short(first) == short(here):
         own = resolve(here)
         if own and not own.startswith("127."):
             return own, f"address of the first host of the job, {first}, whose name does not resolve", ""
@@ -57,7 +61,7 @@ def resolve(name: str) -> str | None:
 
 
 def is_unknown(name: str) -> bool:
-    """Say whether there is no machine of this name; a name service that is out of order says nothing."""
+    """Say whether a name does not exist; a failing name service does not count."""
     try:
         socket.getaddrinfo(name.encode("ascii"), None)
     except socket.gaierror as error:
@@ -67,16 +71,16 @@ def is_unknown(name: str) -> bool:
     return False
 
 
-def strangers(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], within_s: float = 2.0) -> list[str]:
-    """Return those of ``hosts`` that are unknown, as far as that comes out in time.
+def unresolved(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], within_s: float = 2.0) -> list[str]:
+    """Return those of ``hosts`` that cannot be resolved, as far as that is known in time.
 
     Args:
         hosts: names, thousands perhaps.
         here: name of this machine, which need not be known.
-        unknown: says it of a name, and may take its time.
-        within_s: seconds after which those that nobody has answered for are believed.
+        unknown: says whether a name does not exist; may be slow.
+        within_s: seconds after which names without an answer are accepted.
     """
-    todo = deque(host for host in hosts if host.partition(".")[0] != here.partition(".")[0])
+    todo = deque(host for host in hosts if short(host) != short(here))
     found: set[str] = set()
     end = time.monotonic() + within_s
 
@@ -93,3 +97,44 @@ def strangers(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], w
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     return [host for host in hosts if host in found]
+
+
+def free_port() -> int:
+    """Return a free port, chosen at random so that two simultaneous launches choose different ones."""
+    for _ in range(200):
+        port = pick(os.urandom(4))
+        if is_free(port):
+            return port
+    raise ConfigError(f"no free port between {PORTS[0]} and {PORTS[-1]}: name one by --env MASTER_PORT=P")
+
+
+def usable_port(text: str) -> int:
+    """Return the port that ``--env MASTER_PORT`` names.
+
+    Raises:
+        ConfigError: it is none, or taken.
+    """
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise ConfigError(f"--env MASTER_PORT={text}: a port is a number from 1 to 65535")
+    if not is_free(int(text)):
+        raise ConfigError(
+            f"port {text} (--env MASTER_PORT) is in use by another process, or reserved; leave MASTER_PORT out, and "
+            "launch finds a free one"
+        )
+    return int(text)
+
+
+def is_free(port: int) -> bool:
+    """Say whether this machine would let a server listen at ``port``, on every address."""
+    for family, address in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as server:
+                # As torch's store does: a port that only lingers after an earlier job counts as free.
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                server.bind((address, port))
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False  # any other error: this machine has no such address family
+    return True

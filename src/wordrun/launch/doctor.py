@@ -1,33 +1,37 @@
-"""``launch --doctor``: start a probe on the ranks, and say what is wrong with what they saw, with the remedy."""
+"""``launch --doctor``: run a probe on all ranks, and report problems with their remedies."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wordrun.launch import site
-from wordrun.launch.command import Plan, is_stale
+from wordrun.launch import site_files
+from wordrun.launch.environment import is_stale
 from wordrun.launch.options import Options
-from wordrun.launch.site import Site, numbers
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.planner import make_plan
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.site import UNKNOWN, Site, numbers
 from wordrun.launch.submit import inner
 
-MARK = "wordrun-probe:"
-"""What the line of a rank begins with."""
+PREFIX = "wordrun-probe:"
+"""Prefix of a rank's line."""
 PROBE_S = 180
-# Slower than this the disk that holds the environment is the likely reason.
+# If importing torch takes longer, the disk that holds the environment is the likely reason.
 SLOW_IMPORT_S = 20.0
-# A Unix socket's path, which is made of this and some 50 characters, may have 107.
+# A Unix socket's path, this plus some 50 characters, may have 107.
 LONG_TMPDIR = 60
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     check: str
     state: str
@@ -37,23 +41,19 @@ class Finding:
 
 
 def main(options: Options) -> int:
-    """Look, print the findings, and return 1 where something is wrong."""
-    import subprocess
-
-    from wordrun.launch.cli import make_plan
-
-    command = (sys.executable, "-m", "wordrun.probe", MARK)
+    """Run the checks, print the findings, and return 1 if something is wrong."""
+    command = (sys.executable, "-m", "wordrun.probe", PREFIX)
     probe = replace(options, command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None)
     plan = make_plan(probe)
-    words = [sys.executable, "-m", "wordrun.launch", *inner(probe, plan.job.scheduler)[1:]]
+    words = [sys.executable, "-m", "wordrun.launch", *inner(probe, SCHEDULERS[plan.job.scheduler])[1:]]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)
         output, status = done.stdout, done.returncode
         errors = done.stderr
     except subprocess.TimeoutExpired as late:
         output, errors, status = _text(late.stdout), _text(late.stderr), 124
-    ranks = [json.loads(line.partition(MARK)[2]) for line in output.splitlines() if MARK in line]
-    known, _ = site.find(options.site, socket.gethostname(), os.environ)
+    ranks = [json.loads(line.partition(PREFIX)[2]) for line in output.splitlines() if PREFIX in line]
+    known, _ = site_files.find(options.site, socket.gethostname(), os.environ)
     findings = [*of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known)]
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -66,215 +66,181 @@ def _text(output: Any) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def of_machine(plan: Plan, env: Mapping[str, str], known: Site | None = None) -> list[Finding]:
-    """Return what this process sees without the ranks, on a site that may be known."""
+def _check(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -> Finding:
+    """Return what is ``wrong``, with its remedy; where that is empty, that all is ok."""
+    return Finding(check, state, wrong, remedy) if wrong else Finding(check, "ok", ok)
+
+
+def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) -> list[Finding]:
+    """Return the findings of this process, without the ranks."""
+    stale = " ".join(sorted(name for name in env if is_stale(name)))
+    left = f"left by an earlier launcher: {stale}" if stale else ""
+    remedy = f"launch removes them; for a bare python: unset {stale}"
     findings = [
-        Finding("site", "ok", f"{plan.site or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
-        Finding("launcher", "ok", f"{plan.launcher.kind} {plan.launcher.path} ({plan.launcher.why})"),
+        Finding("site", "ok", f"{plan.site.name or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
+        Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
+        _check("variables", left, remedy, "none left by an earlier launcher", "warning"),
     ]
-    stale = sorted(name for name in env if is_stale(name))
-    if stale:
+    if known.name:
+        findings.append(_internet(plan, env, known))
+    scratch = plan.env.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
+    for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
+        writable = os.access(folder, os.W_OK)
         findings.append(
-            Finding(
-                "variables", "warning", f"left by an earlier launcher: {', '.join(stale)}",
-                f"launch takes them away; for a bare python: unset {' '.join(stale)}",
+            _check(
+                name, "" if writable else f"cannot write to {folder}", "launch from another folder, or export TMPDIR",
+                f"{folder} is writable",
             )
         )  # fmt: skip
-    else:
-        findings.append(Finding("variables", "ok", "none left by an earlier launcher"))
-    if known:
-        findings.append(_internet(plan, env, known))
-    scratch = plan.env_set.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
-    for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
-        if not os.access(folder, os.W_OK):
-            findings.append(
-                Finding(name, "wrong", f"{folder} cannot be written", "launch from another folder, or export TMPDIR")
-            )
-        elif name == "TMPDIR" and len(folder) > LONG_TMPDIR:
-            findings.append(
-                Finding(
-                    name,
-                    "warning",
-                    f"{folder} has {len(folder)} characters; a socket's path in it may be too long",
-                    "export TMPDIR=/tmp",
-                )
-            )
-        else:
-            findings.append(Finding(name, "ok", f"{folder} can be written"))
+    if len(scratch) > LONG_TMPDIR and findings[-1].state == "ok":
+        found = f"{scratch} has {len(scratch)} characters; a socket's path in it may be too long"
+        findings[-1] = Finding("TMPDIR", "warning", found, "export TMPDIR=/tmp")
     return findings
 
 
-def _internet(plan: Plan, env: Mapping[str, str], known: Site) -> Finding:
-    mode = plan.env_set.get("WANDB_MODE", env.get("WANDB_MODE", ""))
-    if not known.internet and mode not in ("offline", "disabled"):
-        return Finding(
-            "internet",
-            "warning",
-            f"{known.way_out}, but WANDB_MODE={mode}",
-            "unset WANDB_MODE, and launch sets offline",
-        )
-    missing = [name for name in known.proxies if not plan.env_set.get(name, env.get(name))]
-    if known.internet and missing:
-        return Finding(
-            "internet", "warning", f"{known.way_out}, but {', '.join(missing)} empty",
-            f"unset {' '.join(missing)}, and launch sets the site's",
-        )  # fmt: skip
-    return Finding("internet", "ok", known.way_out)
+def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
+    mode = plan.env.get("WANDB_MODE", env.get("WANDB_MODE", ""))
+    if not known.internet:
+        wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
+        return _check("internet", wrong, "unset WANDB_MODE, and launch sets offline", known.way_out, "warning")
+    missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
+    wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
+    return _check("internet", wrong, f"unset {' '.join(missing)}, and launch sets the site's", known.way_out, "warning")
 
 
 def of_ranks(
-    plan: Plan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site | None = None
+    plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site = UNKNOWN
 ) -> list[Finding]:
-    """Return what is to be said of the lines that the probe printed.
+    """Return the findings from the lines that the probe printed.
 
     Args:
         plan: how the probe was started.
         ranks: the lines, one for each rank that could.
         status: exit status of launch.
         errors: what it printed on stderr.
-        known: the site, where it is known.
+        known: the site.
     """
-    if len(ranks) < plan.np or status:
-        missing = sorted({*range(plan.np)} - {rank.get("rank") for rank in ranks})
+    count = plan.ranks.np
+    if len(ranks) < count or status:
+        missing = sorted({*range(count)} - {rank.get("rank") for rank in ranks})
         last = " | ".join(errors.strip().splitlines()[-3:])
-        return [
-            Finding(
-                "ranks", "wrong", f"{len(ranks)} of {plan.np} answered, missing {missing[:8]}; status {status}: {last}",
-                "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)",
-            )
-        ]  # fmt: skip
-    findings = [Finding("ranks", "ok", f"all {plan.np} answered, from {len({rank['host'] for rank in ranks})} hosts")]
+        found = f"{len(ranks)} of {count} answered, missing {missing[:8]}; status {status}: {last}"
+        remedy = "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)"
+        return [Finding("ranks", "wrong", found, remedy)]
+    hosts = len({rank["host"] for rank in ranks})
+    answered = {1: "the rank", 2: "both ranks"}.get(count, f"all {count} ranks")
+    findings = [Finding("ranks", "ok", f"{answered} answered ({hosts} host{'s' * (hosts > 1)})")]
     for problem in dict.fromkeys(text for rank in ranks for text in rank["problems"]):
         findings.append(Finding("ranks", "wrong", problem))
     if not all("unreached" in rank for rank in ranks):  # some did not find out who they are, and looked no further
         return findings
-    findings.append(_mpi(plan, ranks))
-    unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
-    findings.append(
-        Finding(
-            "address", "wrong" if unmet else "ok",
-            "; ".join(unmet[:3]) or f"a socket opens at {plan.env_set['MASTER_ADDR']}:{plan.env_set['MASTER_PORT']}",
-            "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach" if unmet else "",
-        )
-    )  # fmt: skip
-    findings += [
+    slowest = max(rank["torch_s"] for rank in ranks)
+    slow, remedy = f"{slowest:g} s on the slowest rank", "copy the environment to node-local disk (sbcast, Copper)"
+    return [
+        *findings,
+        _mpi(plan, ranks),
+        _address(plan, ranks),
         _sockets(plan, ranks),
         _cores(plan, ranks),
         _threads(ranks),
         _devices(ranks),
         *_order(plan, ranks, known),
+        _check("import torch", slow if slowest > SLOW_IMPORT_S else "", remedy, slow, "warning"),
+        *(Finding("W&B", "ok", f"would record {rank['wandb']}") for rank in ranks if "wandb" in rank),
     ]
-    slowest = max(rank["torch_s"] for rank in ranks)
-    slow = slowest > SLOW_IMPORT_S
-    findings.append(
-        Finding(
-            "import torch", "warning" if slow else "ok", f"{slowest:g} s on the slowest rank",
-            "copy the environment to node-local disk, or broadcast it (sbcast, Copper)" if slow else "",
-        )
-    )  # fmt: skip
-    modes = [rank["wandb"] for rank in ranks if "wandb" in rank]
-    findings += [Finding("W&B", "ok", f"would record {mode}") for mode in modes]
-    return findings
 
 
-def _mpi(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    sizes = {rank["mpi_size"] for rank in ranks}
+def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
-        return Finding("MPI", "ok", f"not used: {plan.launcher.kind} starts ranks that meet by address")
-    if sizes == {plan.np}:
-        return Finding("MPI", "ok", f"sees {plan.np} ranks, as {plan.launcher.kind} does")
-    return Finding(
-        "MPI", "wrong", f"sees {sorted(map(str, sizes))} where {plan.launcher.kind} started {plan.np}",
+        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that meet by address")
+    return _check(
+        "MPI", "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}",
         "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
-        "under srun the --mpi type that it speaks (srun --mpi=list), or rebuild mpi4py",
+        "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py",
+        f"sees {count} ranks, as {launcher} does",
     )  # fmt: skip
 
 
-def _sockets(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
+    return _check(
+        "address", "; ".join(unmet[:3]),
+        "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach",
+        f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}",
+    )  # fmt: skip
+
+
+def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
-    if unreached:
-        return Finding(
-            "sockets", "wrong", f"rank 0 cannot open one to {'; '.join(unreached[:3])}",
-            "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
-            "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
-        )  # fmt: skip
     hosts = len(plan.hosts)
-    return Finding(
-        "sockets", "ok", f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host"
-    )
+    return _check(
+        "sockets", f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else "",
+        "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
+        "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
+        f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host",
+    )  # fmt: skip
 
 
-def _cores(plan: Plan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
-    have = min(plan.job.cores[: len(plan.hosts)]) // plan.ppn
-    if least < have and least == 1:
-        return Finding(
-            "cores", "wrong", f"a rank may use 1 core, though there are {have} for each",
-            "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
-        )  # fmt: skip
-    return Finding("cores", "ok", f"{least} for a rank")
+    have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
+    return _check(
+        "cores", f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else "",
+        "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
+        f"{least} per rank",
+    )  # fmt: skip
 
 
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    crowded = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
-    if crowded:
-        return Finding(
-            "threads", "warning", f"OMP_NUM_THREADS={crowded[0]['threads']} on {crowded[0]['cores']} cores of a rank",
-            "unset OMP_NUM_THREADS, and launch divides the cores",
-        )  # fmt: skip
-    return Finding("threads", "ok", f"OMP_NUM_THREADS={ranks[0]['threads']}")
+    many = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
+    return _check(
+        "threads", f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else "",
+        "unset OMP_NUM_THREADS, and launch divides the cores", f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning",
+    )  # fmt: skip
 
 
 def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    crowded = [rank for rank in ranks if rank["devices"] > 1 and rank.get("local_size", 1) > rank["devices"]]
-    if crowded:
-        some = crowded[0]
-        return Finding(
-            "devices", "warning", f"{some['local_size']} ranks share {some['devices']} devices on {some['host']}",
-            f"--ppn {some['devices']}",
-        )  # fmt: skip
+    for rank in ranks:
+        count, sharing = rank["devices"], rank.get("local_size", 1)
+        if 1 < count < sharing:
+            found = f"{sharing} ranks share {count} devices on {rank['host']}"
+            return Finding("devices", "warning", found, f"--ppn {count}")
     seen = sorted({rank["devices"] for rank in ranks})
-    if len(seen) > 1:
-        return Finding(
-            "devices", "wrong", f"torch sees {seen} devices on different ranks",
-            "a node has lost one, or the launcher deals them out unevenly: leave that node out by --hostfile",
-        )  # fmt: skip
-    return Finding(
-        "devices", "ok", f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs"
-    )
+    return _check(
+        "devices", f"torch sees {seen} devices on different ranks" if len(seen) > 1 else "",
+        "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile",
+        f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs",
+    )  # fmt: skip
 
 
-def _order(plan: Plan, ranks: Sequence[Mapping[str, Any]], known: Site | None) -> list[Finding]:
-    """Return whether each rank has a device of its own, and the cores that the site says are next to it."""
+def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:
+    """Check that each rank has its own device, and some of the cores that the site says are next to it."""
     owners: dict[tuple[str, str], int] = {}
-    near = known.cores_near_device if known else ()
-    # Two threads of a core have numbers that differ by half of all.
-    half = known.cores // 2 if known and known.cores else sys.maxsize
+    near = known.cores_near_device
+    # The numbers of a core's two hardware threads differ by half of all.
+    half = known.cores // 2 if known.cores else sys.maxsize
+    wrong, remedy = "", ""
     for rank in ranks:
         where = f"rank {rank['rank']} on {rank['host']}"
         name, device = rank.get("device_id") or rank.get("device"), rank.get("device")
         if name is not None and rank["local_size"] <= min(plan.job.devices):
             owner = owners.setdefault((rank["host"], str(name)), rank["rank"])
             if owner != rank["rank"]:
-                return [
-                    Finding(
-                        "device order", "wrong", f"{where} has the same device as rank {owner}: {name}",
-                        "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none), or "
-                        "one of its own",
-                    )
-                ]  # fmt: skip
+                wrong = wrong or f"{where} has the same device as rank {owner}: {name}"
+                remedy = remedy or (
+                    "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none), or one of "
+                    "its own"
+                )
         bound = {core % half for core in rank["affinity"]}
         if device is not None and device < len(near) and bound and not bound & numbers(near[device]):
-            return [
-                Finding(
-                    "device order", "wrong",
-                    f"{where} has device {device}, which is next to cores {near[device]}, but not one of these cores",
-                    "leave --cpu-bind out, and launch binds each rank to the cores next to its device",
-                )
-            ]  # fmt: skip
-    if not owners:
+            wrong = (
+                wrong or f"{where} has device {device}, which is next to cores {near[device]}, but none of these cores"
+            )
+            remedy = remedy or "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
+    if not (owners or wrong):
         return []
-    return [Finding("device order", "ok", "each rank has its own" + (", next to its cores" if near else ""))]
+    return [_check("device order", wrong, remedy, "each rank has its own" + (", next to its cores" if near else ""))]
 
 
 def _show(findings: Sequence[Finding]) -> None:

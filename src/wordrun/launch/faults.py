@@ -1,4 +1,4 @@
-"""Which failures a relaunch can cure: those of nodes, fabric and launcher, never those of the user's program.
+"""Failures that a relaunch can cure: those of nodes, network and launcher, never those of the user's program.
 
 Of 63 relaunches after arbitrary failures in a series of runs at ALCF 7 helped; the others repeated a mistake. So only
 what the launchers themselves print of such a fault counts.
@@ -11,18 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wordrun.errors import REQUEUE
+from wordrun.launch.launchers import LAUNCHERS
 
-# A line, what it means, and which group of it (0: none) names the host that is to be left out.
+# A line's pattern, its meaning, and the group that names the host to leave out (0: none).
 PATTERNS: tuple[tuple[str, str, int], ...] = (
-    (r"srun: error: Node failure on (\S+)", "SLURM lost a node", 1),
-    (r"error: .*(?:Unable to contact|Communication connection failure).* ?(?:node|host) (\S+)", "SLURM lost a node", 1),
-    (r"CANCELLED AT .* DUE TO NODE FAILURE", "SLURM lost a node", 0),
-    (r"launch failed on (\S+): .*Couldn't forward RPC", "PALS cannot reach a node", 1),
-    (r"Couldn't forward RPC launch", "PALS cannot reach a node", 0),
-    (r"(\S+): ping failed", "PALS lost a node", 1),
-    (r"ping failed|RPC timeout", "PALS lost a node", 0),
+    *(fault for launcher in LAUNCHERS.values() for fault in launcher.faults),
     (r"No VNIs available", "the fabric has no free network identifier", 0),
-    (r"CXI alloc failed on cxi\d+", "the fabric's resources of an earlier job are not free yet", 0),
+    (r"CXI alloc failed on cxi\d+", "an earlier job has not yet released the fabric's resources", 0),
     (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
 )
 
@@ -31,12 +26,12 @@ TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure that another try may not have."""
+    """A failure that may not happen again."""
 
     meaning: str
     line: str
     hosts: tuple[str, ...]
-    """Hosts to leave out, by the names that the launcher gave."""
+    """Hosts to leave out, as the launcher names them."""
 
 
 def classify(lines: Iterable[str], status: int) -> Fault | None:
@@ -61,5 +56,5 @@ def classify(lines: Iterable[str], status: int) -> Fault | None:
 
 
 def port_taken(lines: Iterable[str], port: int) -> bool:
-    """Say whether ``lines`` show that rank 0 could not listen at ``port``, in torch's words."""
+    """Say whether ``lines`` show that rank 0 could not listen at ``port``, as torch reports it."""
     return any(TAKEN.search(line) and re.search(rf"\b{port}\b", line) for line in lines)

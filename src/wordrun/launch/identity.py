@@ -1,32 +1,27 @@
-"""Which run a launch is: a new one, or one that a job before it, or an earlier try, has begun."""
+"""The run that a launch belongs to: a new one, or one that an earlier job or attempt began."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
+from wordrun.run_id import new_run_id
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The run's name, and whether there may be something of it to go on from."""
+    """The run's name, and whether it may have a state to resume from."""
 
     run_id: str
     why: str = ""
     """Where the name comes from; empty: it is new."""
     resume: str = ""
-    """Why the ranks are told to go on from what the run has left (WORDRUN_RESUME=auto); empty: they are not told."""
-
-
-def new_id() -> str:
-    """Return a name that no other run has: the time, and four random digits."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    """Why the ranks should resume (WORDRUN_RESUME=auto); empty: no reason to."""
 
 
 def choose(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str) -> Identity:
@@ -36,34 +31,34 @@ def choose(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str
         env: this process's environment. That of a rank names the rank's own run, which this one is not.
         job: the scheduler's job.
         command: what the ranks run, without secrets.
-        folder: where the records of launches lie.
+        folder: the folder of the records of launches.
 
     Raises:
-        ConfigError: WORDRUN_RUN_ID is no name for files.
+        ConfigError: WORDRUN_RUN_ID cannot be part of a file name.
     """
     named = exported_id(env)
     if named:
         return Identity(named, "WORDRUN_RUN_ID was exported")
     if job.restarts:
         begun = _begun_before(job, command, folder)
-        count = f"SLURM_RESTART_COUNT={job.restarts}"
+        count = f"{job.reasons.get('restarts', 'restarts')}={job.restarts}"
         if begun:
             return Identity(begun, f"begun by this job before it was requeued ({count})", f"requeued: {count}")
-    return Identity(new_id())
+    return Identity(new_run_id())
 
 
 def exported_id(env: Mapping[str, str]) -> str:
     """Return the run's name that the user, or a job script, has exported; empty: none.
 
     Raises:
-        ConfigError: it is no name for files.
+        ConfigError: it cannot be part of a file name.
     """
     run_id = env.get("WORDRUN_RUN_ID", "")
     if not run_id or "WORDRUN_LAUNCH_ID" in env:
         return ""
     if not re.fullmatch(r"\w[\w.-]*", run_id, re.ASCII):
         raise ConfigError(
-            f"WORDRUN_RUN_ID={run_id}: it names files and folders, so it takes letters, digits and _ . - alone"
+            f"WORDRUN_RUN_ID={run_id}: it is part of file names, so only letters, digits and _ . - are allowed"
         )
     return run_id
 
@@ -78,7 +73,7 @@ def file_name(folder: str, run_id: str) -> str:
 
 
 def _begun_before(job: Job, command: Sequence[str], folder: str) -> str:
-    """Return the first run of ``command`` that earlier tries of ``job`` have begun and this one has not taken up yet.
+    """Return the first run of ``command`` that earlier attempts of ``job`` began and this one has not resumed yet.
 
     One script may launch the same command several times.
     """

@@ -1,23 +1,14 @@
-"""The options of ``launch``: one table, read by the parser and by ``--help``."""
+"""The options of ``launch``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from wordrun.errors import ConfigError, nearest
-
-LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "local")
-SCHEDULERS = ("pbs", "slurm", "none")
-# Who a rank is comes from its launcher, rank by rank: one value for all of them is never right.
-RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for; None where nothing was said."""
+    """The values of the command line; None where an option was not given."""
 
     np: int | None = None
     nodes: int | None = None
@@ -46,9 +37,9 @@ class Options:
     job_name: str = "wordrun"
     filesystems: str | None = None
     gpus: int | None = None
-    """Of a node, for the job script."""
+    """GPUs per node, for the job script."""
     cores: int | None = None
-    """Of a node, for the job script."""
+    """Cores per node, for the job script."""
     chain: int = 1
     walltime_margin: float | None = None
     """Seconds before the walltime ends at which ranks get SIGUSR1; 0: they get none."""
@@ -57,214 +48,14 @@ class Options:
     command: tuple[str, ...] = ()
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError("should be a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError("should be a number of seconds above 0")
-    return seconds
-
-
-def _margin(text: str) -> float:
-    return 0.0 if text == "0" else _seconds(text)
-
-
-def _walltime(text: str) -> str:
-    from wordrun.launch.submit import seconds
-
-    seconds(text)
-    return text
-
-
-def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
-    """Return a reader of what goes into a directive as it stands, where a blank or a line's end would begin another."""
-
-    def read(text: str) -> str:
-        if not re.fullmatch(pattern, text, re.ASCII):
-            raise ValueError(f"should be {meaning}")
-        return text
-
-    return read
-
-
-# The job's name is part of file names too.
-_job_name = _matching(r"[A-Za-z0-9][\w.+-]{0,99}", "up to 100 letters, digits and . _ + -, the first a letter or digit")
-_name = _matching(r"\w[\w.+@:/-]*", "a name of letters, digits and . _ + - @ : /")
-_names = _matching(r"\w[\w.+@:/,-]*", "a name (several: with commas) of letters, digits and . _ + - @ : /")
-_filesystems = _matching(r"\w[\w.+-]*(:\w[\w.+-]*)*", "names with colons between them, such as home:eagle")
-
-
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier() or not name.isascii():
-        raise ValueError("should be NAME=VALUE")
-    if name in RANK_NAMES:
-        raise ValueError(f"cannot be set: launch decides {name} for each rank (-n, -N and --ppn say how many)")
-    return name, value
-
-
-def _words(text: str) -> tuple[str, ...]:
-    import shlex
-
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ValueError(f"cannot be split into words: {error}") from None
-
-
-def _one_of(names: Sequence[str]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in names:
-            raise ValueError(f"should be one of {', '.join(names)}{nearest(text, names)}")
-        return text
-
-    return read
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option as it is typed, read and explained."""
-
-    names: tuple[str, ...]
-    field: str
-    help: str
-    metavar: str = ""
-    """Name of the value in ``--help``; empty for a switch."""
-    read: Callable[[str], Any] = str
-    repeat: bool = False
-
-
-GROUPS: dict[str, tuple[Option, ...]] = {
-    "How many ranks (any two decide the third; none: one rank per GPU, else one process)": (
-        Option(("-n", "--np"), "np", "ranks in all", "N", _count),
-        Option(("-N", "--nodes"), "nodes", "nodes", "N", _count),
-        Option(("--ppn",), "ppn", "ranks per node", "N", _count),
-    ),
-    "How they are started": (
-        Option(("--launcher",), "launcher", ", ".join(LAUNCHERS), "NAME", _one_of(LAUNCHERS)),
-        Option(("--env",), "env", "a variable for every rank (repeat for more)", "K=V", _setting, repeat=True),
-        Option(("--cpu-bind",), "cpu_bind", "CPU binding, as the launcher takes it", "S"),
-        Option(("--launcher-args",), "launcher_args", "passed on to mpiexec, srun or torchrun", '"..."', _words),
-        Option(("--idle-timeout",), "idle_timeout", "end the job after S seconds without output (124)", "S", _seconds),
-        Option(("--retries",), "retries", "relaunch up to N times after a fault of node or fabric", "N", _count),
-        Option(("--spare-nodes",), "spare_nodes", "nodes held back to replace failed ones", "N", _count),
-        Option(
-            ("--walltime-margin",),
-            "walltime_margin",
-            "SIGUSR1 to the ranks S seconds before the time limit (submitted wordrun: 120 or less; 0: none)",
-            "S",
-            _margin,
-        ),
-        Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
-        Option(("--hostfile",), "hostfile", "hosts, one per line (of the job's, in a job)", "FILE"),
-        Option(("--site",), "site", "name or YAML file of a site", "NAME"),
-    ),
-    "As a job (--submit writes a job script with these and launch inside, and hands it to qsub or sbatch)": (
-        Option(("--submit",), "submit", "submit instead of starting here; with --dry-run: print the script"),
-        Option(("--walltime",), "walltime", "time limit, H:MM:SS", "T", _walltime),
-        Option(("--queue",), "queue", "queue, partition or QOS", "Q", _names),
-        Option(("--account",), "account", "project that pays", "A", _name),
-        Option(("--job-name",), "job_name", "name of the job (wordrun)", "J", _job_name),
-        Option(("--filesystems",), "filesystems", "PBS: file systems that must be up", "F", _filesystems),
-        Option(("--gpus",), "gpus", "GPUs of a node, where no site file says, or a part of them", "N", _count),
-        Option(("--cores",), "cores", "cores of a node, where no site file says, or a part of them", "N", _count),
-        Option(("--chain",), "chain", "jobs in a row, each after the one before", "N", _count),
-    ),
-    "What would happen": (
-        Option(("--dry-run",), "dry_run", "print what would run, and why; run nothing"),
-        Option(("--info",), "info", "print the job, hosts, devices, launcher and python"),
-        Option(("--doctor",), "doctor", "start a probe on the ranks and say what is wrong, with remedies"),
-        Option(("--json",), "json", "print --dry-run, --info, --doctor or --submit as JSON"),
-        Option(("-h", "--help"), "help", "this text"),
-        Option(("--version",), "version", "print the version"),
-    ),
-}
-OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
-
-SUBMISSION = tuple(option for title, group in GROUPS.items() if title.startswith("As a job") for option in group)
-# What a submitted launch is called with again.
-INNER = tuple(option for title, group in GROUPS.items() if title.startswith("How") for option in group)
-
-USAGE = "usage: launch [options] [--] COMMAND..."
-EXAMPLES = """
-Start COMMAND as N ranks that know each other. Any torch script works: each rank finds RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
-
-  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare    two ranks on this machine
-  launch --dry-run -n 4 python train.py --epochs 3                    what would run, and why
-  launch --submit -N 2 --walltime 1:00:00 --queue debug --account A -- python -m wordrun    as a job of two nodes
-  launch --idle-timeout 600 --env NCCL_DEBUG=INFO python train.py     end a job that hangs
-
-The first word that is not an option of launch begins COMMAND; all that follows is COMMAND's own."""
-STATUS = """
-Exit status: the failing rank's own (128 + N for signal N), 2 for a wrong option, 75 for a run that was asked to stop,
-has saved and can be continued, 124 after --idle-timeout, 126 or 127 for a COMMAND that cannot be run or found,
-130 after Ctrl-C."""
-
-
-def help_text() -> str:
-    """Return what ``launch --help`` prints."""
-    lines = [USAGE, EXAMPLES]
-    for title, group in GROUPS.items():
-        lines += ["", f"{title}:"]
-        for option in group:
-            left = f"  {', '.join(option.names)} {option.metavar}".rstrip()
-            lines.append(f"{left:<24}  {option.help}")
-    return "\n".join([*lines, STATUS])
-
-
-def parse(words: Sequence[str]) -> Options:
-    """Return the Options that ``words`` (the command line without ``launch``) ask for.
-
-    Parsing stops at the first word that is no option, so COMMAND's own flags are never read here.
+def seconds(walltime: str) -> int:
+    """Return the seconds of ``[D-]H:MM:SS``.
 
     Raises:
-        ConfigError: names every option that cannot be used.
+        ValueError: it is something else.
     """
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        if word == "--":
-            break
-        name, equals, value = word.partition("=")
-        option = OPTIONS.get(name)
-        if option is None or (equals and not name.startswith("--")):
-            problems.append(f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists them)")
-            break  # it may take a value: what follows cannot be told apart from COMMAND
-        if not option.metavar:
-            if equals:
-                problems.append(f"{name} takes no value")
-            values[option.field] = True
-            continue
-        if not equals:
-            if not rest or rest[0] == "--":
-                problems.append(f"{name} needs a value: {name} {option.metavar}")
-                break
-            value = rest.pop(0)
-        try:
-            read = option.read(value)
-        except ValueError as error:
-            shown = value if value.isprintable() and value and " " not in value else repr(value)
-            problems.append(f"{name} {shown}: {error}" if option.repeat else f"{name} {shown} {error}")
-            continue
-        values[option.field] = (*values.get(option.field, ()), read) if option.repeat else read
-    if problems:
-        raise ConfigError("\n".join(problems))
-    options = Options(**values, command=tuple(rest))
-    if options.json and not (options.dry_run or options.info or options.doctor or options.submit):
-        raise ConfigError("--json goes with --dry-run, --info, --doctor or --submit")
-    if not options.submit:
-        given = [name for name, option in OPTIONS.items() if option in SUBMISSION and option.field in values]
-        if given:
-            raise ConfigError(f"{', '.join(given)}: for a job; add --submit")
-    return options
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", walltime)
+    if not match:
+        raise ValueError("should be H:MM:SS, such as 1:00:00")
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + rest

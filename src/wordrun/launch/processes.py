@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# These stand between mpiexec and the ranks, each in a group of its own.
-DAEMONS = ("hydra_", "pmi_proxy", "orted", "prted")
 # A process that dumps its core may take longer to go; its stacks are written by then.
 ABORT_S = 1.0
 
@@ -28,7 +26,7 @@ class Process:
 
 
 def descendants(pid: int, without: int = 0) -> list[Process]:
-    """Return the living processes below ``pid``, parents before their children; not ``without`` and those below it."""
+    """Return the living processes below ``pid``, parents first, except ``without`` and those below it."""
     children: dict[int, list[Process]] = {}
     for process in _table():
         children.setdefault(process.parent, []).append(process)
@@ -41,32 +39,38 @@ def descendants(pid: int, without: int = 0) -> list[Process]:
     return found
 
 
-def rank_groups(pid: int) -> list[int]:
-    """Return the process groups of the ranks that the launcher ``pid`` started, one for each."""
+def rank_groups(pid: int, daemons: tuple[str, ...]) -> list[int]:
+    """Return the process groups of the ranks that the launcher ``pid`` started, one for each.
+
+    Args:
+        pid: the launcher.
+        daemons: beginnings of the names of processes between it and the ranks, each in a group of its own.
+    """
     ranks: list[int] = []
     inside = {pid}
     for process in descendants(pid):
         if process.parent not in inside:
-            continue  # below a rank: that one's own affair
-        if process.group != process.pid or process.name.startswith(DAEMONS):
+            continue  # a rank's own child
+        if process.group != process.pid or process.name.startswith(daemons):
             inside.add(process.pid)
         else:
             ranks.append(process.group)
     return ranks
 
 
-def pythons(pid: int, launch_id: str) -> list[int]:
+def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
     """Return the Python processes on this host that are ranks of a launch, not those below them.
 
     Args:
         pid: the launcher, below which they are unless a scheduler's daemon has started them.
         launch_id: what all ranks of this launch have as WORDRUN_LAUNCH_ID, by which the others are found (Linux).
+        own_module: the Python module that the launcher's own processes run, if any; their ranks are below them.
     """
     table = {process.pid: process for process in _table()}
     mine = {process.pid for process in descendants(pid)}
     found = {
         process.pid for process in table.values()
-        if process.name.startswith(("python", "pypy")) and not _is_launcher(process.pid)
+        if process.name.startswith(("python", "pypy")) and not (own_module and _runs(process.pid, own_module))
         and (process.pid in mine or _has(process.pid, f"WORDRUN_LAUNCH_ID={launch_id}"))
     }  # fmt: skip
 
@@ -77,12 +81,12 @@ def pythons(pid: int, launch_id: str) -> list[int]:
     return [number for number in sorted(found) if not is_below_another(table[number])]
 
 
-def abort_in_turn(launcher: int, ranks: list[int]) -> None:
-    """Send SIGABRT to one rank after the other, so that their stacks do not run into each other.
+def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
+    """Send SIGABRT to one rank after the other, so that their stacks are not interleaved.
 
     ``launcher`` and its daemons, which would end all the others after the first, are stopped in the meantime.
     """
-    above = [launcher, *(p.pid for p in descendants(launcher) if p.name.startswith(DAEMONS))]
+    above = [launcher, *(p.pid for p in descendants(launcher) if p.name.startswith(daemons))]
     for pid in above:
         send(pid, signal.SIGSTOP)
     try:
@@ -96,17 +100,17 @@ def abort_in_turn(launcher: int, ranks: list[int]) -> None:
             send(pid, signal.SIGCONT)
 
 
-def _is_launcher(pid: int) -> bool:
-    """Say whether a Python process is torchrun, whose ranks are below it."""
+def _runs(pid: int, module: str) -> bool:
+    """Say whether a Python process runs ``module``."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"torch.distributed.run" in file.read()
+            return module.encode() in file.read()
     except OSError:
         return False
 
 
 def _has(pid: int, setting: str) -> bool:
-    """Say whether a process of ours was started with ``setting``, NAME=VALUE, in its environment."""
+    """Say whether a process was started with ``setting``, NAME=VALUE, in its environment."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return setting.encode() in file.read().split(b"\0")
@@ -121,7 +125,7 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
 
 
 def orphans(child: int) -> bool:
-    """Say whether there are children of ours other than ``child``: they have been adopted (Linux)."""
+    """Say whether launch has children other than ``child``: adopted ones (Linux)."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return any(int(pid) != child for pid in file.read().split())
@@ -130,25 +134,25 @@ def orphans(child: int) -> bool:
 
 
 def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
-    """End every process below this one: SIGTERM, and SIGKILL to those still there after ``patience_s``.
+    """End every process below this one: SIGTERM, and SIGKILL to those that remain after ``patience_s``.
 
     Args:
         patience_s: seconds between the two signals.
         spare: a child that is left alone, with all that is below it.
 
     Returns:
-        The wait statuses of the children that were collected on the way, by pid.
+        The wait statuses of the children that were reaped meanwhile, by pid.
     """
     ended: dict[int, int] = {}
     deadline = time.monotonic() + patience_s
-    told: set[int] = set()
+    signalled: set[int] = set()
     while left := descendants(os.getpid(), spare):
         late = time.monotonic() >= deadline
         for process in left:
             if late:
                 send(process.pid, signal.SIGKILL)
-            elif process.pid not in told:
-                told.add(process.pid)
+            elif process.pid not in signalled:
+                signalled.add(process.pid)
                 send(process.pid, signal.SIGTERM)
         ended |= reap()
         if time.monotonic() >= deadline + 5:
@@ -170,13 +174,13 @@ def reap() -> dict[int, int]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that none of them gets lost (Linux)."""
+    """Become the parent of descendants whose own parent exits, so that none escapes (Linux)."""
     if sys.platform == "linux":
         _prctl()(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def before_exec(*, own_group: bool, death_signal: int) -> Callable[[], None]:
-    """Return what a new child does before it becomes the command: leave our group, and die when we are killed."""
+    """Return what a new child does before exec: leave launch's process group, and die when launch is killed."""
     prctl = _prctl() if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -214,7 +218,7 @@ def _table() -> Iterator[Process]:
                 text = file.read()
         except OSError:
             continue  # it has just ended
-        # The name stands in brackets and may hold spaces and brackets itself.
+        # The name is in parentheses and may itself contain spaces and parentheses.
         name = text[text.index("(") + 1 : text.rindex(")")]
         state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
         if state not in "ZX":

@@ -2,20 +2,12 @@
 # Runs a command as one rank: gives it torchrun's variables, read from those of its launcher.
 # usage: rank_env.sh COMMAND...   (launch exports WORDRUN_LAUNCHER, WORDRUN_WORLD_SIZE and WORDRUN_STATUS_DIR)
 #
-# Reads one family of variables only, never writes PMI_* (MPI would die of it), and needs nothing but sh.
+# Reads one family of variables only, never writes PMI_* (MPI would fail), and needs nothing but sh. The same families
+# are in dist/world.py, in the same order; a test compares them.
 
 case ${WORDRUN_LAUNCHER-} in
-  hydra)
-    RANK=${PMI_RANK-} WORLD_SIZE=${PMI_SIZE-}
-    LOCAL_RANK=${MPI_LOCALRANKID-} LOCAL_WORLD_SIZE=${MPI_LOCALNRANKS-} NODE_RANK=
-    ;;
-  openmpi)
-    RANK=${OMPI_COMM_WORLD_RANK-} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE-}
-    LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK-} LOCAL_WORLD_SIZE=${OMPI_COMM_WORLD_LOCAL_SIZE-} NODE_RANK=
-    ;;
-  pals) # says no world size
-    RANK=${PALS_RANKID-} WORLD_SIZE=${WORDRUN_WORLD_SIZE-}
-    LOCAL_RANK=${PALS_LOCAL_RANKID-} LOCAL_WORLD_SIZE=${PALS_LOCAL_SIZE-} NODE_RANK=${PALS_NODEID-}
+  torchrun) # sets the other four itself
+    NODE_RANK=${GROUP_RANK-}
     ;;
   srun)
     RANK=${SLURM_PROCID-} WORLD_SIZE=${SLURM_STEP_NUM_TASKS-}
@@ -30,33 +22,42 @@ case ${WORDRUN_LAUNCHER-} in
     done
     unset node rest item times
     ;;
-  torchrun) # has set them all but this one
-    NODE_RANK=${GROUP_RANK-}
+  pals) # sets no world size
+    RANK=${PALS_RANKID-} WORLD_SIZE=${WORDRUN_WORLD_SIZE-}
+    LOCAL_RANK=${PALS_LOCAL_RANKID-} LOCAL_WORLD_SIZE=${PALS_LOCAL_SIZE-} NODE_RANK=${PALS_NODEID-}
+    ;;
+  openmpi)
+    RANK=${OMPI_COMM_WORLD_RANK-} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE-}
+    LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK-} LOCAL_WORLD_SIZE=${OMPI_COMM_WORLD_LOCAL_SIZE-} NODE_RANK=
+    ;;
+  hydra)
+    RANK=${PMI_RANK-} WORLD_SIZE=${PMI_SIZE-}
+    LOCAL_RANK=${MPI_LOCALRANKID-} LOCAL_WORLD_SIZE=${MPI_LOCALNRANKS-} NODE_RANK=
     ;;
   *)
-    echo "launch: rank_env.sh knows no launcher '${WORDRUN_LAUNCHER-}' (WORDRUN_LAUNCHER)" >&2
+    echo "launch: rank_env.sh does not know the launcher '${WORDRUN_LAUNCHER-}' (WORDRUN_LAUNCHER)" >&2
     exit 2
     ;;
 esac
 
 if [ -z "${RANK-}" ] || [ -z "${WORLD_SIZE-}" ] || [ -z "${LOCAL_RANK-}" ] || [ -z "${LOCAL_WORLD_SIZE-}" ]; then
-  echo "launch: $WORDRUN_LAUNCHER did not say which rank this is: RANK='${RANK-}' WORLD_SIZE='${WORLD_SIZE-}'" \
+  echo "launch: $WORDRUN_LAUNCHER does not say which rank this is: RANK='${RANK-}' WORLD_SIZE='${WORLD_SIZE-}'" \
     "LOCAL_RANK='${LOCAL_RANK-}' LOCAL_WORLD_SIZE='${LOCAL_WORLD_SIZE-}'. Is another launcher of that name in PATH?" >&2
   exit 2
 fi
-# Where no variable says so: right for ranks laid out evenly in blocks.
+# Without such a variable: correct for ranks laid out evenly in blocks.
 [ -n "$NODE_RANK" ] || NODE_RANK=$(((RANK - LOCAL_RANK) / LOCAL_WORLD_SIZE))
 export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 
 [ -d "${WORDRUN_STATUS_DIR-}" ] || exec "$@"
 
-# mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, with the 9 of those that it killed). This
-# shell stays to report its own rank's. Signals come to the whole group; it waits for the command to act on them.
+# mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, with the 9 of those it killed). This
+# shell stays to report its own rank's. Signals reach the complete group; it waits for the command to act on them.
 trap : HUP INT TERM USR1 USR2 ABRT
 "$@"
 status=$?
 [ "$status" -eq 0 ] && exit 0
 echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK" || exit "$status"
-# 75 is no failure: the rank was asked to stop and has saved. Launchers would kill the others for it; launch knows.
+# 75 is no failure: the rank was asked to stop and has saved. Launchers would kill the others for it; launch does not.
 [ "$status" -eq 75 ] && exit 0
 exit "$status"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import wordrun
-from wordrun.launch.command import Plan
+from wordrun.files import replace
+from wordrun.launch.plan import LaunchPlan
 
 # KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
@@ -18,7 +21,7 @@ HIDDEN = "***"
 
 
 def mask(name: str, value: str) -> str:
-    """Return ``value``, or asterisks where ``name`` is that of a secret."""
+    """Return ``value``, or asterisks if ``name`` is that of a secret."""
     return HIDDEN if SECRET.search(name) else value
 
 
@@ -32,34 +35,34 @@ def mask_words(words: Sequence[str]) -> list[str]:
     return masked
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def facts(plan: LaunchPlan) -> dict[str, Any]:
     """Return all that is known of a launch before it starts, ready for JSON."""
     return {
-        "command": mask_words(plan.command),
+        "command": mask_words(plan.options.command),
         "argv": mask_words(plan.argv),
-        "np": plan.np,
-        "ppn": plan.ppn,
+        "np": plan.ranks.np,
+        "ppn": plan.ranks.ppn,
         "hosts": list(plan.hosts),
-        "site": plan.site,
+        "site": plan.site.name or None,
         "scheduler": plan.job.scheduler,
         "job": plan.job.id or None,
         "restarts": plan.job.restarts,
-        "launcher": plan.launcher.kind,
+        "launcher": plan.launcher.name,
         "launcher_path": plan.launcher.path or None,
-        "env_set": {name: mask(name, value) for name, value in plan.env_set.items()},
+        "env_set": {name: mask(name, value) for name, value in plan.env.items()},
         "env_unset": list(plan.env_unset),
         "cwd": plan.decided.cwd,
         "launch_id": plan.decided.launch_id,
-        "run_id": plan.env_set["WORDRUN_RUN_ID"],
+        "run_id": plan.env["WORDRUN_RUN_ID"],
         "reasons": dict(plan.reasons),
     }
 
 
 class Record:
-    """The launch's file; written when it starts and again when it has ended."""
+    """The launch's record; written at its start and again at its end."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.path = plan.env_set["WORDRUN_LAUNCH_RECORD"]
+    def __init__(self, plan: LaunchPlan) -> None:
+        self.path = plan.env["WORDRUN_LAUNCH_RECORD"]
         system = os.uname()
         self.content = {
             **facts(plan),
@@ -74,25 +77,18 @@ class Record:
         }
 
     def begin(self) -> None:
-        """Write the file for the first time; an OSError says that it cannot be kept."""
+        """Write the file for the first time; raises OSError."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._write()
 
     def end(self, status: int) -> None:
-        """Complete the file with how the launch ended."""
+        """Complete the file with the end of the launch."""
         self.content |= {"end": _now(), "exit_status": status}
         self._write()
 
     def _write(self) -> None:
-        import json
-
         # Rank 0 moves the file into its run directory and leaves a link: the real file is the one to replace.
-        real = os.path.realpath(self.path)
-        temporary = f"{real}.{os.getpid()}"
-        with open(temporary, "w") as file:
-            json.dump(self.content, file, indent=2)
-            file.write("\n")
-        os.replace(temporary, real)
+        replace(Path(os.path.realpath(self.path)), json.dumps(self.content, indent=2) + "\n")
 
 
 def _now() -> str:

@@ -10,25 +10,27 @@ from datetime import timedelta
 from typing import Any
 
 import wordrun
-from wordrun.launch.command import Plan, Ranks
+from wordrun.launch.host import find_command, own_bin
 from wordrun.launch.job import Job
-from wordrun.launch.launcher import Launcher, find_command
+from wordrun.launch.launchers.base import Launcher
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.ranks import Ranks
 from wordrun.launch.record import facts, mask, mask_words
 from wordrun.launch.site import Site
 
-# More hosts than this are cut short for people; --json has them all.
+# Longer lists of hosts are cut; --json has them all.
 SHOWN = 8
 
 
-def dry_run(plan: Plan, *, as_json: bool) -> str:
+def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     """Return what would run: as JSON, or as shell lines that do the same when pasted, with the reasons beside them."""
     if as_json:
         return _json(facts(plan))
-    ranks = f"{plan.np} rank{'s' * (plan.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
-    launcher = f"{plan.launcher.kind} {plan.launcher.path}".strip()
+    ranks = f"{plan.ranks.np} rank{'s' * (plan.ranks.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
+    launcher = f"{plan.launcher.name} {plan.launcher.path}".strip()
     lines = [
         f"# {ranks}: {plan.reasons['ranks']}",
-        f"# site: {plan.site or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
+        f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
         f"# scheduler: {plan.job.scheduler} {plan.job.id} ({plan.reasons['scheduler']})".replace("  ", " "),
         f"# hosts: {' '.join(plan.hosts[:SHOWN])}{' ...' * (len(plan.hosts) > SHOWN)} ({plan.reasons['hosts']})",
         f"# cores: {plan.job.cores[0]} ({plan.reasons['cores']})",
@@ -36,11 +38,11 @@ def dry_run(plan: Plan, *, as_json: bool) -> str:
         f"# launcher: {launcher} ({plan.launcher.why})",
         *(f"# note: {note}" for note in plan.job.notes),
     ]
-    if "OMP_NUM_THREADS" not in plan.env_set:
+    if "OMP_NUM_THREADS" not in plan.env:
         lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")
     if plan.env_unset:
         lines.append(f"unset {' '.join(plan.env_unset)}  # an earlier launcher's")
-    for name, value in plan.env_set.items():
+    for name, value in plan.env.items():
         why = plan.reasons.get(name)
         lines.append(f"export {name}={shlex.quote(mask(name, value))}" + (f"  # {why}" if why else ""))
     for path, text in plan.files.items():
@@ -49,12 +51,12 @@ def dry_run(plan: Plan, *, as_json: bool) -> str:
     return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
 
 
-def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
+def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
     """Return the job, hosts, devices, launcher and python that were found: as JSON, or as a table."""
-    path = os.pathsep.join(filter(None, (os.path.join(sys.prefix, "bin"), os.environ.get("PATH", ""))))
+    path = os.pathsep.join(filter(None, (own_bin(), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
-        "site": f"{site.name}: {site.description}" if site else None,
-        "internet": site.way_out if site else None,
+        "site": f"{site.name}: {site.description}" if site.name else None,
+        "internet": site.way_out if site.name else None,
         "scheduler": job.scheduler,
         "job": job.id or None,
         "queue": job.queue or None,
@@ -63,7 +65,7 @@ def info(job: Job, site: Site | None, ranks: Ranks, launcher: Launcher, *, as_js
         "cores": list(job.cores),
         "devices": list(job.devices),
         "ranks": ranks.np,
-        "launcher": launcher.kind,
+        "launcher": launcher.name,
         "launcher_path": launcher.path or None,
         "python": sys.executable,
         "python_version": sys.version.split()[0],

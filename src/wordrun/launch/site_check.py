@@ -1,4 +1,4 @@
-"""What may stand in a site file: a table of its keys, and the search for everything in it that would go wrong later."""
+"""The checks of a site file: a table of its keys, and the search for mistakes that would show only later."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wordrun.errors import nearest
-from wordrun.launch.site import PLACEHOLDERS
+from wordrun.launch.launchers import LAUNCHERS
+from wordrun.launch.schedulers import SCHEDULERS
 
 # A kind returns what is wrong with a value, or an empty string.
 Kind = Callable[[Any], str]
-# The names of a dict are free (ANY) or those of variables; else they are the dict's own.
+# The keys of a dict are free (ANY), names of variables (VARIABLE), or those listed.
 ANY, VARIABLE = "any name", "a variable"
-LAUNCHERS = ("pals", "srun", "openmpi", "hydra")
-# Keys that only one launcher heeds.
-ONLY_WITH = {"srun_args": "srun", "pals_binding": "pals", "launcher_paths": "pals"}
+# The placeholders that are filled in in a site's texts. Other braces are kept, such as those of JSON in a variable.
+PLACEHOLDERS = {
+    "srun_args": ("devices",),
+    "master_addr": ("host",),
+    "env": ("devices", "devices_reversed"),
+    "submit.directives": ("devices",),
+}
 
 
 def _should(words: str, holds: Callable[[Any], bool]) -> Kind:
@@ -49,7 +54,7 @@ def _pattern(value: Any) -> str:
     try:
         re.compile(value)
     except re.error as error:
-        return f"is no regular expression: {error}"
+        return f"is not a regular expression: {error}"
     return ""
 
 
@@ -62,12 +67,12 @@ def _cores(value: Any) -> str:
 
 
 def _unfilled(text: str, known: Sequence[str], *, slips_only: bool = False) -> str:
-    """Return which braces would be left as they stand; with ``slips_only`` those that resemble a known placeholder."""
+    """Return the braces that are not placeholders; with ``slips_only`` only those that resemble one."""
     names = [f"{{{word}}}" for word in known]
     for found in re.findall(r"(?<!\$){\w+}" if slips_only else r"{[^{}]*}?|}", text):
         hint = "" if found in names else nearest(found, names)
         if hint or (found not in names and not slips_only):
-            return f"has {found}, for which nothing is filled in{hint or f'; known is {names[0]}'}"
+            return f"has {found}, which is not a placeholder{hint or f'; known is {names[0]}'}"
     return ""
 
 
@@ -75,15 +80,18 @@ def _filled(key: str, kind: Kind) -> Kind:
     return lambda value: kind(value) or _unfilled(str(value), PLACEHOLDERS[key])
 
 
-def _address(value: str) -> str:
-    wrong = _unfilled(value, PLACEHOLDERS["master_addr"])
-    return wrong or ("" if "{host}" in value else "should hold {host}, a node's short name")
+def _address(value: Any) -> str:
+    return (
+        TEXT(value)
+        or _unfilled(value, PLACEHOLDERS["master_addr"])
+        or ("" if "{host}" in value else "should hold {host}, a node's short name")
+    )
 
 
 def _reasoned(value: Any) -> str:
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)):
         return "should be [value, reason], both of them text (numbers in quotes)"
-    # A value may hold braces of its own, such as JSON's.
+    # A value may contain other braces, such as JSON.
     return _unfilled(value[0], PLACEHOLDERS["env"], slips_only=True)
 
 
@@ -109,21 +117,26 @@ QUEUE = {
     "rerunnable": FLAG,
     "device_per_rank": FLAG,
 }  # fmt: skip
-# The keys whose values need more than a look at their type; a list stands for many of its one kind.
+# What each key may hold; a list means a list of that kind.
 SHAPES: dict[str, Any] = {
+    "description": TEXT,
     "recognise": {"hosts": _pattern, "env": {VARIABLE: _pattern}},
-    "scheduler": _one_of("pbs", "slurm"),
-    "launcher": _one_of(*LAUNCHERS),
+    "scheduler": _one_of(*(name for name, each in SCHEDULERS.items() if each.variable)),
+    "launcher": _one_of(*(name for name, each in LAUNCHERS.items() if each.in_sites)),
     "launcher_paths": [TEXT],
     "devices": FROM_0,
+    "device": TEXT,
+    "count_devices": FLAG,
     "ranks_per_node": FROM_1,
     "cores": FROM_1,
     "cores_near_device": [_cores],
+    "pals_binding": TEXT,
     "srun_args": [_filled("srun_args", WORD)],
     "master_addr": _address,
     "env": {VARIABLE: _reasoned},
     "unset": {VARIABLE: TEXT},
     "proxies": {VARIABLE: TEXT},
+    "internet": FLAG,
     "modules": [LINE],
     "submit": {
         "filesystems": TEXT,
@@ -137,11 +150,10 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def mismatches(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with single values of a site file; its keys are known and their values of the right type."""
-    return [
-        problem for key, value in values.items() if key in SHAPES for problem in _mismatches(key, value, SHAPES[key])
-    ]
+def problems(content: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the content of a site file."""
+    missing = [] if "scheduler" in content else [f"scheduler is missing: it {SHAPES['scheduler'](None)}"]
+    return [*missing, *_mismatches("", content, SHAPES)] or _contradictions(content)
 
 
 def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
@@ -155,34 +167,36 @@ def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
     if not isinstance(value, dict):
         return [f"{key}: {value!r} should be names and values ({{}} for none)"]
     free = next((word for word in (ANY, VARIABLE) if word in shape), None)
-    problems = []
+    problems, at = [], f"{key}." if key else ""
     for name, inner in value.items():
         if free is None and name not in shape:
-            problems.append(f"{key}: unknown key '{name}'{nearest(str(name), shape)}; known are {', '.join(shape)}")
+            known = f"; known are {', '.join(shape)}" if key else ""
+            problems.append(f"{key and key + ': '}unknown key '{name}'{nearest(str(name), shape)}{known}")
         elif free is not None and not isinstance(name, str):
             problems.append(f"{key}: the name {name!r} should be {QUOTED}")
         elif free == VARIABLE and not re.fullmatch(r"[A-Za-z_]\w*", name):
             problems.append(f"{key}: {name!r} should be the name of a variable")
         else:
-            problems += _mismatches(f"{key}.{name}", inner, shape[free or name])
+            problems += _mismatches(f"{at}{name}", inner, shape[free or name])
     return problems
 
 
-def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with values that are right one by one."""
+def _contradictions(values: Mapping[str, Any]) -> list[str]:
+    """Return contradictions between values that are valid one by one."""
     scheduler, launcher, problems = values["scheduler"], values.get("launcher", ""), []
-    for key, needed in ONLY_WITH.items():
-        if values.get(key) and launcher != needed:
-            says = f"launcher: {launcher}" if launcher else "no launcher"
-            problems.append(f"{key} goes with launcher: {needed}, and the file says {says}")
-    if launcher == "srun" and scheduler != "slurm":
-        problems.append(f"launcher: srun is SLURM's own, and the file says scheduler: {scheduler}")
+    for name, each in LAUNCHERS.items():
+        for key in each.site_keys:
+            if values.get(key) and launcher != name:
+                says = f"launcher: {launcher}" if launcher else "no launcher"
+                problems.append(f"{key} goes with launcher: {name}, and the file says {says}")
+    needed = LAUNCHERS[launcher].scheduler if launcher else ""
+    if needed not in ("", scheduler):
+        problems.append(f"launcher: {launcher} needs scheduler: {needed}, and the file says scheduler: {scheduler}")
     near, devices = values.get("cores_near_device"), values.get("devices")
     if near and devices is not None and len(near) != devices:
         problems.append(f"cores_near_device: {len(near)} entries for devices: {devices}; each device needs its own")
-    if scheduler == "pbs":
-        # Its directives are written as they stand.
+    if not SCHEDULERS[scheduler].fills_directives:
         for text in values.get("submit", {}).get("directives", ()):
             if "{" in text:
-                problems.append(f"submit.directives: {text!r}: nothing is filled in for pbs; write the value itself")
+                problems.append(f"submit.directives: {text!r}: {scheduler} replaces nothing; write the value itself")
     return problems

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from wordrun.launch.launchers import LAUNCHERS
+
 # Enough for the faults of a launcher and the tracebacks of some ranks.
 TAIL_BYTES = 65536
 LAST_LINES = 15
-# "[rank3]: ..." is torch's mark on each line of a traceback, "[rank 3] ..." wordrun's on the first line of one.
-MARK = re.compile(r"\[rank( ?)(\d+)\]")
-# Launchers, and the shells of ranks that they end.
-OTHERS = re.compile(r"((srun|slurmstepd\S*|mpiexec|mpirun): |\[mpiexec@|\[proxy:|[WE]\d{4} )|(Terminated|Killed)$")
+# torch begins each line of a traceback with "[rank3]: ", wordrun the first line of one with "[rank 3] ".
+PREFIX = re.compile(r"\[rank( ?)(\d+)\]")
+# What launchers print, and the shells of ranks that they end.
+OWN_LINES = "|".join(launcher.own_lines for launcher in LAUNCHERS.values() if launcher.own_lines)
+OTHERS = re.compile(rf"({OWN_LINES})|(Terminated|Killed)$")
 
 
 class Tail:
@@ -21,7 +24,7 @@ class Tail:
         self._bytes = bytearray()
 
     def add(self, chunk: bytes) -> None:
-        """Take in what has come."""
+        """Append ``chunk``; only the last bytes are kept."""
         self._bytes += chunk
         del self._bytes[:-TAIL_BYTES]
 
@@ -31,18 +34,18 @@ class Tail:
 
 
 def lines_of(rank: int, lines: Iterable[str]) -> list[str]:
-    """Return the last of ``lines`` that ``rank`` wrote: those with its mark, or else those with no rank's mark."""
+    """Return the last of ``lines`` that ``rank`` wrote: those with its prefix, or else those without any."""
     own: list[str] = []
-    unmarked: list[str] = []
+    unprefixed: list[str] = []
     block: int | None = None
     for line in lines:
         writer = block
-        mark = MARK.match(line)
-        if mark:
-            writer = int(mark[2])
-            block = writer if mark[1] else None
+        prefix = PREFIX.match(line)
+        if prefix:
+            writer = int(prefix[2])
+            block = writer if prefix[1] else None
         if writer == rank:
             own.append(line)
         elif writer is None and not OTHERS.match(line):
-            unmarked.append(line)
-    return (own or unmarked)[-LAST_LINES:]
+            unprefixed.append(line)
+    return (own or unprefixed)[-LAST_LINES:]

@@ -146,8 +146,8 @@ def activation_memory(
     head = 0.0
     if cfg.n_layer - 1 in layers:  # the last norm's input, its result, and the logits
         head = start + cfg.n_embd * strategy.compute + CROSS_ENTROPY * model.vocab_size / tp
-    # Gradients of the widest layer's output and of its input. Where layers are recomputed, ``recomputed`` includes that
-    # output, too, and it is freed before the second gradient is allocated.
+    # Gradients of the widest layer's output and of its input. What is recomputed includes that output, which is freed
+    # before the second gradient is allocated.
     widest = max(size(each) for each in tensors) * (1 if recomputed else 2)
     return {
         "activations": tokens * per_token,

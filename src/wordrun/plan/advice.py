@@ -53,7 +53,8 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
     if found := pick(["DDP"], kinds[:1] if hardware.devices > 1 else kinds):
         only = ": ranks only average gradients" if hardware.devices > 1 else ""
         return advice(found, f"The whole model fits one {device}{only}.")
-    why = [f"The whole model{'' if kinds[0] != 'none' else ' as it is'} does not fit one {device}."]
+    plain = "Without activation checkpointing the" if kinds[0] == "none" else "The"
+    why = [f"{plain} whole model does not fit one {device}."]
     if hardware.nodes > MANY_NODES:
         if found := pick(SHARDED[:1]):
             together = f"The {hardware.per_node} devices of a node can hold it: no layer is gathered across nodes."
@@ -69,15 +70,17 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
         if name == "DDP":
             return advice(found, *why)
         offload = name == "FSDP, offload"
-        where = "in the host's memory" if offload else "sharded"
-        why.append(f"Its largest layer does, and the ranks keep parameters, gradients and optimizer state {where}.")
+        where = " and kept in the host's memory" if offload else " across the ranks"
+        why.append(f"Its largest layer does: parameters, gradients and optimizer state are sharded{where}.")
         return advice(found, *why, other=pick(ZERO_OFFLOAD if offload else ["ZeRO-2", "ZeRO-3"]))
     if found := pick(ZERO_OFFLOAD):
         return advice(
-            found, *why, "There are no ranks to shard it; DeepSpeed can keep part of it in the host's memory."
+            found,
+            *why,
+            "There are no ranks to shard it across, but DeepSpeed can keep part of it in the host's memory.",
         )
     if found := pick(["TP over FSDP"]) or pick(["3D"]) or pick(["PP"]):
-        shared = "Nor does one layer with its activations: the ranks of a node share each matrix product."
+        shared = "Neither does one layer with its activations: the ranks of a node share each matrix product."
         return advice(found, *why, shared)
     return Advice(None, kinds[0], [*why, *_remedies(planner, candidates)])
 

@@ -27,8 +27,8 @@ Estimate the memory that a model needs per device under every backend, and recom
   wordrun plan model=gpt3_13b plan.devices=16 train.backend=3D backend.pp=4 backend.tp=4 optimizer.gas=16
   wordrun plan --json model=gpt2 plan.memory=12
 
-It accepts the overrides of a training run (wordrun --help) and the options below. The first row is the strategy that
-train.backend and backend.* describe. No data is read and no device is used. See docs/plan.md for the columns.
+It accepts the overrides of a training run (wordrun --help) and the options below. If train.backend or backend.* is set,
+the first row is that strategy. No data is read and no device is used. See docs/plan.md for the columns.
 """
 PRESETS = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 also uses")}
 """Vocabularies of model presets that do not set model.vocab_size, by the beginning of their names."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from wordrun.devices import VARIANTS
 from wordrun.errors import ConfigError, nearest
-from wordrun.launch import site as sites
+from wordrun.launch import site_files
+from wordrun.launch.site import Site
 
 
 @dataclass
@@ -99,10 +100,10 @@ def hardware(options: PlanConfig) -> Hardware:
     return Hardware(kind, devices, min(per_node, devices), memory, options.reserve, options.host_memory, bf16)
 
 
-def _site(name: str) -> sites.Site:
-    files = sites.site_files(os.environ)
+def _site(name: str) -> Site:
+    files = site_files.site_files(os.environ)
     if name not in files and not os.path.isfile(name):
         raise ConfigError(
             f"plan.site={name} is neither a file nor one of {', '.join(sorted(files))}{nearest(name, files)}"
         )
-    return sites.load(files.get(name, name))
+    return site_files.load(files.get(name, name))

@@ -22,12 +22,12 @@ source /repo/bin/setup.sh && setup_python && setup_job || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
-# scancel and the time limit tell this shell too: then the ranks save, and the job is over
+# scancel and the time limit signal this shell too: then the ranks save, and the job is over
 trap 'ending=yes' TERM
 launch -N 2 -- python -m wordrun train.max_iters=5
 status=$?
 if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
-  echo "saved: SLURM starts this job again"
-  scontrol requeue "$SLURM_JOB_ID" || echo "it does not: submit this script again to go on"
+  echo "saved: SLURM requeues this job"
+  scontrol requeue "$SLURM_JOB_ID" || echo "requeueing failed: submit this script again to continue"
 fi
 exit "$status"

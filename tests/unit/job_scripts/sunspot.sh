@@ -15,11 +15,11 @@ source /repo/bin/setup.sh && setup_python && setup_job || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
-# qdel and the time limit tell this shell too: then the ranks save, and the job is over
+# qdel and the time limit signal this shell too: then the ranks save, and the job is over
 trap 'ending=yes' TERM
 launch -N 2 --walltime-margin 90 -- python -m wordrun train.max_iters=5
 status=$?
 if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
-  echo "saved: submit this script again to go on"
+  echo "saved: submit this script again to continue"
 fi
 exit "$status"

@@ -1,0 +1,51 @@
+"""The launchers that ``launch`` knows, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from wordrun.errors import ConfigError
+from wordrun.launch.job import Job
+from wordrun.launch.launchers.base import Launcher, Search
+from wordrun.launch.launchers.hydra import Hydra
+from wordrun.launch.launchers.local import Local
+from wordrun.launch.launchers.openmpi import OpenMPI
+from wordrun.launch.launchers.pals import PALS
+from wordrun.launch.launchers.srun import Srun
+from wordrun.launch.launchers.torchrun import Torchrun
+from wordrun.launch.site import UNKNOWN, Site
+
+LAUNCHERS: dict[str, type[Launcher]] = {
+    each.name: each
+    for each in (
+        PALS,
+        Hydra,
+        OpenMPI,
+        Srun,
+        Torchrun,
+        Local,
+    )
+}
+"""Name, as in --launcher."""
+
+
+def choose(wanted: str | None, np: int, env: Mapping[str, str], job: Job, site: Site = UNKNOWN) -> Launcher:
+    """Return the launcher that ``--launcher`` names, else the best that this machine or job has for ``np`` ranks.
+
+    Raises:
+        ConfigError: it is not there, or cannot do what is asked.
+    """
+    search = Search(wanted, np, env, job, site, LAUNCHERS)
+    kind = LAUNCHERS[wanted] if wanted else next((each for each in LAUNCHERS.values() if each.is_default(search)), None)
+    if kind:
+        return kind.find(search)
+    of_site = site.launcher and job.scheduler == site.scheduler
+    names = (site.launcher,) if of_site else tuple(name for name, each in LAUNCHERS.items() if each.anywhere)
+    found, passed_over = search.mpiexec(*names)
+    if found:
+        return found
+    if len(job.hosts) == 1:
+        torchrun = Torchrun.find(search)
+        return replace(torchrun, why="; ".join([torchrun.why, *passed_over]))
+    raise ConfigError(search.not_found(f"no launcher for several hosts ({' or '.join(names)})", passed_over))

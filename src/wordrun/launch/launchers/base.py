@@ -1,0 +1,229 @@
+"""What ``launch`` asks of a launcher, and the search for one on this machine."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from wordrun.errors import ConfigError
+from wordrun.launch import processes
+from wordrun.launch.host import is_runnable, own_bin
+from wordrun.launch.job import Job
+from wordrun.launch.options import Options
+from wordrun.launch.request import Request
+from wordrun.launch.site import Site
+
+RANK_ENV = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_env.sh")
+# Signals that launch passes on to the ranks.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts ranks, as it was found on this machine; its subclasses know one kind each.
+
+    The defaults are for an mpiexec.
+    """
+
+    path: str = ""
+    """The program that is run; empty: none."""
+    why: str = ""
+    """Why this one."""
+
+    name: ClassVar[str]
+    scheduler: ClassVar[str] = ""
+    """The only scheduler in whose jobs it works; empty: any."""
+    anywhere: ClassVar[bool] = False
+    """Whether it may be chosen on an unknown machine."""
+    in_sites: ClassVar[bool] = True
+    """Whether a site's file may name it."""
+    site_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of a site's file that only this launcher reads."""
+    file_names: ClassVar[tuple[str, ...]] = ()
+    """Parts of the real file's name (with a slash: of its path) that identify an mpiexec of this kind."""
+    version_texts: ClassVar[tuple[str, ...]] = ()
+    """Parts of the output of ``mpiexec --version`` that identify it."""
+    remedy: ClassVar[str] = ""
+    """How to install or load one."""
+    stale: ClassVar[tuple[str, ...]] = ()
+    """Variables that would mislead a rank of another launcher (NAME_: all that begin with it)."""
+    daemons: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of processes between the launcher and its ranks, each in a group of its own."""
+    host_line: ClassVar[str] = "{host}\n"
+    """A line of its file of hosts; {ranks} stands for the host's ranks."""
+    own_module: ClassVar[str] = ""
+    """The Python module that its processes run, if it is written in Python."""
+    own_lines: ClassVar[str] = ""
+    """Regular expression for the beginning of its own lines on stderr."""
+    faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
+    """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
+    direct: ClassVar[tuple[signal.Signals, ...]] = ()
+    """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
+    death_signal: ClassVar[signal.Signals] = signal.SIGKILL
+    """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
+    in_between: ClassVar[bool] = True
+    """Whether the ranks' output and exit statuses pass through it, rather than reach launch directly."""
+    is_step: ClassVar[bool] = False
+    """Whether its ranks are started by the scheduler's daemons, so that no rank is a process below it."""
+
+    @classmethod
+    def is_default(cls, search: Search) -> bool:
+        """Say whether this is the default launcher: in the jobs of its scheduler."""
+        return search.job.scheduler == cls.scheduler
+
+    @classmethod
+    def find(cls, search: Search) -> Launcher:
+        """Return this machine's launcher of this kind.
+
+        Raises:
+            ConfigError: there is none, or it cannot do what is asked.
+        """
+        found, passed_over = search.mpiexec(cls.name)
+        if found:
+            return found
+        raise ConfigError(search.not_found(f"no mpiexec of {cls.name}", [*passed_over, cls.remedy]))
+
+    def argv(self, request: Request) -> tuple[str, ...]:
+        """Return the command line that starts the ranks.
+
+        Raises:
+            ConfigError: the launcher cannot do what an option asks.
+        """
+        raise NotImplementedError
+
+    def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
+        """Return the variables that this launcher needs, with their reasons."""
+        return {
+            "WORDRUN_LAUNCHER_PATH": (self.path, ""),
+            "WORDRUN_STATUS_DIR": (request.decided.status_dir, "a failing rank leaves its exit status here"),
+        }
+
+    def hosts_text(self, request: Request) -> str:
+        """Return what the file of hosts holds, for a launcher whose command line or variables name it."""
+        pairs = zip(request.hosts, request.ranks.layout, strict=True)
+        return "".join(self.host_line.format(host=host, ranks=ranks) for host, ranks in pairs)
+
+    def cores_per_rank(self, request: Request) -> int:
+        """Return the cores that each rank can have, on the host where they are fewest."""
+        pairs = zip(request.job.cores, request.ranks.layout, strict=False)
+        return max(1, min(cores // ranks for cores, ranks in pairs))
+
+    def keeps_terminal(self) -> bool:
+        """Say whether the command reads the terminal itself, as pdb and a shell do, and stays in our process group."""
+        return False
+
+    def send(self, number: int, pid: int, job: Job, step: str) -> None:
+        """Pass a signal on to every rank, once; raises OSError or SubprocessError where that fails.
+
+        Args:
+            number: the signal. SIGHUP becomes SIGTERM: Hydra's mpiexec would end at once, and its ranks with it.
+            pid: the launcher's process.
+            job: the scheduler's job.
+            step: name of the step, for launchers that start one.
+        """
+        if number in self.direct:
+            for group in processes.rank_groups(pid, self.daemons):
+                processes.send(group, number, group=True)
+        else:
+            processes.send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+def rank_command(options: Options) -> tuple[str, ...]:
+    """Return what a launcher runs as each rank."""
+    return ("/bin/sh", RANK_ENV, *options.command)
+
+
+def mpiexec_command(options: Options) -> tuple[str, ...]:
+    """Return the same for an mpiexec, for which the argument ``:`` separates programs."""
+    if ":" in options.command:
+        raise ConfigError(
+            "the argument ':' in the command would begin a second program for mpiexec: quote the command "
+            "(sh -c '...') or use --launcher torchrun"
+        )
+    return rank_command(options)
+
+
+def needs_hosts(request: Request) -> bool:
+    """Say whether an mpiexec must be given the hosts, as in any job."""
+    return not request.job.is_local or len(request.job.hosts) > 1 or request.options.hostfile is not None
+
+
+def refuse_binding(options: Options, what: str) -> None:
+    """Raise a ConfigError for --cpu-bind, which ``what`` does not support."""
+    if options.cpu_bind:
+        raise ConfigError(f"--cpu-bind {options.cpu_bind}: {what} has no CPU binding; use --launcher hydra or openmpi")
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search for a launcher on this machine."""
+
+    wanted: str | None
+    """--launcher."""
+    np: int
+    env: Mapping[str, str]
+    job: Job
+    site: Site
+    launchers: Mapping[str, type[Launcher]]
+    """All of them."""
+
+    def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
+        """Return the first mpiexec of one of these kinds, and those that were passed over for it, with their kinds.
+
+        A site's own paths come first. In a job PATH comes before this Python environment, whose mpiexec may not know
+        the scheduler's hosts.
+        """
+        passed_over: list[str] = []
+        if self.site.launcher in names:
+            for pattern in self.site.launcher_paths:
+                for path in filter(is_runnable, sorted(glob.glob(pattern), reverse=True)):
+                    found = self.launchers[self.site.launcher](path, f"site {self.site.name}: {pattern}")
+                    return found, passed_over
+            if self.site.launcher_paths:
+                passed_over.append(f"nothing at {', '.join(self.site.launcher_paths)}")
+        for path, where in candidates(self.env, own_first=self.job.is_local):
+            name, how = flavour(path, self.env, self.launchers)
+            if name in names:
+                return self.launchers[name](path, "; ".join([f"{name} by {how}", where, *passed_over])), passed_over
+            passed_over.append(f"passed over {path} ({name or 'unknown kind'} by {how})")
+        return None, passed_over
+
+    def not_found(self, what: str, why: Sequence[str]) -> str:
+        """Return the error message."""
+        asked = f"--launcher {self.wanted}: " if self.wanted else ""
+        return f"{asked}{what}: " + "; ".join(filter(None, ["none beside python or in PATH", *why]))
+
+
+def candidates(env: Mapping[str, str], *, own_first: bool) -> Iterator[tuple[str, str]]:
+    """Yield each mpiexec with where it was found: the environment's own first or last, and PATH in order."""
+    seen: set[str] = set()
+    own = [(own_bin(), "beside this python")]
+    others = [(folder, "in PATH") for folder in env.get("PATH", "").split(os.pathsep) if folder not in ("", own_bin())]
+    for directory, where in own + others if own_first else others + own:
+        for name in ("mpiexec", "mpiexec.hydra", "mpirun"):
+            path = os.path.join(directory, name)
+            if os.path.realpath(path) not in seen and is_runnable(path):
+                seen.add(os.path.realpath(path))
+                yield path, where
+
+
+def flavour(path: str, env: Mapping[str, str], launchers: Mapping[str, type[Launcher]]) -> tuple[str, str]:
+    """Return the kind of an mpiexec (empty: unknown), and how it was found: by the real file's name, else --version."""
+    real = os.path.realpath(path)
+    for name, launcher in launchers.items():
+        if any(part in (real if "/" in part else os.path.basename(real)) for part in launcher.file_names):
+            return name, f"its real path {real}"
+    try:
+        run = subprocess.run([path, "--version"], env=dict(env), capture_output=True, text=True, timeout=10,
+                             stdin=subprocess.DEVNULL, errors="replace")  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"{type(error).__name__} from --version"
+    text = run.stdout + run.stderr
+    kinds = (name for name, launcher in launchers.items() if any(part in text for part in launcher.version_texts))
+    return next(kinds, ""), "its --version"

@@ -1,0 +1,33 @@
+"""Hydra: the mpiexec of MPICH and Intel MPI."""
+
+from __future__ import annotations
+
+import signal
+
+from wordrun.launch.launchers.base import Launcher, mpiexec_command, needs_hosts
+from wordrun.launch.request import Request
+
+
+class Hydra(Launcher):
+    """It passes its complete environment on to the ranks (-genvall is its default)."""
+
+    name = "hydra"
+    anywhere = True
+    file_names = ("hydra", "mpich")
+    version_texts = ("HYDRA", "Intel(R) MPI")
+    remedy = "pip install 'wordrun[mpich]' installs one"
+    stale = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_", "PMIX_")
+    host_line = "{host}:{ranks}\n"
+    daemons = ("hydra_", "pmi_proxy")
+    own_lines = r"mpiexec: |\[mpiexec@|\[proxy:"
+    direct = (signal.SIGUSR2,)  # it passes on INT, TERM and USR1
+
+    def argv(self, request: Request) -> tuple[str, ...]:
+        """Return mpiexec's command line."""
+        options, ranks = request.options, request.ranks
+        binding = ("-bind-to", options.cpu_bind) if options.cpu_bind else ()
+        # Inside a scheduler's job it would get hosts from the scheduler and start ranks there.
+        where: tuple[str, ...] = ("-rmk", "user", "-launcher", "fork") if request.job.inside else ()
+        if needs_hosts(request):
+            where = ("-f", request.hosts_file, *(("-ppn", str(ranks.ppn)) if ranks.even else ()))
+        return (self.path, "-n", str(ranks.np), *where, *binding, *options.launcher_args, *mpiexec_command(options))

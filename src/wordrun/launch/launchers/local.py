@@ -1,0 +1,52 @@
+"""No launcher: the command is the only rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from wordrun.errors import ConfigError
+from wordrun.launch import processes
+from wordrun.launch.job import Job
+from wordrun.launch.launchers.base import Launcher, Search, refuse_binding
+from wordrun.launch.request import Request
+
+
+class Local(Launcher):
+    """One process, started by launch itself."""
+
+    name = "local"
+    in_sites = False
+    in_between = False
+
+    @classmethod
+    def is_default(cls, search: Search) -> bool:
+        """For one process on this machine."""
+        return search.np == 1 and search.job.is_local and len(search.job.hosts) == 1
+
+    @classmethod
+    def find(cls, search: Search) -> Launcher:
+        """Refuse more than one process."""
+        if search.np > 1:
+            raise ConfigError(f"--launcher local starts one process, not {search.np}: leave it out, or leave -n out")
+        return cls(why="--launcher local" if search.wanted else "one process needs no mpiexec")
+
+    def argv(self, request: Request) -> tuple[str, ...]:
+        """Return the command itself."""
+        refuse_binding(request.options, "a single process")
+        if request.options.launcher_args:
+            raise ConfigError("--launcher-args: a single process is started without a launcher, so leave it out")
+        return request.options.command
+
+    def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
+        """Return the variables that rank_env.sh sets for other launchers."""
+        ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
+        return {name: (value, "") for name, value in ours.items()}
+
+    def keeps_terminal(self) -> bool:
+        """If launch itself has one."""
+        return sys.stdin is not None and sys.stdin.isatty()
+
+    def send(self, number: int, pid: int, job: Job, step: str) -> None:
+        """Pass every signal on unchanged."""
+        processes.send(pid, number, group=not self.keeps_terminal())

@@ -1,0 +1,35 @@
+"""Open MPI's mpirun, up to version 4 (ORTE) and from 5 on (PRRTE)."""
+
+from __future__ import annotations
+
+from wordrun.launch.launchers.base import PASSED_ON, Launcher, mpiexec_command, needs_hosts
+from wordrun.launch.request import Request
+
+
+class OpenMPI(Launcher):
+    """On other hosts it passes on only the variables that -x names."""
+
+    name = "openmpi"
+    anywhere = True
+    file_names = ("orterun", "prte", "openmpi")
+    version_texts = ("Open MPI", "OpenRTE", "PRRTE", "prterun")
+    stale = ("OMPI_COMM_WORLD_",)
+    host_line = "{host} slots={ranks}\n"
+    daemons = ("orted", "prted")
+    own_lines = "mpirun: |mpiexec: "
+    direct = PASSED_ON  # after INT and TERM it would soon kill the ranks
+
+    def argv(self, request: Request) -> tuple[str, ...]:
+        """Return mpirun's command line."""
+        options, ranks = request.options, request.ranks
+        where = ("-N", str(ranks.ppn)) if ranks.even else ()
+        where = (*where, "--hostfile", request.hosts_file) if needs_hosts(request) else ()
+        # Its own default binds a rank to one core, whatever OMP_NUM_THREADS says.
+        binding = ("--bind-to", options.cpu_bind or "none")
+        crowd = ("--map-by", "slot:OVERSUBSCRIBE") if ranks.ppn > min(request.job.cores) and not where else ()
+        inherited = ("LD_LIBRARY_PATH", "PATH", *request.exported) if where else ()
+        exported = [word for name in sorted({*request.env, *inherited}) for word in ("-x", name)]
+        return (
+            self.path, "-n", str(ranks.np), *where, *binding, *crowd, *exported, *options.launcher_args,
+            *mpiexec_command(options),
+        )  # fmt: skip

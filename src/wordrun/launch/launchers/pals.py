@@ -1,0 +1,91 @@
+"""PALS, HPE Cray's launcher in PBS: the mpiexec of Polaris, Aurora, Sunspot and Crux."""
+
+from __future__ import annotations
+
+import signal
+
+from wordrun.errors import ConfigError
+from wordrun.launch.launchers.base import Launcher, Search, mpiexec_command
+from wordrun.launch.ranks import listed
+from wordrun.launch.request import Request
+from wordrun.launch.site import Site, numbers
+
+
+class PALS(Launcher):
+    """An activated conda environment often puts another mpiexec first in PATH, which would start singletons."""
+
+    name = "pals"
+    site_keys = ("pals_binding", "launcher_paths")
+    file_names = ("/pals/",)
+    version_texts = ("PALS",)
+    remedy = "module load cray-pals"
+    stale = (
+        "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
+        # These are options of a bare PALS mpiexec.
+        "PALS_NRANKS", "PALS_PPN", "PALS_DEPTH", "PALS_CPU_BIND", "PALS_MEM_BIND", "PALS_HOSTFILE", "PALS_HOSTLIST",
+        "PALS_ENVLIST", "PALS_ENVALL", "PALS_TRANSFER", "PALS_LABEL", "PALS_LINE_BUFFER", "PALS_EXCLUSIVE", "PALS_WDIR",
+        "PALS_PATH", "PALS_UMASK", "PALS_PMI", "PALS_RLIMITS", "PALS_ABORT_ON_FAILURE", "PALS_PROCINFO_FILE",
+        "PALS_SSTARTUP",
+    )  # fmt: skip
+    own_lines = "mpiexec: "
+    faults = (
+        (r"launch failed on (\S+): .*Couldn't forward RPC", "PALS cannot reach a node", 1),
+        (r"Couldn't forward RPC launch", "PALS cannot reach a node", 0),
+        (r"(\S+): ping failed", "PALS lost a node", 1),
+        (r"ping failed|RPC timeout", "PALS lost a node", 0),
+    )
+    death_signal = signal.SIGTERM
+
+    @classmethod
+    def is_default(cls, search: Search) -> bool:
+        """In PBS jobs of the sites that have it."""
+        return search.site.launcher == cls.name and search.job.scheduler == search.site.scheduler
+
+    def argv(self, request: Request) -> tuple[str, ...]:
+        """Return mpiexec's command line."""
+        options, ranks = request.options, request.ranks
+        binding = options.cpu_bind or cpu_binding(request.site, ranks.ppn)
+        # Depth is the distance from one rank's first core to the next one's.
+        depth = ("--depth", str(self.cores_per_rank(request))) if binding == "depth" else ()
+        bound = (*depth, "--cpu-bind", binding) if binding else ()
+        if not ranks.even and any(each != ranks.ppn for each in ranks.layout[:-1]):
+            raise ConfigError(
+                f"{ranks.why}: PALS fills its hosts in order with --ppn ranks each; of {listed(ranks.layout)} only the "
+                "last could have fewer: use --ppn"
+            )
+        all_hosts = ranks.nodes == len(request.job.hosts) and request.job.hostfile
+        return (
+            self.path, "--envall", "--line-buffer", "-n", str(ranks.np), "--ppn", str(ranks.ppn),
+            "--hostfile", request.job.hostfile if all_hosts else request.hosts_file, *bound, *options.launcher_args,
+            *mpiexec_command(options),
+        )  # fmt: skip
+
+    def cores_per_rank(self, request: Request) -> int:
+        """Return the cores that the binding leaves the rank that has fewest."""
+        kind, _, parts = cpu_binding(request.site, request.ranks.ppn).partition(":")
+        if kind != "list" or request.options.cpu_bind:
+            return super().cores_per_rank(request)
+        return min(len(numbers(cores)) for cores in parts.split(":"))
+
+
+def cpu_binding(site: Site, ppn: int) -> str:
+    """Return the --cpu-bind for ``ppn`` ranks on a node of ``site``; rank r drives device r mod devices.
+
+    Ranks that share a device share its cores evenly; a rank has only the cores of its own device.
+    """
+    near = site.cores_near_device
+    if not near:
+        return site.pals_binding
+    sharing = -(-ppn // len(near))
+    parts = [_split(cores, sharing, site.name) for cores in near]
+    return "list:" + ":".join(parts[rank % len(near)][rank // len(near)] for rank in range(ppn))
+
+
+def _split(cores: str, parts: int, site: str) -> list[str]:
+    if parts == 1:
+        return [cores]
+    near = sorted(numbers(cores))
+    each = len(near) // parts
+    if each == 0:
+        raise ConfigError(f"--ppn: {site} has {len(near)} cores near each device, too few for {parts} ranks on it")
+    return [f"{near[i * each]}-{near[(i + 1) * each - 1]}" for i in range(parts)]

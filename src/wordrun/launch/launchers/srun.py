@@ -1,0 +1,97 @@
+"""srun, SLURM's launcher."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+from wordrun.errors import ConfigError
+from wordrun.launch.host import find_command
+from wordrun.launch.job import Job
+from wordrun.launch.launchers.base import Launcher, Search, rank_command
+from wordrun.launch.request import LONGEST, Request
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.site import fill
+
+
+class Srun(Launcher):
+    """The ranks are a step of the job."""
+
+    name = "srun"
+    scheduler = "slurm"
+    site_keys = ("srun_args",)
+    stale = ("SLURM_HOSTFILE",)
+    own_lines = r"(srun|slurmstepd\S*): "
+    faults = (
+        (r"srun: error: Node failure on (\S+)", "SLURM lost a node", 1),
+        (
+            r"error: .*(?:Unable to contact|Communication connection failure).* ?(?:node|host) (\S+)",
+            "SLURM lost a node",
+            1,
+        ),
+        (r"CANCELLED AT .* DUE TO NODE FAILURE", "SLURM lost a node", 0),
+    )
+    death_signal = signal.SIGTERM
+    is_step = True
+
+    @classmethod
+    def find(cls, search: Search) -> Launcher:
+        """Return the srun in PATH."""
+        if search.job.scheduler != cls.scheduler:
+            raise ConfigError("--launcher srun: SLURM_JOB_ID is not set; start a job with salloc or sbatch first")
+        path, _ = find_command("srun", search.env.get("PATH", ""))
+        if path:
+            return cls(path, "--launcher srun" if search.wanted else "SLURM's own, in PATH")
+        raise ConfigError(
+            "this is a SLURM job, but there is no srun in PATH (a container often has none): launch outside of it, "
+            "or use --launcher hydra, openmpi or torchrun"
+        )
+
+    def argv(self, request: Request) -> tuple[str, ...]:
+        """Return srun's command line."""
+        job, options, ranks, site, devices = request.job, request.options, request.ranks, request.site, request.devices
+        args = site.srun_args if site.launcher == self.name else ("--gpu-bind=none",) if devices else ()
+        args = tuple(
+            fill(word, devices=devices) for word in args if devices or ("gpu" not in word and "gres" not in word)
+        )
+        if options.cpu_bind:
+            args = (*(word for word in args if not word.startswith("--cpu-bind")), f"--cpu-bind={options.cpu_bind}")
+        where: tuple[str, ...] = ("-c", str(self.cores_per_rank(request)))
+        if not ranks.even:  # srun would even the numbers out
+            where = (*where, "--distribution=arbitrary")
+        else:
+            where = (f"--ntasks-per-node={ranks.ppn}", *where)
+            # srun may take any of the job's nodes; rank 0 has to be where MASTER_ADDR says.
+            if ranks.nodes < len(job.hosts) or options.hostfile or job.partial:
+                hosts = ",".join(request.hosts)
+                where = (*where, f"--nodelist={hosts if len(hosts) <= LONGEST else request.hosts_file}")
+        return (
+            self.path, "-u", "-N", str(ranks.nodes), "-n", str(ranks.np), *where, *args,
+            "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
+            f"--job-name={request.decided.step}", *options.launcher_args, *rank_command(options),
+        )  # fmt: skip
+
+    def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
+        """Return those of every launcher, and srun's own."""
+        cores = str(self.cores_per_rank(request))
+        ours = {
+            **super().variables(request),
+            "SRUN_CPUS_PER_TASK": (
+                cores,
+                "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal",
+            ),
+        }
+        if not request.ranks.even:
+            ours["SLURM_HOSTFILE"] = (request.hosts_file, "a line for each rank, for --distribution=arbitrary")
+        return ours
+
+    def hosts_text(self, request: Request) -> str:
+        """Return a line for each host, or for each rank where hosts have different numbers of them."""
+        if request.ranks.even:
+            return super().hosts_text(request)
+        pairs = zip(request.hosts, request.ranks.layout, strict=True)
+        return "".join(f"{host}\n" * ranks for host, ranks in pairs)
+
+    def send(self, number: int, pid: int, job: Job, step: str) -> None:
+        """Signal the step: srun itself would answer SIGTERM by killing the ranks at once."""
+        SCHEDULERS[self.scheduler].signal_step(job, step, signal.SIGTERM if number == signal.SIGHUP else number)

@@ -1,0 +1,56 @@
+"""torchrun, which comes with torch."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from importlib.util import find_spec
+
+from wordrun.errors import ConfigError
+from wordrun.launch.launchers.base import Launcher, Search, rank_command, refuse_binding
+from wordrun.launch.request import Request
+
+
+class Torchrun(Launcher):
+    """Ranks on this host, where there is no mpiexec."""
+
+    name = "torchrun"
+    in_sites = False
+    stale = (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
+        "TORCHELASTIC_",
+    )  # fmt: skip
+    own_module = "torch.distributed.run"
+    own_lines = r"[WE]\d{4} "
+    # They would kill it and leave the ranks running.
+    direct = (signal.SIGUSR1, signal.SIGUSR2)
+    death_signal = signal.SIGTERM
+
+    @classmethod
+    def find(cls, search: Search) -> Launcher:
+        """Return this environment's torchrun."""
+        if has_torch():
+            return cls(sys.executable, "--launcher torchrun" if search.wanted else "no usable mpiexec")
+        why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
+        raise ConfigError(
+            f"no launcher for {search.np} ranks: {why} (pip install 'wordrun[mpich]' installs an mpiexec)"
+        )
+
+    def argv(self, request: Request) -> tuple[str, ...]:
+        """Return torchrun's command line; without elastic restarts."""
+        refuse_binding(request.options, "torchrun")
+        if request.ranks.nodes > 1:
+            raise ConfigError(
+                "--launcher torchrun starts ranks on one host: leave it out for the scheduler's own launcher, or -N 1"
+            )
+        return (
+            self.path, "-m", self.own_module, "--nnodes", "1", "--node-rank", "0",
+            "--nproc-per-node", str(request.ranks.np), "--rdzv-backend", "static", "--max-restarts", "0",
+            "--master-addr", request.env["MASTER_ADDR"], "--master-port", request.env["MASTER_PORT"],
+            *request.options.launcher_args, "--no-python", *rank_command(request.options),
+        )  # fmt: skip
+
+
+def has_torch() -> bool:
+    """Say whether torch is installed, without importing it."""
+    return find_spec("torch") is not None

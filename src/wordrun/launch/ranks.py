@@ -1,0 +1,127 @@
+"""The number of ranks on each host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wordrun.errors import ConfigError
+from wordrun.launch.job import Job
+from wordrun.launch.options import Options
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks and their hosts."""
+
+    layout: tuple[int, ...]
+    """Ranks on each of the first hosts of the job."""
+    why: str
+
+    @property
+    def np(self) -> int:
+        """Total number of ranks."""
+        return sum(self.layout)
+
+    @property
+    def nodes(self) -> int:
+        """Number of hosts that have ranks."""
+        return len(self.layout)
+
+    @property
+    def ppn(self) -> int:
+        """Most ranks on a host."""
+        return max(self.layout)
+
+    @property
+    def even(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len(set(self.layout)) == 1
+
+
+def decide_ranks(options: Options, job: Job) -> Ranks:
+    """Return the layout that -n, -N and --ppn ask for; any two determine the third, none means the job's slots.
+
+    Raises:
+        ConfigError: they contradict each other or the job; the message says what would fit.
+    """
+    have = len(job.hosts)
+    np, nodes, ppn = options.np, options.nodes, options.ppn
+    asked = " ".join(f"{name} {value}" for name, value in (("-n", np), ("-N", nodes), ("--ppn", ppn)) if value)
+    if nodes is not None and nodes > have:
+        raise ConfigError(f"{asked}: {job.title} is {have} node{'s' * (have > 1)}; -N {have}, or no -N, would fit")
+    if ppn is not None and np is not None:
+        needed = -(-np // ppn)
+        if np % ppn or needed > have or (nodes is not None and nodes * ppn != np):
+            whole = f"{needed} nodes of {ppn}" if np % ppn == 0 else f"no integral number of nodes of {ppn}"
+            fits = (nodes or have) * ppn
+            raise ConfigError(
+                f"{asked}: {np} ranks fill {whole}, and {job.title} has {nodes or have}; "
+                f"-n {fits} --ppn {ppn} would fit, or -n {np} without --ppn"
+            )
+        return _checked((ppn,) * needed, asked, job)
+    if ppn is not None:
+        nodes = nodes or have
+        return _checked((ppn,) * nodes, f"{asked}: {ppn} on each of {nodes}", job)
+    if np is not None:
+        return Ranks(_spread(np, nodes, job, asked), asked)
+    nodes = nodes or have
+    slots = job.slots[:nodes]
+    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no device, so one process"
+    if not job.is_local and not any(job.devices[:nodes]):
+        why = f"{'+'.join(map(str, slots)) if nodes < 9 else sum(slots)} by the scheduler or the site"
+    return Ranks(slots, f"{asked}: {why}" if asked else why)
+
+
+def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]:
+    """Return the ranks of each host for ``np`` ranks: the fewest hosts whose slots hold them, filled in order.
+
+    With -N, or where the slots are too few, all hosts share the ranks evenly, as far as their cores go. Devices are not
+    shared unless --ppn says so.
+    """
+    slots, room = job.slots[: nodes or None], _room(job)[: nodes or None]
+    shared = not job.is_local and any(job.devices)
+    if shared:
+        room = slots
+    if np < (nodes or 1):
+        raise ConfigError(f"{asked}: {np} ranks cannot be on {nodes} nodes; -N {np}, or -n {nodes}, would fit")
+    if np <= sum(slots) and not (nodes and np % nodes == 0 and all(np // nodes <= most for most in room)):
+        layout: list[int] = []
+        for at, most in enumerate(slots):
+            # Each of the hosts that -N asks for gets a rank.
+            kept_back = nodes - at - 1 if nodes else 0
+            layout.append(min(most, np - sum(layout) - kept_back))
+            if sum(layout) == np:
+                return tuple(layout)
+    hosts = len(slots)
+    layout = [np // hosts + (host < np % hosts) for host in range(min(hosts, np))]
+    if any(ranks > most for ranks, most in zip(layout, room, strict=False)):
+        may_share = np % hosts == 0 and all(np // hosts <= most for most in _room(job)[:hosts])
+        raise ConfigError(
+            f"{asked}: {job.title} has room for {sum(room)} ranks on {hosts} node{'s' * (hosts > 1)} "
+            f"({listed(room)}{'' if shared else ' by devices and cores'}); -n {sum(room)} would fit"
+            + (f", or -n {np} --ppn {np // hosts} to let ranks share devices" if shared and may_share else "")
+        )
+    return tuple(layout)
+
+
+def _checked(layout: tuple[int, ...], why: str, job: Job) -> Ranks:
+    room = _room(job)[: len(layout)]
+    if any(ranks > most for ranks, most in zip(layout, room, strict=True)):
+        raise ConfigError(
+            f"{why}: {job.title} has room for {listed(room)} ranks on its nodes, "
+            f"by devices and cores; --ppn {min(room)} would fit"
+        )
+    return Ranks(layout, why)
+
+
+def _room(job: Job) -> tuple[float, ...]:
+    """Return the most ranks of each host: without a scheduler there is no limit."""
+    if job.is_local:
+        return (float("inf"),) * len(job.hosts)
+    return tuple(max(slots, cores) for slots, cores in zip(job.slots, job.cores, strict=True))
+
+
+def listed(numbers: Sequence[float]) -> str:
+    """Return the ranks or cores of each host for a message, such as 4+4+3."""
+    return "+".join(map(str, numbers)) if len(numbers) < 9 else f"{numbers[0]}+...+{numbers[-1]}"

@@ -1,0 +1,122 @@
+"""PBS: OpenPBS, PBS Pro."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from wordrun.errors import ConfigError
+from wordrun.launch.host import LocalHost, short
+from wordrun.launch.job import Job, read_hosts
+from wordrun.launch.options import Options
+from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.site import Site
+
+# Variables that a launcher in a PBS job sets for its ranks.
+RANK_VARIABLES = ("PALS_RANKID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+class PBS(Scheduler):
+    """The hosts are in a file; ranks are started by an MPI's or the site's mpiexec."""
+
+    name = "pbs"
+    variable = "PBS_JOBID"
+    end_query = ("qstat", "-f", "-F", "json")
+    submitter, canceller, directive = "qsub", "qdel", "#PBS"
+
+    def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
+        """Return the job of ``env``, by PBS_NODEFILE."""
+        path = env.get("PBS_NODEFILE", "")
+        if not path:
+            raise ConfigError(
+                f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: launch in the job's own shell, "
+                "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
+            )
+        inside = next((name for name in RANK_VARIABLES if name in env), "")
+        if inside:
+            raise ConfigError(
+                f"this is already rank {env[inside]} of a launch in PBS job {env['PBS_JOBID']} ({inside}): call launch "
+                "in the job's own shell, or use --scheduler none for ranks on this node alone"
+            )
+        lines = read_hosts(path, "PBS_NODEFILE")
+        unexpected = next((line for line in lines if len(line.split()) > 1), "")
+        if unexpected:
+            raise ConfigError(f"PBS_NODEFILE={path}: {unexpected!r} should be the name of one host")
+        listed = Counter(lines)  # in the file's order
+        cores, cores_why = host.cores, host.cores_why
+        if site.cores:
+            cores, cores_why = site.cores, f"site {site.name}"
+        elif env.get("NCPUS", "").isdigit() and short(host.name) not in map(short, listed):
+            cores, cores_why = int(env["NCPUS"]), "NCPUS"
+        devices, devices_why = devices_of(host, site)
+        count = len(listed)
+        return Job(
+            hosts=tuple(listed), cores=(cores,) * count, devices=(devices,) * count,
+            slots=default_slots(site, devices, tuple(listed.values())),
+            scheduler="pbs", id=env["PBS_JOBID"], hostfile=path if len(lines) == count else "",
+            queue=env.get("PBS_QUEUE", ""),
+            reasons={
+                "scheduler": "PBS_JOBID", "hosts": f"PBS_NODEFILE {path}", "cores": cores_why, "devices": devices_why,
+                "job": "PBS_JOBID", "queue": "PBS_QUEUE",
+            },
+        )  # fmt: skip
+
+    def sets_threads(self, env: Mapping[str, str]) -> bool:
+        """PBS sets it to all hardware threads of the node."""
+        return env.get("OMP_NUM_THREADS") == env.get("NCPUS")
+
+    def read_end(self, text: str) -> float:
+        """Return the start of the job plus its walltime."""
+        (facts,) = json.loads(text)["Jobs"].values()
+        hours, minutes, seconds = map(int, facts["Resource_List"]["walltime"].split(":"))
+        return time.mktime(time.strptime(facts["stime"])) + 3600 * hours + 60 * minutes + seconds
+
+    def directives(self, options: Options, site: Site) -> list[str]:
+        """Return qsub's options."""
+        filesystems = options.filesystems or site.submit.get("filesystems")
+        return [
+            f"-N {options.job_name}",
+            *([f"-A {options.account}"] if options.account else []),
+            *([f"-q {options.queue}"] if options.queue else []),
+            f"-l select={_select(options, site)}",
+            f"-l walltime={_walltime(options.walltime or '')}",
+            *([f"-l filesystems={filesystems}"] if filesystems else []),
+            *site.submit.get("directives", []),
+            "-j oe",
+            f"-r {'y' if site.queue(options.queue).get('rerunnable') else 'n'}",
+        ]
+
+    def submit_command(self, path: str, previous: str | None) -> list[str]:
+        """Return qsub's command line."""
+        return ["qsub", *(["-W", f"depend=afterany:{previous}"] if previous else []), path]
+
+    def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
+        """A site's ``select`` says all that a job has of a node, except for queues that count devices."""
+        by_device = resource == "gpu" and queue.get("device_per_rank")
+        return "what jobs have of a node (submit.select)" if "select" in site.submit and not by_device else ""
+
+
+def _select(options: Options, site: Site) -> str:
+    """Return PBS's chunks: from the site's file, else from what is known of a node."""
+    by_device = site.queue(options.queue).get("device_per_rank")
+    own = site.submit.get("select", "")
+    each = (options.gpus or ranks_of_node(options, site)) if by_device else 1
+    words = [f"{node_count(options, site) * each}", *([own] if own else [])]
+    if not by_device and "select" not in site.submit:
+        gpus = options.gpus or site.devices
+        wanted = {
+            "ncpus": options.cores or site.cores,
+            "ngpus": gpus,
+            "mpiprocs": ranks_of_node(options, site) if options.ppn or options.np else gpus,
+        }
+        words += [f"{name}={count}" for name, count in wanted.items() if count]
+    return ":".join(words)
+
+
+def _walltime(walltime: str) -> str:
+    """Return ``[D-]H:MM:SS`` without days, which PBS does not know."""
+    days, _, rest = walltime.rpartition("-")
+    hours, _, minutes = rest.partition(":")
+    return f"{24 * int(days) + int(hours)}:{minutes}" if days else walltime

@@ -1,0 +1,179 @@
+"""SLURM."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+
+from wordrun.errors import ConfigError
+from wordrun.launch.host import LocalHost
+from wordrun.launch.job import Job
+from wordrun.launch.options import Options
+from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.site import Site, fill
+from wordrun.slurm import expand_counts, expand_hosts, is_task
+
+
+class Slurm(Scheduler):
+    """The hosts are in variables; ranks are started by srun, as a step of the job."""
+
+    name = "slurm"
+    variable = "SLURM_JOB_ID"
+    numbers_hosts = True
+    checks_names = False
+    end_query = ("squeue", "-h", "-o", "%e", "-j")
+    submitter, canceller, directive = "sbatch", "scancel", "#SBATCH"
+    fills_directives = True
+    continuing = (
+        'echo "saved: SLURM requeues this job"',
+        'scontrol requeue "$SLURM_JOB_ID" || echo "requeueing failed: submit this script again to continue"',
+    )
+
+    def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
+        """Return the job of ``env``, by SLURM's variables."""
+        hosts = _hosts(env)
+        count = len(hosts)
+        notes: list[str] = []
+        cores, cores_why = (host.cores,) * count, host.cores_why
+        if env.get("SLURM_JOB_CPUS_PER_NODE"):
+            cores = _per_host("SLURM_JOB_CPUS_PER_NODE", env, count, notes)
+            cores_why = "SLURM_JOB_CPUS_PER_NODE"
+        elif site.cores:
+            cores, cores_why = (site.cores,) * count, f"site {site.name}"
+        devices, devices_why = devices_of(host, site)
+        # The first is set on a job's nodes alone; the second in salloc's shell on a login node, perhaps as a100:4.
+        for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+            gpus = re.fullmatch(r"(?:[^,]*:)?(\d+)", env.get(name, ""))
+            if gpus:
+                devices, devices_why = int(gpus[1]), name
+                break
+        listed = (1,) * count
+        # Without -n, SLURM_TASKS_PER_NODE is the number of CPUs, which is not a wish for as many ranks.
+        if not (site.ranks_per_node or devices) and env.get("SLURM_NTASKS") and env.get("SLURM_TASKS_PER_NODE"):
+            listed = _per_host("SLURM_TASKS_PER_NODE", env, count, notes)
+        end, restarts = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_RESTART_COUNT", "")
+        return Job(
+            hosts=hosts, cores=cores, devices=(devices,) * count, slots=default_slots(site, devices, listed),
+            scheduler="slurm", id=env["SLURM_JOB_ID"], queue=env.get("SLURM_JOB_PARTITION", ""),
+            restarts=int(restarts) if restarts.isdigit() else 0,
+            ends_at=float(end) if end.isdigit() else None,
+            reasons={
+                "scheduler": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST", "cores": cores_why, "devices": devices_why,
+                "job": "SLURM_JOB_ID", "queue": "SLURM_JOB_PARTITION", "restarts": "SLURM_RESTART_COUNT",
+                **({"time_left": "SLURM_JOB_END_TIME"} if end.isdigit() else {}),
+            },
+            notes=tuple(notes),
+        )  # fmt: skip
+
+    def read_end(self, text: str) -> float:
+        """Return the end time that squeue prints."""
+        return time.mktime(time.strptime(text.split()[0], "%Y-%m-%dT%H:%M:%S"))
+
+    def directives(self, options: Options, site: Site) -> list[str]:
+        """Return sbatch's options."""
+        by_device = site.queue(options.queue).get("device_per_rank")
+        devices = site.devices or (ranks_of_node(options, site) if by_device else 0)
+        cores = options.cores or site.cores
+        if options.gpus:
+            if site.devices and site.cores and not options.cores:
+                cores = site.cores * options.gpus // site.devices
+            devices = options.gpus
+        own = site.submit.get("directives", [])
+        given = [fill(word, devices=devices) for word in own if devices or "{devices}" not in word]
+        lines = [
+            f"--job-name={options.job_name}",
+            *([f"--account={options.account}"] if options.account else []),
+            *([f"{site.submit.get('queue_option', '--partition')}={options.queue}"] if options.queue else []),
+            f"--nodes={node_count(options, site)}",
+            f"--time={options.walltime}",
+        ]
+        ppn = options.ppn or devices
+        if options.np and not options.ppn:
+            lines.append(f"--ntasks={options.np}")
+            ppn = ranks_of_node(options, site) if options.cores else 0
+        elif ppn or options.cores:
+            ppn = ppn or 1
+            lines.append(f"--ntasks-per-node={ppn}")
+        if ppn and cores and not any("cpus" in word for word in given):
+            lines.append(f"--cpus-per-task={max(1, cores // ppn)}")
+        if devices and not any("gpu" in word for word in given if not word.startswith("--constraint")):
+            lines.append(f"--gpus-per-node={devices}")
+        lines += given
+        if options.walltime_margin and self.sends_warning(options):
+            lines.append(f"--signal=USR1@{options.walltime_margin:g}")
+        return [*lines, "--requeue", "--open-mode=append", f"--output={options.job_name}-%j.out"]
+
+    def submit_command(self, path: str, previous: str | None) -> list[str]:
+        """Return sbatch's command line."""
+        return ["sbatch", "--parsable", *([f"--dependency=afterany:{previous}"] if previous else []), path]
+
+    def sends_warning(self, options: Options) -> bool:
+        """Its --signal reaches the ranks of srun; another launcher would be ended by it."""
+        return options.launcher in (None, "srun")
+
+    def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
+        """A site's directives may name the resource, without {devices} in its place."""
+        lines = [line for line in site.submit.get("directives", []) if resource in line and "--constraint" not in line]
+        return f"{lines[0]} (submit.directives)" if lines and not any("{devices}" in line for line in lines) else ""
+
+    def signal_step(self, job: Job, step: str, number: int) -> None:
+        """Signal the ranks of the srun that is called ``step``.
+
+        A signal to srun itself would not do: it answers SIGTERM by killing the ranks at once. Where SLURM is ending
+        the job, it has sent them SIGTERM itself, and a second one would end them before they have saved.
+        """
+        if number == signal.SIGTERM and _is_ending(job.id):
+            return
+        steps = ["squeue", "--noheader", "--steps", "--jobs", job.id, "--format", "%i %j"]
+        listed = subprocess.run(steps, capture_output=True, text=True, timeout=10, check=False).stdout
+        for line in listed.splitlines():
+            number_of_step, _, name = line.partition(" ")
+            if name.strip() == step:
+                words = ["scancel", f"--signal={signal.Signals(number).name}", number_of_step]
+                subprocess.run(words, capture_output=True, timeout=10, check=False)
+
+
+def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the job's hosts; refuse jobs and shells in which launch cannot start a step."""
+    if env.get("SLURM_HET_SIZE"):
+        raise ConfigError(
+            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out; "
+            "submit one with equal components, or call srun --het-group yourself"
+        )
+    if is_task(env):
+        raise ConfigError(
+            f"this is already task {env['SLURM_PROCID']} of step {env['SLURM_STEP_ID']} of SLURM job "
+            f"{env['SLURM_JOB_ID']} (SLURM_STEP_ID): call launch outside srun, where it starts the step itself, "
+            "or use --scheduler none for ranks on this node alone"
+        )
+    text = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
+    if not text:
+        raise ConfigError(
+            f"SLURM job {env['SLURM_JOB_ID']}, but SLURM_JOB_NODELIST is not set: launch in the job's own shell, "
+            "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
+        )
+    return expand_hosts(text, "SLURM_JOB_NODELIST")
+
+
+def _per_host(name: str, env: Mapping[str, str], count: int, notes: list[str]) -> tuple[int, ...]:
+    counts = expand_counts(env[name], name)
+    if len(counts) < count:
+        raise ConfigError(f"{name}={env[name]} counts {len(counts)} nodes, but SLURM_JOB_NODELIST names {count}")
+    if len(counts) > count:
+        notes.append(
+            f"{name}={env[name]} counts more than the {count} nodes of SLURM_JOB_NODELIST; the rest is ignored"
+        )
+    return tuple(counts[:count])
+
+
+def _is_ending(job_id: str) -> bool:
+    """Say whether SLURM is about to end a job: cancelled, requeued, preempted, or out of time."""
+    ask = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]
+    try:
+        state = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return state != [] and state[0] != "RUNNING"

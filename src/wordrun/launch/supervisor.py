@@ -1,0 +1,255 @@
+"""Supervision of a running launch: the reactions to signals, failed ranks, silence and the time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from wordrun.errors import REQUEUE
+from wordrun.launch import processes
+from wordrun.launch.launchers.base import STOPPING
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.tail import Tail, lines_of
+
+IDLE_STATUS = 124
+# A job that was asked to stop may finish its step and write its files. In a scheduler's job, where large models are
+# saved, the scheduler sets the limit.
+STOP_PATIENCE_S = 30.0
+JOB_PATIENCE_S = 600.0
+# After one rank has failed, the others get this long to exit by themselves, and again after SIGTERM.
+FAILURE_PATIENCE_S = 4.0
+# A rank's last lines may arrive this much later than its exit status.
+LAST_LINES_S = 2.0
+# Processes left when the command has ended get time to close a file.
+LEFTOVER_PATIENCE_S = 2.0
+POLL_S = 0.25
+
+
+def say(message: str) -> None:
+    """Print a message of launch's own, on stderr."""
+    for line in message.splitlines():
+        print(f"launch: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Supervisor:
+    """The launched process, what has happened so far, and the next deadline."""
+
+    plan: LaunchPlan
+    child: subprocess.Popen[bytes]
+    status_dir: str
+    returned: int | None = None
+    """Exit status of the first process, once it has ended."""
+    interrupts: int = 0
+    stopped_by: int = 0
+    """The first stopping signal that launch received."""
+    idle: bool = False
+    failed: tuple[int, int] | None = None
+    """First rank to report a failure, and its exit status."""
+    saved: bool = False
+    """A rank has reported that the run has saved and can be resumed."""
+    deadline: float = float("inf")
+    """When ``at_deadline`` is called, on the monotonic clock."""
+    at_deadline: Callable[[], None] = field(default=lambda: None)
+
+    warn_at: float = float("inf")
+    """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
+    asking: threading.Thread | None = None
+    """The thread that asks the scheduler for it."""
+    tail: Tail = field(default_factory=Tail)
+    """The end of stderr, where it passes through launch."""
+    complaint: str = ""
+    """How the first rank failed, for the user."""
+    last_lines: list[str] = field(default_factory=list)
+    """That rank's last lines."""
+    listen_until: float = 0.0
+    next_look: float = 0.0
+
+    def look(self) -> None:
+        """Check what ranks have reported, and what they have left behind."""
+        if self.status_dir:
+            self.next_look = time.monotonic() + POLL_S
+            self.look_for_failure()
+            self.end_what_ranks_left()
+
+    def notice(self, ended: Mapping[int, int]) -> None:
+        """Keep the exit status of the first process, if it is among those that have ended."""
+        if self.child.pid in ended:
+            code = os.waitstatus_to_exitcode(ended[self.child.pid])
+            self.returned = code if code >= 0 else 128 - code
+            self.child.returncode = code  # so that Popen does not wait for it
+
+    def look_for_failure(self) -> None:
+        """Read the ranks' reports; the first failure starts the clock for the other ranks."""
+        self.listen()
+        if self.saved or not self.status_dir:
+            return
+        reports = []
+        for entry in os.scandir(self.status_dir):
+            with open(entry.path) as file:
+                text = file.read().strip()
+            if text:  # else it is being written
+                code, _, host = text.partition(" ")
+                reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
+        if any(status == REQUEUE for _, _, status, _ in reports):
+            self.saved = True  # whatever happens to other ranks as they exit
+            self.patience(STOP_PATIENCE_S, self.give_up)
+            return
+        if not reports or self.failed:
+            return
+        _, rank, status, host = min(reports)
+        self.failed = (rank, status)
+        if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
+            on = f" on {host}" if len(self.plan.hosts) > 1 else ""
+            self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
+            self.listen()
+            say(self.complaint)
+            self.patience(FAILURE_PATIENCE_S, self.give_up)
+
+    def listen(self) -> None:
+        """Keep the failed rank's last lines, which may arrive after its status."""
+        if self.failed and self.complaint and not self.last_lines and time.monotonic() < self.listen_until:
+            self.last_lines = lines_of(self.failed[0], self.tail.lines())
+
+    def repeat_what_failed(self) -> None:
+        """Print once more how the first rank failed, and its last lines, if other output has followed them."""
+        own = self.last_lines
+        if own and own != self.tail.lines()[-len(own) :]:
+            say("\n".join([f"{self.complaint}; its last lines:", *(f"  {line}" for line in own)]))
+
+    def end_what_ranks_left(self) -> None:
+        """End the daemons of ranks that are gone: mpiexec would wait for them to close the ranks' output."""
+        pid, daemons = self.child.pid, self.plan.launcher.daemons
+        if self.asking and self.asking.is_alive():
+            return  # its query is a child of ours too
+        if self.returned is None and processes.orphans(pid) and not processes.rank_groups(pid, daemons):
+            self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
+
+    def deliver(self, number: int) -> None:
+        """Pass a signal on to the command or to every rank, once."""
+        try:
+            self.plan.launcher.send(number, self.child.pid, self.plan.job, self.plan.decided.step)
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"could not pass {signal.Signals(number).name} on: {error}")
+
+    def receive(self, number: int) -> None:
+        """Act on a signal that launch received."""
+        if number == signal.SIGINT and self.plan.launcher.keeps_terminal():
+            return  # the terminal has sent it to the command too
+        if number not in STOPPING:
+            self.deliver(number)
+            return
+        again = self.stopped_by != 0
+        self.stopped_by = self.stopped_by or number
+        if number == signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts == 1:
+                say("Ctrl-C: passed on; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
+            if self.interrupts > 2:
+                self.kill()
+                return
+            self.deliver(signal.SIGINT if self.interrupts == 1 else signal.SIGTERM)
+        elif again and self.interrupts == 0:
+            self.kill()
+            return
+        else:
+            self.deliver(number)
+        self.patience(STOP_PATIENCE_S if self.plan.job.is_local else JOB_PATIENCE_S, self.kill)
+
+    def warn_before_end(self, margin: float) -> None:
+        """Find out when the job's walltime ends, in a thread: a scheduler may take its time to answer."""
+
+        def ask() -> None:
+            end = self.plan.job.ends_at
+            if end is None:  # the query ends with this process, which may end before this thread has begun
+                dies_with_us = processes.before_exec(own_group=False, death_signal=signal.SIGKILL)
+                end = SCHEDULERS[self.plan.job.scheduler].end_time(self.plan.job.id, dies_with_us)
+            if end is not None:
+                self.warn_at = end - margin
+            elif self.returned is None:
+                say(f"--walltime-margin {margin:g}: cannot determine the job's end time, so ranks will not be warned")
+
+        self.asking = threading.Thread(target=ask, daemon=True)
+        self.asking.start()
+
+    def patience(self, seconds: float, then: Callable[[], None]) -> None:
+        """Wait at most ``seconds`` for the job to end, then call ``then``."""
+        self.deadline, self.at_deadline = time.monotonic() + seconds, then
+
+    def show_stacks(self) -> None:
+        """Print where the ranks are stuck: with py-spy if it is installed and permitted, else with faulthandler.
+
+        faulthandler, which PYTHONFAULTHANDLER has switched on, prints all threads' stacks on SIGABRT and lets the
+        process end.
+        """
+        launcher = self.plan.launcher
+        looked, ranks = False, processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
+        for rank in ranks:
+            looked = _spy(rank) or looked
+        if looked:
+            self.give_up()
+            return
+        say("py-spy is not installed or not permitted, so each rank prints its stacks and aborts (SIGABRT)")
+        if launcher.is_step:
+            self.deliver(signal.SIGABRT)  # on all hosts
+        else:
+            processes.abort_in_turn(self.child.pid, ranks, launcher.daemons)
+        self.patience(FAILURE_PATIENCE_S, self.give_up)
+
+    def give_up(self) -> None:
+        """End the ranks that outlive a failed one, or that have been silent for too long."""
+        say("stopping the other ranks" if self.failed or self.saved else "stopping the job")
+        self.deliver(signal.SIGTERM)
+        self.patience(FAILURE_PATIENCE_S, self.kill)
+
+    def kill(self) -> None:
+        """Kill all processes of the job."""
+        self.deadline = float("inf")
+        if self.plan.launcher.is_step:
+            self.deliver(signal.SIGKILL)
+        if not self.plan.launcher.keeps_terminal():
+            processes.send(self.child.pid, signal.SIGKILL, group=True)
+        self.notice(processes.end_all(0))
+
+    def status(self) -> int:
+        """Return the exit status of the launch."""
+        if self.idle:
+            return IDLE_STATUS
+        if self.saved or self.returned == REQUEUE:
+            return REQUEUE
+        if self.stopped_by:
+            return 128 + self.stopped_by
+        if self.failed:
+            return self.failed[1]
+        return self.returned if self.returned is not None else 1
+
+
+def _spy(pid: int) -> bool:
+    """Print a process's stacks with py-spy; say whether that was possible."""
+    program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
+    try:
+        done = subprocess.run(
+            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if done.returncode == 0:
+        sys.stderr.write(f"{done.stdout}\n")
+        sys.stderr.flush()
+    return done.returncode == 0
+
+
+def _ending(status: int) -> str:
+    if status > 128:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(status - 128).name} (exit status {status})"
+    return f"ended with exit status {status}"
