@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from wordrun import model as models
-from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, OptimizerConfig, ScheduleConfig
+from wordrun.backend.optimizer import remember_ratios, set_learning_rate, tensors_of
+from wordrun.composer import compose
+from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, OptimizerConfig, ScheduleConfig, part_of
+from wordrun.errors import ConfigError
 from wordrun.train.optim import adamw
 from wordrun.train.schedule import learning_rate
 
@@ -108,3 +111,38 @@ def test_a_step_is_adamws() -> None:
     # The first step of Adam moves each figure by the rate, against the sign of its gradient (here 1).
     torch.testing.assert_close(layer.weight.detach(), weight * (1 - 0.01 * 0.5) - 0.01, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(layer.bias.detach(), bias - 0.01, rtol=1e-5, atol=1e-6)
+
+
+def test_the_former_name_of_a_constant_rate_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = compose(["optimizer.decay_lr=false"])
+    assert cfg.schedule == ScheduleConfig("constant")
+    assert "optimizer.decay_lr=false is now schedule=constant" in caplog.text
+    with pytest.raises(ConfigError, match=r"optimizer\.decay_lr=false means schedule=constant, not schedule=linear"):
+        compose(["optimizer.decay_lr=false", "schedule=linear"])
+
+
+def test_sgd_is_torchs() -> None:
+    cfg = compose(["optimizer=sgd", "optimizer.nesterov=true"]).optimizer
+    layer = torch.nn.Linear(3, 2)
+    optimizer = part_of("optimizer", cfg).load()(cfg, layer.named_parameters())
+    assert type(optimizer) is torch.optim.SGD
+    decay = [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+    assert decay == [(1e-4, 1), (0.0, 1)]
+    assert all(group["momentum"] == 0.9 and group["nesterov"] for group in optimizer.param_groups)
+    with pytest.raises(ConfigError, match=r"optimizer\.nesterov=true needs momentum"):
+        compose(["optimizer=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"])
+
+
+def test_groups_keep_the_ratio_of_their_rates() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.3}], lr=0.1)
+    set_learning_rate(remember_ratios(optimizer, 0.1), 0.01)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, pytest.approx(0.03)]
+
+
+def test_a_state_that_cannot_be_saved_is_named() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["history"] = [1, 2]
+    with pytest.raises(TypeError, match=r"keeps history of weight as list"):
+        tensors_of(optimizer, [("weight", weight)])

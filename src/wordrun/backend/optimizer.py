@@ -38,9 +38,14 @@ def tensors_of(optimizer: Optimizer, parameters: Named) -> dict[str, Tensor]:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 found.setdefault(f"{TENSOR}{name}.{key}", value)
-            elif value is not None:
+            elif isinstance(value, int | float):
                 exact = torch.float64 if isinstance(value, float) else None
                 found.setdefault(f"{NUMBER}{name}.{key}", torch.tensor(value, dtype=exact))
+            elif value is not None:
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key} of {name} as {type(value).__name__}, which a checkpoint "
+                    "cannot hold: keep a tensor or a number"
+                )
     return found
 
 
