@@ -28,11 +28,10 @@ import wordrun
 from memory_peak import peak
 from wordrun import dist
 from wordrun.backend.pipeline import blocks_of
-from wordrun.backend.split import local, settle, whole
+from wordrun.backend.split import full, local, reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.config import OptimizerConfig
-from wordrun.model import Transformer, materialise, outline
-from wordrun.model.base import losses_of_sequences
+from wordrun.config import AdamWConfig
+from wordrun.model import Transformer, materialise, meta_model
 from wordrun.plan.candidates import Planner
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
@@ -69,10 +68,10 @@ def bare(trainer: wordrun.Trainer) -> Step:
     mesh = init_device_mesh("cpu", (ranks,))
 
     def new(layers: Any = None) -> Transformer:
-        return materialise(outline(cfg.model, VOCABULARY, layers), cfg.train.seed, "cpu")
+        return materialise(meta_model(cfg.model, VOCABULARY, layers), cfg.train.seed, "cpu")
 
     def finish(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        settle(parameters)
+        reduce_gradients(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
         squares = torch.stack([local(grad).square().sum() for grad in grads]).sum()
         td.all_reduce(squares)
@@ -86,11 +85,11 @@ def bare(trainer: wordrun.Trainer) -> Step:
         stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            return losses_of_sequences(logits, targets).mean()
+            return part.criterion(logits, targets).mean()
 
         schedule = Schedule1F1B(stage, 2, loss_of)
         parameters = list(part.parameters())
-        optimizer = adamw(OptimizerConfig(), parameters)
+        optimizer = adamw(AdamWConfig(), part.named_parameters())
 
         def pipeline() -> None:
             if rank == 0:
@@ -114,11 +113,11 @@ def bare(trainer: wordrun.Trainer) -> Step:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     parameters = list(model.parameters())
-    optimizer = adamw(OptimizerConfig(), parameters)
+    optimizer = adamw(AdamWConfig(), model.named_parameters())
 
     def step() -> None:
         with loss_parallel():
-            torch.autograd.backward(whole(model(batch.tokens, batch.targets)).mean())
+            torch.autograd.backward(full(model.losses(batch)).mean())
         finish(parameters, optimizer)
 
     return step

@@ -89,12 +89,14 @@ class BareStep(Hook):
         """Build the second model."""
         import torch
 
+        from wordrun.config import AdamWConfig
         from wordrun.model import build
         from wordrun.train.optim import adamw
 
         self.model = build(trainer.cfg.model, trainer.task.vocab_size)
-        self.optimizer = adamw(trainer.cfg.optimizer, self.model.parameters())
-        self.clip = torch.nn.utils.clip_grad_norm_
+        assert isinstance(trainer.cfg.optimizer, AdamWConfig)
+        self.optimizer = adamw(trainer.cfg.optimizer, self.model.named_parameters())
+        self.backward, self.clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
 
     def after_step(self, trainer: Any) -> None:
         """Time what the trainer did since the last call, then a plain step."""
@@ -104,7 +106,7 @@ class BareStep(Hook):
         size = trainer.cfg.model.batch_size
         begin = time.perf_counter()
         batch = trainer.task.sequences.batch(trainer.step * size, size)
-        self.model(batch.tokens, batch.targets).mean().backward()
+        self.backward(self.model.losses(batch).mean())
         self.clip(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

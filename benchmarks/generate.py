@@ -27,8 +27,7 @@ from torch import Tensor
 from wordrun import model as models
 from wordrun.config import GPTConfig
 from wordrun.model import Transformer
-from wordrun.model.cache import Cached
-from wordrun.model.generate import generate
+from wordrun.model.generate import Cached, generate
 from wordrun.model.huggingface import to_huggingface
 
 GPT2 = GPTConfig(name="gpt2", n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True, gelu="none")

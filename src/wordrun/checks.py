@@ -15,18 +15,16 @@ from wordrun.config import (
     INTERLEAVED,
     PARTS,
     SEVERAL,
-    ZERO_BUBBLE,
     BackendConfig,
     Config,
     DDPConfig,
     DeepSpeedConfig,
     FSDPConfig,
-    LlamaConfig,
     ModelConfig,
     PPConfig,
     parts_in,
 )
-from wordrun.dist.mesh import AXES, Layout, resolve
+from wordrun.dist.mesh import Layout, resolve
 from wordrun.errors import ConfigError
 from wordrun.validation import one_of
 
@@ -41,6 +39,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     """
     problems = [problem for part in parts_in(cfg).values() for problem in part.problems()]
     problems += _check_choice(cfg) + _check_several(cfg)
+    if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
+        problems.append("optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it")
     at = Layout()
     if ranks is not None:
         try:
@@ -99,9 +99,7 @@ def _check_choice(cfg: Config) -> list[str]:
 
 def layout(backend: BackendConfig, ranks: int, per_node: int) -> Layout:
     """Return how ``backend`` lays out ``ranks`` ranks, ``per_node`` to a node."""
-    if not isinstance(backend, FSDPConfig):
-        return Layout(replicate=ranks)
-    return resolve(ranks, per_node, {axis: getattr(backend, axis) for axis in AXES if hasattr(backend, axis)})
+    return resolve(ranks, per_node, backend.axes())
 
 
 def accumulation(cfg: Config, dp: int) -> int:
@@ -185,11 +183,8 @@ def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> list[str]:
 
 def _check_tensor(model: ModelConfig, tp: int) -> list[str]:
     """Check that the ranks of a tensor-parallel group get complete heads and equally many hidden units and tokens."""
-    names = ["n_head", "n_embd", "block_size", "vocab_size"]
-    if isinstance(model, LlamaConfig):
-        names += ["n_kv_head", "n_hidden"]
     problems = []
-    for name in names:
+    for name in model.tensor_parallel_options():
         size = getattr(model, name) or 0
         if size % tp:
             fits = math.lcm(size, tp) if name == "n_kv_head" else math.ceil(size / tp) * tp
@@ -219,7 +214,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> list[str]:
             f"backend.schedule={backend.schedule} needs a multiple of backend.pp={at.pp} micro-batches in a step, "
             f"not {total}: change model.batch_size, optimizer.gas or backend.microbatches, or use GPipe"
         )
-    return problems + (_check_zero_bubble(cfg, backend, at) if backend.schedule in ZERO_BUBBLE else [])
+    return problems + (_check_zero_bubble(cfg, backend, at) if backend.zero_bubble else [])
 
 
 def _check_zero_bubble(cfg: Config, backend: PPConfig, at: Layout) -> list[str]:

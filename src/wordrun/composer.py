@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from wordrun.checks import check
-from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SECTIONS, SEVERAL, Config
+from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SECTIONS, SEVERAL, Config, ScheduleConfig
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.run_id import new_run_id
@@ -119,6 +119,9 @@ def to_config(
         assert isinstance(cfg, Config)
         cfg.run_dir = directory
         check(cfg, ranks, per_node)
+        if not cfg.optimizer.decay_lr:
+            LOGGER.warning("optimizer.decay_lr=false is now schedule=constant; it is accepted until the next release")
+            cfg.schedule = ScheduleConfig("constant")
         cfg.train.dtype = DTYPES[cfg.train.dtype]
     except ConfigError as error:
         problems += str(error).splitlines()

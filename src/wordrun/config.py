@@ -15,7 +15,7 @@ from typing import Any
 
 from wordrun.errors import UserError
 from wordrun.registry import Part
-from wordrun.validation import not_negative, one_of, positive
+from wordrun.validation import fractions, not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -35,7 +35,7 @@ class Section:
 
 @dataclass
 class ModelConfig(Section):
-    """What every model has: a stack of transformer blocks."""
+    """Options of every transformer."""
 
     name: str = "nano"
     """Name of the preset; part of the run directory."""
@@ -68,15 +68,19 @@ class ModelConfig(Section):
             problems.append(f"model.dropout={self.dropout} should be at least 0 and less than 1")
         return problems
 
+    def tensor_parallel_options(self) -> list[str]:
+        """Return the options whose values backend.tp must divide."""
+        return ["n_head", "n_embd", "block_size", "vocab_size"]
+
 
 @dataclass
 class GPTConfig(ModelConfig):
     """A GPT-2 style transformer."""
 
     bias: bool = False
-    """Biases in the linear layers and norms, as GPT-2 has them."""
+    """Use biases in linear layers and norms, as GPT-2 does."""
     gelu: str = "none"
-    """The MLP's GELU: none (exact) or tanh, the approximation with which OpenAI trained GPT-2."""
+    """Approximation of the MLP's GELU: none (exact) or tanh, with which OpenAI trained GPT-2."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
@@ -90,16 +94,15 @@ class LlamaConfig(ModelConfig):
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
     n_kv_head: int | None = None
-    """Heads of keys and values, each shared by a group of query heads (grouped-query attention); must divide n_head;
-    null: as many as n_head."""
+    """Number of key/value heads (grouped-query attention); must divide n_head; null: n_head."""
     n_hidden: int = 352
-    """Width inside the MLP; LLaMA's is about 8/3 n_embd or more."""
+    """Hidden units of the MLP; LLaMA's is about 8/3 n_embd or more."""
     rope_theta: float = 10000.0
-    """Base of the rotary embedding: the larger, the slower its slowest rotation."""
+    """Base of the rotary embedding; larger values rotate more slowly."""
     rope_factor: float = 1.0
-    """Slows the rotations that do not get round within 8,192 tokens, as Llama 3.1 does for longer texts; 1: none."""
+    """Slows down rotations longer than 8,192 tokens by this factor, as Llama 3.1 does for long contexts; 1: none."""
     norm_eps: float = 1e-5
-    """Added to the mean square in the norms."""
+    """Epsilon of RMSNorm."""
     tie: bool = False
     """Share the output layer's weights with the token embedding."""
 
@@ -123,6 +126,10 @@ class LlamaConfig(ModelConfig):
                 f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
             )
         return problems
+
+    def tensor_parallel_options(self) -> list[str]:
+        """Return the options whose values backend.tp must divide."""
+        return [*super().tensor_parallel_options(), "n_kv_head", "n_hidden"]
 
 
 @dataclass
@@ -279,6 +286,10 @@ class BackendConfig(Section):
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
 
+    def axes(self) -> dict[str, int | None]:
+        """Return the requested size of each axis of the layout; -1: all remaining ranks, None: chosen for the job."""
+        return {"replicate": -1}
+
 
 @dataclass
 class DDPConfig(BackendConfig):
@@ -287,11 +298,11 @@ class DDPConfig(BackendConfig):
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
     bucket_cap_mb: int = 25
-    """Gradients are averaged in buckets of this many MiB, while the backward pass goes on."""
+    """Size in MiB of the buckets in which gradients are averaged during the backward pass."""
     gradient_as_bucket_view: bool = True
-    """Gradients live in the buckets: one copy less in memory and time."""
+    """Store gradients in the buckets, which saves one copy in memory and time."""
     static_graph: bool = False
-    """Promise that all backward passes are alike, which spares DDP some work; for steps of one micro-step."""
+    """Promise that all backward passes are alike, which saves DDP some work; needs one micro-step per step."""
     compress: str = "none"
     """Send gradients as they are (none) or rounded to bf16, in half the bytes."""
 
@@ -303,29 +314,38 @@ class DDPConfig(BackendConfig):
 
 @dataclass
 class FSDPConfig(BackendConfig):
-    """Fully sharded data parallel: each rank keeps a share of parameters, gradients and optimizer state (ZeRO-3)."""
+    """Fully sharded data parallel: parameters, gradients and optimizer state are sharded over the ranks (ZeRO-3)."""
 
     name: str = "FSDP"
     """Name of the backend; set by train.backend."""
     replicate: int = 1
-    """Copies of the model, each sharded over backend.shard ranks (hybrid sharding)."""
+    """Copies of the model, each sharded over backend.shard ranks (hybrid sharding); -1: all remaining ranks."""
     shard: int = -1
-    """Ranks that share a copy of the model; -1: the rest."""
+    """Ranks over which a copy of the model is sharded; -1: all remaining ranks."""
     tp: int | None = 1
-    """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
+    """Ranks that split each matrix product (tensor parallel), within a node; null: all ranks of a node."""
     reshard_after_forward: bool = True
-    """Gather parameters for the forward pass and again for the backward (ZeRO-3); false: keep them (ZeRO-2)."""
+    """Gather parameters for the forward pass and again for the backward pass (ZeRO-3); false: keep them (ZeRO-2)."""
     reduce_dtype: str = "fp32"
     """Precision in which gradients are averaged: fp32 or bf16."""
     cpu_offload: bool = False
-    """Keep the shares in the host's memory, and take the optimizer's step there."""
+    """Keep the shards in the host's memory, and run the optimizer there."""
     prefetch: int = 1
-    """Blocks whose parameters are gathered ahead of the one that computes; 0: only when they are needed."""
+    """Number of blocks whose parameters are gathered in advance; 0: gather them when they are needed."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
         problems = one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
         return problems + not_negative("backend", self, "prefetch")
+
+    def axes(self) -> dict[str, int | None]:
+        """Return the requested size of each axis of the layout."""
+        return {"replicate": self.replicate, "shard": self.shard, "tp": self.tp}
+
+    @property
+    def zero_bubble(self) -> bool:
+        """Whether gradients of weights are computed later than those of activations."""
+        return False
 
 
 @dataclass
@@ -335,32 +355,41 @@ class TPConfig(FSDPConfig):
     name: str = "TP"
     """Name of the backend; set by train.backend."""
     tp: int | None = None
-    """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
+    """Ranks that split each matrix product (tensor parallel), within a node; null: all ranks of a node."""
 
 
 @dataclass
 class PPConfig(FSDPConfig):
-    """Pipeline parallel: each stage of ranks has some of the blocks, and micro-batches flow through them."""
+    """Pipeline parallel: ranks have different blocks, and micro-batches flow through them."""
 
     name: str = "PP"
     """Name of the backend; set by train.backend."""
     pp: int | None = None
-    """Stages of ranks; null: as many as the other axes leave."""
+    """Ranks of a pipeline; null: all remaining ranks."""
     replicate: int = -1
-    """Copies of the pipeline, each on its own share of the data; -1: the rest."""
+    """Copies of the pipeline, each on its own share of the data; -1: all remaining ranks."""
     shard: int = 1
-    """Ranks that share each stage's parameters, gradients and optimizer state."""
+    """Ranks over which each stage's parameters, gradients and optimizer state are sharded."""
     schedule: str = "1F1B"
     """Order of the micro-batches: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble."""
     stages_per_rank: int = 2
-    """Runs of blocks that a rank has in the interleaved schedules."""
+    """Virtual stages of a rank in the interleaved schedules."""
     microbatches: int | None = None
-    """Parts into which a micro-step's sequences are cut; null: one for each stage, or as many as divide them."""
+    """Micro-batches into which a micro-step's sequences are split; null: one per rank of the pipeline if possible."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
         problems = super().problems() + one_of("backend.schedule", self.schedule, SCHEDULES)
         return problems + positive("backend", self, "stages_per_rank", "microbatches")
+
+    def axes(self) -> dict[str, int | None]:
+        """Return the requested size of each axis of the layout."""
+        return {"pp": self.pp, **super().axes()}
+
+    @property
+    def zero_bubble(self) -> bool:
+        """Whether gradients of weights are computed later than those of activations."""
+        return self.schedule in ZERO_BUBBLE
 
 
 @dataclass
@@ -370,35 +399,35 @@ class ThreeDConfig(PPConfig):
     name: str = "3D"
     """Name of the backend; set by train.backend."""
     pp: int | None = 2
-    """Stages of ranks."""
+    """Ranks of a pipeline."""
     replicate: int = 1
     """Copies of the sharded model; for DDP between the pipelines use replicate=-1 shard=1."""
     shard: int = -1
-    """Ranks that share each stage's parameters, gradients and optimizer state; -1: the rest."""
+    """Ranks over which each stage's parameters, gradients and optimizer state are sharded; -1: all remaining ranks."""
     tp: int | None = 2
-    """Ranks that share each matrix product (tensor parallel), within a node; null: all of a node."""
+    """Ranks that split each matrix product (tensor parallel), within a node; null: all ranks of a node."""
 
 
 @dataclass
 class DeepSpeedConfig(BackendConfig):
-    """DeepSpeed's engine: data parallel, with the state of training shared among the ranks (ZeRO stages 0 to 3)."""
+    """DeepSpeed's engine: data parallel, with the training state sharded over the ranks (ZeRO stages 0 to 3)."""
 
     name: str = "deepspeed"
     """Name of the backend; set by train.backend."""
     stage: int = 1
-    """What the ranks share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state in the host's memory, and take its step there; stages 1 to 3."""
+    """Keep the optimizer state in the host's memory, and run the optimizer there; stages 1 to 3."""
     offload_params: bool = False
-    """Keep the shares of the parameters in the host's memory; stage 3."""
+    """Keep the shards of the parameters in the host's memory; stage 3."""
     bucket_elements: int | None = None
-    """Gradients and parameters travel in buckets of this many elements; null: DeepSpeed's 500 million."""
+    """Size in elements of the buckets of gradients and parameters; null: DeepSpeed's 500 million."""
     keep_below: int | None = None
-    """At stage 3, parameters of fewer elements than this stay whole on every rank; null: DeepSpeed's 100,000."""
+    """At stage 3, do not shard parameters with fewer elements than this; null: DeepSpeed's 100,000."""
     overlap_comm: bool | None = None
-    """Reduce gradients while the backward pass goes on; null: as DeepSpeed chooses for the stage."""
+    """Reduce gradients during the backward pass; null: DeepSpeed's default for the stage."""
     config: str | None = None
-    """A ds_config file (JSON) with more of DeepSpeed's settings; what contradicts the run's options is refused."""
+    """A ds_config file (JSON) with further settings; one that contradicts the run's options is refused."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
@@ -415,36 +444,32 @@ class DeepSpeedConfig(BackendConfig):
 
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute the gradients of weights later than those of activations, where there would be a bubble."""
+"""Schedules that fill the bubble with the gradients of weights, computed later than those of activations."""
 INTERLEAVED = ("Interleaved1F1B", *ZERO_BUBBLE)
-"""Schedules in which a rank has several runs of blocks."""
+"""Schedules in which a rank has several virtual stages."""
 SCHEDULES = ("GPipe", "1F1B", *INTERLEAVED)
 
 
 @dataclass
 class OptimizerConfig(Section):
-    """AdamW with warm-up and cosine decay."""
+    """What every optimizer has."""
 
     name: str = "adamw"
-    """Name of the optimizer."""
+    """Name of the optimizer: adamw or sgd."""
     learning_rate: float = 1e-3
-    """Highest learning rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up; what follows is the schedule's."""
     weight_decay: float = 0.1
     """Decay of matrices; vectors (norms, biases) are not decayed."""
-    beta1: float = 0.9
-    """Decay of the mean of the gradients."""
-    beta2: float = 0.99
-    """Decay of the mean of the squared gradients."""
     grad_clip: float = 1.0
-    """Largest norm of all gradients together; 0: no clipping."""
+    """Largest norm of the gradients of the full model; 0: no clipping."""
     decay_lr: bool = True
-    """Cosine decay to min_lr; false: constant after the warm-up."""
+    """Former name: decay_lr=false is schedule=constant, and accepted until the next release."""
     warmup_iters: int = 100
     """Steps of linear warm-up."""
     lr_decay_iters: int | None = None
-    """Step at which min_lr is reached; null: train.max_iters."""
+    """Step at which the schedule reaches min_lr; null: train.max_iters."""
     min_lr: float | None = None
-    """Lowest learning rate; null: a tenth of learning_rate."""
+    """Final learning rate; null: a tenth of learning_rate."""
     scale_lr: str = "none"
     """Multiply learning_rate by the number of data-parallel ranks (linear), its square root (sqrt), or not (none)."""
     gas: int | None = None
@@ -458,11 +483,62 @@ class OptimizerConfig(Section):
             problems.append(f"optimizer.learning_rate={self.learning_rate} should be a number above 0")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             problems.append(f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}")
-        problems += one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(f"optimizer.{name}={getattr(self, name)} should be at least 0 and less than 1")
+        return problems + one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW: Adam with decoupled weight decay."""
+
+    beta1: float = 0.9
+    """Decay of the running mean of the gradients."""
+    beta2: float = 0.99
+    """Decay of the running mean of the squared gradients."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return super().problems() + fractions("optimizer", self, "beta1", "beta2")
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent."""
+
+    name: str = "sgd"
+    """Name of the optimizer: adamw or sgd."""
+    momentum: float = 0.9
+    """Decay of the running sum of the gradients; 0: none is kept."""
+    nesterov: bool = False
+    """Nesterov's momentum, which looks one step ahead."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = super().problems() + fractions("optimizer", self, "momentum")
+        if self.nesterov and not self.momentum:
+            problems.append("optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false")
         return problems
+
+
+@dataclass
+class ScheduleConfig(Section):
+    """The learning rate after the warm-up: cosine (half a cosine down to optimizer.min_lr) or constant."""
+
+    name: str = "cosine"
+    """Name of the schedule: cosine, linear or constant."""
+
+
+@dataclass
+class LinearScheduleConfig(ScheduleConfig):
+    """Constant after the warm-up, then a linear decay to optimizer.min_lr at the end (WSD: warm-up, stable, decay)."""
+
+    name: str = "linear"
+    """Name of the schedule: cosine, linear or constant."""
+    decay_iters: int | None = None
+    """Steps of the decay; null: all after the warm-up."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return positive("schedule", self, "decay_iters")
 
 
 @dataclass
@@ -663,6 +739,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     tracker: dict[str, TrackerConfig] = field(default_factory=lambda: {"jsonl": TrackerConfig()})
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -716,7 +793,15 @@ PARTS: dict[str, dict[str, Part]] = {
         "3d": Part(ThreeDConfig, "wordrun.backend.pipeline:PipelineBackend"),
         "deepspeed": Part(DeepSpeedConfig, "wordrun.backend.deepspeed:DeepSpeedBackend"),
     },
-    "optimizer": {"adamw": Part(OptimizerConfig, "wordrun.train.optim:adamw")},
+    "optimizer": {
+        "adamw": Part(AdamWConfig, "wordrun.train.optim:adamw"),
+        "sgd": Part(SGDConfig, "wordrun.train.optim:sgd"),
+    },
+    "schedule": {
+        "cosine": Part(ScheduleConfig, "wordrun.train.schedule:cosine"),
+        "linear": Part(LinearScheduleConfig, "wordrun.train.schedule:linear"),
+        "constant": Part(ScheduleConfig, "wordrun.train.schedule:constant"),
+    },
     "tracker": {
         "jsonl": Part(TrackerConfig, "wordrun.track.jsonl:JsonlTracker"),
         "wandb": Part(WandbConfig, "wordrun.track.wandb:WandbTracker"),

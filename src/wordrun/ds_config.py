@@ -1,22 +1,23 @@
-"""What DeepSpeed's engine is told: the run's own options, and a user's ds_config file merged with them."""
+"""The settings of DeepSpeed's engine: the run's own options, merged with a user's ds_config file."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import DTYPES, Config, DeepSpeedConfig
+from wordrun.config import DTYPES, Config, DeepSpeedConfig, OptimizerConfig
 from wordrun.errors import ConfigError
 
 AUTO = "auto"
-"""In a file: the value that the run makes it; where the run has none, DeepSpeed's default."""
+"""In a file: the value that follows from the run's options; if none does, DeepSpeed's default."""
 REFUSED = {
-    "scheduler": "the learning rate follows optimizer.learning_rate, warmup_iters, decay_lr and min_lr",
+    "scheduler": "the learning rate follows optimizer.learning_rate, warmup_iters, min_lr and schedule",
     "tensor_parallel": "wordrun's own tensor parallelism is train.backend=TP",
-    "sequence_parallel_size": "every rank here reads its own share of the data",
+    "sequence_parallel_size": "every rank reads its own share of the data",
 }
-"""Blocks that would change what the run does, and why they cannot."""
+"""Blocks that are refused, and why."""
 
 
 def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, 
         node[name] = ours
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(f"backend.config={backend.config}: {text}" for text in problems)))
-    merged.pop("optimizer")  # it is made here, and handed over
-    # Ours is torch's fused AdamW, which on a processor needs none of DeepSpeed's compiled operations either.
+    merged.pop("optimizer")  # the engine receives the run's own
+    # On a processor, too, which needs none of DeepSpeed's compiled ops then.
     return _without_auto(merged) | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
@@ -66,11 +67,8 @@ def _settings(
     settings: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("model.batch_size", cfg.model.batch_size),
         "gradient_clipping": ("optimizer.grad_clip", optimizer.grad_clip),
-        "optimizer.type": ("optimizer", "AdamW"),
-        "optimizer.params.lr": ("optimizer.learning_rate", optimizer.learning_rate),
-        "optimizer.params.betas": ("optimizer.beta1 and beta2", [optimizer.beta1, optimizer.beta2]),
-        "optimizer.params.eps": ("optimizer", 1e-8),
-        "optimizer.params.weight_decay": ("optimizer.weight_decay", optimizer.weight_decay),
+        "optimizer.type": ("optimizer", optimizer.name),
+        **_optimizer_params(optimizer),
         "zero_optimization.stage": ("backend.stage", backend.stage),
         "zero_optimization.offload_optimizer.device": (
             "backend.offload_optimizer", "cpu" if backend.offload_optimizer else "none",
@@ -95,13 +93,26 @@ def _settings(
     return settings
 
 
+def _optimizer_params(optimizer: OptimizerConfig) -> dict[str, tuple[str, Any]]:
+    """Return DeepSpeed's parameters of an optimizer, which have torch's names."""
+    params: dict[str, tuple[str, Any]] = {"lr": ("optimizer.learning_rate", optimizer.learning_rate)}
+    params["weight_decay"] = ("optimizer.weight_decay", optimizer.weight_decay)
+    common = {f.name for f in fields(OptimizerConfig)}
+    own: dict[str, Any] = {f.name: getattr(optimizer, f.name) for f in fields(optimizer) if f.name not in common}
+    if "beta1" in own:
+        params["betas"] = ("optimizer.beta1 and beta2", [own.pop("beta1"), own.pop("beta2")])
+        params["eps"] = ("optimizer", 1e-8)
+    params |= {name: (f"optimizer.{name}", value) for name, value in own.items()}
+    return {f"optimizer.params.{name}": value for name, value in params.items()}
+
+
 def _read(path: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"backend.config={path} cannot be read ({error.strerror}): name a ds_config file") from None
     except ValueError as error:
-        raise ConfigError(f"backend.config={path} is no JSON: {error}") from None
+        raise ConfigError(f"backend.config={path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"backend.config={path} should hold one block of settings in braces")
     return content

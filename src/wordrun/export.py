@@ -108,11 +108,11 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
     from safetensors.torch import save_file
 
     from wordrun.backend.precision import TORCH_DTYPES
-    from wordrun.model import outline
+    from wordrun.model import meta_model
     from wordrun.model.huggingface import to_huggingface
 
     cfg, weights, kind = saved.config.model, saved.weights(), TORCH_DTYPES[dtype]
-    model = outline(cfg, saved.vocab_size)
+    model = meta_model(cfg, saved.vocab_size)
     shards: list[list[str]] = [[]]
     room = limit
     # Plan the files on the meta model first: each name states how many there are.
@@ -144,11 +144,11 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and the tokenizer's files."""
     from wordrun.backend.precision import TORCH_DTYPES
     from wordrun.data.tokenizers.huggingface import tokenizer_json
-    from wordrun.model import outline
+    from wordrun.model import meta_model
     from wordrun.model.huggingface import huggingface_config
 
     cfg = saved.config.model
-    facts = huggingface_config(cfg, outline(cfg, saved.vocab_size).vocab_size)
+    facts = huggingface_config(cfg, meta_model(cfg, saved.vocab_size).vocab_size)
     tokenizer, end = tokenizer_json(json.loads(saved.tokenizer_json))
     facts |= {"bos_token_id": end, "eos_token_id": end}
     _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})
@@ -162,12 +162,12 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
 def write_checkpoint(folder: Path, saved: Saved) -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from, but no run can resume."""
     from wordrun.checkpoint import folder as folders
-    from wordrun.checkpoint import pieces
+    from wordrun.checkpoint import shards
     from wordrun.checkpoint.saved import MODEL
 
     weights = saved.weights()
-    mine = [pieces.piece_of(MODEL + name, weights[name]) for name in weights]
-    pieces.write(folder, mine, None, alone=True)
+    mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]
+    shards.write(folder, mine, None, alone=True)
     (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
     files = folders.describe(folder, [path.name for path in folder.iterdir()])
     folders.write_manifest(folder, {

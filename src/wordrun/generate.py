@@ -111,8 +111,7 @@ def write(options: GenerateConfig) -> None:
     from wordrun.data import tokenizers
     from wordrun.dist import World
     from wordrun.dist.setup import choose_device
-    from wordrun.model.cache import Cached
-    from wordrun.model.generate import generate
+    from wordrun.model.generate import Cached, generate
 
     device = choose_device(options.device, World())
     asked = DTYPES[options.dtype]
@@ -152,13 +151,14 @@ def write(options: GenerateConfig) -> None:
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transformer:
     """Return the model of a checkpoint in evaluation mode, with weights of ``dtype`` on ``device``."""
-    from wordrun.model import outline
+    from wordrun.model import meta_model
 
-    model = outline(saved.config.model, saved.vocab_size)
+    model = meta_model(saved.config.model, saved.vocab_size)
     state = {name: tensor.to(device, dtype) for name, tensor in saved.weights().items()}
     if model.tied:
         state["head.weight"] = state["tokens.weight"]
     model.load_state_dict(state, assign=True)
+    model.fill_buffers(device)
     model.tie()
     return model.eval()
 

@@ -18,6 +18,16 @@ def not_negative(section: str, node: Any, *names: str) -> list[str]:
     return _at_least(0, section, node, names, "should not be negative")
 
 
+def fractions(section: str, node: Any, *names: str) -> list[str]:
+    """Return a message for each of the options ``names`` of ``node`` that is not at least 0 and less than 1."""
+    values = {name: getattr(node, name) for name in names}
+    return [
+        f"{section}.{name}={value} should be at least 0 and less than 1"
+        for name, value in values.items()
+        if not 0 <= value < 1
+    ]
+
+
 def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
     """Return a message if ``value`` of the option ``key`` is none of those ``known``."""
     known = list(known)

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as td
 import wordrun
 from wordrun import dist
-from wordrun.backend.split import local, whole
+from wordrun.backend.split import full, local
 
 def nbytes(tensors):
     return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
@@ -53,7 +53,7 @@ with dist.session() as world:
                 lambda *_: gradients.append(nbytes(p.grad for p in parameters))
             )
             trainer.train()
-            mine = {n: whole(p.detach()) for part in trainer.backend.parts for n, p in part.named_parameters()}
+            mine = {n: full(p.detach()) for part in trainer.backend.parts for n, p in part.named_parameters()}
             weights = [None] * world.size
             td.all_gather_object(weights, mine)
             states = [s for state in trainer.backend.optimizer.state.values() for s in state.values() if s.dim()]
@@ -225,18 +225,22 @@ def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.Monke
 
 BUILD = """
 import json, sys
+from functools import partial
 import torch
 import wordrun
 from memory_peak import peak
 from wordrun import backend, dist
 from wordrun.checks import check
+from wordrun.model import meta_model
 from wordrun.train.optim import adamw
 
 with dist.session(device="cpu") as world:
     cfg = wordrun.compose(sys.argv[1:])
-    job = backend.Job(cfg, world, check(cfg, world.size), 64, lambda parameters: adamw(cfg.optimizer, parameters))
+    spec = backend.BackendSpec(
+        cfg, world, check(cfg, world.size), partial(meta_model, cfg.model, 64), partial(adamw, cfg.optimizer)
+    )
     made = []
-    most = peak(lambda: made.append(backend.build(job)))
+    most = peak(lambda: made.append(backend.build(spec)))
     sys.stdout.write(json.dumps({"most": most}) + "\\n")
     made[0].close()
 """

@@ -108,7 +108,7 @@ import json, sys
 import wordrun
 from wordrun import dist
 from wordrun.checkpoint import folder
-from wordrun.checkpoint.pieces import FileSystemWriter
+from wordrun.checkpoint.shards import FileSystemWriter
 
 def fail(*args):
     raise OSError(28, "No space left on device")

@@ -63,7 +63,7 @@ def save_run() -> SaveRun:
     import wordrun
     from wordrun import model as models
     from wordrun.checkpoint import folder as folders
-    from wordrun.checkpoint import pieces
+    from wordrun.checkpoint import shards
     from wordrun.config import to_plain
     from wordrun.data.tokenizers.char import CharTokenizer
 
@@ -76,11 +76,11 @@ def save_run() -> SaveRun:
                 p.mul_(8) if p.dim() > 1 else p.add_(torch.linspace(-0.3, 0.3, len(p)))
         draft = folders.Draft(run, step)
         draft.begin(tokenizer.to_json())
-        own = [pieces.piece_of(f"model.{name}", p) for name, p in model.named_parameters()]
-        pieces.write(draft.path, own, None, alone=True)
+        own = [shards.shard_of(f"model.{name}", p) for name, p in model.named_parameters()]
+        shards.write(draft.path, own, None, alone=True)
         draft.publish({
             "files": folders.describe(draft.path, os.listdir(draft.path)), "config": to_plain(cfg),
-            "vocab_size": tokenizer.vocab_size, "backend": {"kind": "pieces"},
+            "vocab_size": tokenizer.vocab_size, "backend": {"kind": "shards"},
         })  # fmt: skip
         return model
 

@@ -23,7 +23,7 @@ import wordrun
 from wordrun import cli
 from wordrun.backend import precision
 from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint import pieces
+from wordrun.checkpoint import shards
 from wordrun.checkpoint.saved import find
 from wordrun.config import from_plain, to_plain
 from wordrun.errors import ConfigError, UserError
@@ -127,9 +127,9 @@ def test_weights_are_found_by_one_process(whole: Path, small: Words, tmp_path: P
     assert find(whole / "checkpoints/latest").step == 12
     with pytest.raises(UserError, match="has no checkpoint 7: there are latest and those after 3, 6, 9, 12 steps"):
         find(whole, "7")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         find(tmp_path / "nothing")
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    with pytest.raises(UserError, match="contains no checkpoint"):
         find(tmp_path)
 
 
@@ -156,11 +156,11 @@ def test_rng_states_survive_as_bytes() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 5), (3, 7), (8, 7)])
-def test_every_piece_has_one_writer(ranks: int, rows: int) -> None:
+def test_every_shard_has_one_writer(ranks: int, rows: int) -> None:
     from wordrun.dist.mesh import Layout
 
     tensors = {str(i): torch.empty(rows * (i + 1), 2) for i in range(10)}
-    written = [[p.name for p in pieces.mine_to_write(tensors, Layout(replicate=ranks), r)] for r in range(ranks)]
+    written = [[p.name for p in shards.to_write(tensors, Layout(replicate=ranks), r)] for r in range(ranks)]
     assert sorted(name for names in written for name in names) == sorted(tensors)
     loads = [sum(tensors[name].numel() for name in names) for names in written]
     assert max(loads) - min(loads) <= max(t.numel() for t in tensors.values())
@@ -253,7 +253,7 @@ def test_a_failed_last_save_is_not_called_saved(small: Words, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     def stop(trainer: Trainer) -> None:
-        monkeypatch.setattr(pieces, "write", fail)
+        monkeypatch.setattr(shards, "write", fail)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted) as stopped:
@@ -268,7 +268,7 @@ def test_a_slow_save_is_waited_for(small: Words, tmp_path: Path, monkeypatch: py
     writing: list[str] = []
     last, failed = threading.Event(), threading.Event()
 
-    def slowly(folder: Path, *args: Any, write: Any = pieces.write) -> None:
+    def slowly(folder: Path, *args: Any, write: Any = shards.write) -> None:
         assert not writing, "one at a time"
         writing.append(folder.name)
         if "00000009" in folder.name:
@@ -284,7 +284,7 @@ def test_a_slow_save_is_waited_for(small: Words, tmp_path: Path, monkeypatch: py
         failed.set()
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(pieces, "write", slowly)
+    monkeypatch.setattr(shards, "write", slowly)
     with pytest.raises(RuntimeError, match="on purpose"):
         train(small(*SAVING), tmp_path / "run", Act(10, fail))
     assert steps(tmp_path / "run") == [3, 6, 9]
@@ -332,12 +332,35 @@ def test_the_loss_scaler_goes_on(small: Words, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     words = small(*SAVING, "train.dtype=fp16", "train.on_nonfinite=skip")
     train(words, tmp_path / "whole")
-    facts = [find(tmp_path / "whole", str(step)).manifest["backend"] for step in (3, 6)]
-    assert facts[0]["scaler"] != facts[1]["scaler"]
-    assert 0 < facts[1]["optimizer"]["step"] < 6, "some steps have overflown, and were left out"
+    before, after = (find(tmp_path / "whole", str(step)) for step in (3, 6))
+    assert before.manifest["backend"]["scaler"] != after.manifest["backend"]["scaler"]
+    shards.read(after.folder, {"optimizer.norm.weight.step": (step := torch.empty(()))}, alone=True)
+    assert 0 < step < 6, "some steps have overflown, and were skipped"
     went_on = train([*words, f"train.resume={tmp_path / 'whole/checkpoints/step-00000006'}"], tmp_path / "on")
     assert went_on.backend.dtype == torch.float16
     assert figures(tmp_path / "on") == figures(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_format_1_can_be_continued(whole: Path, small: Words, tmp_path: Path) -> None:
+    """It has one count of steps for all parameters, in its manifest, and no schedule in its options."""
+    now = find(whole, "6")
+    stored = {name: shards.empty_like(facts) for name, facts in shards.stored_in(now.folder).items()}
+    shards.read(now.folder, stored, alone=True)
+    then = tmp_path / "then/step-00000006"
+    kept = [shards.shard_of(name, tensor) for name, tensor in stored.items() if not name.endswith(".step")]
+    assert len(stored) > len(kept) > 0
+    shards.write(then, kept, None, alone=True)
+    shutil.copy(now.folder / folders.TOKENIZER, then)
+    manifest = json.loads((now.folder / folders.MANIFEST).read_text())
+    del manifest["crc32"], manifest["config"]["schedule"], manifest["fixed"]["schedule.name"]
+    manifest |= {"format": 1, "backend": {"kind": "pieces", "optimizer": {"step": 6.0}, "scaler": {}}}
+    manifest["files"] = folders.describe(then, [path.name for path in then.iterdir()])
+    folders.write_manifest(then, manifest)
+    assert find(then).config.schedule.name == "cosine"
+    with pytest.raises(ConfigError, match=r"schedule\.name is cosine in the checkpoint and constant here"):
+        train(small(*SAVING, f"train.resume={then}", "schedule=constant"), tmp_path / "other")
+    train(small(*SAVING, f"train.resume={then}"), tmp_path / "run")
+    assert figures(tmp_path / "run") == [line for line in figures(whole) if line[0] > 6]
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(small: Words, tmp_path: Path) -> None:
@@ -361,7 +384,7 @@ def test_what_contradicts_the_checkpoint_is_refused(whole: Path, small: Words, w
 
 
 def test_a_path_that_holds_nothing_is_named(whole: Path, small: Words, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.resume=.*gone: .* is no folder"):
+    with pytest.raises(ConfigError, match=r"train\.resume=.*gone: .* is not a folder"):
         wordrun.compose(small(f"train.resume={tmp_path}/gone"))
     with pytest.raises(ConfigError, match="choose one"):
         wordrun.compose(small(f"train.init_from={whole}", f"train.resume={whole}"))
@@ -483,7 +506,7 @@ def test_a_signal_saves_and_the_run_can_go_on(
     if when == "evaluation":
         monkeypatch.setattr(Trainer, "evaluate", lambda self, evaluate=Trainer.evaluate: (tell(), evaluate(self))[1])
     if when == "saving":
-        monkeypatch.setattr(pieces, "write", lambda *args, write=pieces.write: (tell(), write(*args))[1])
+        monkeypatch.setattr(shards, "write", lambda *args, write=shards.write: (tell(), write(*args))[1])
     with pytest.raises(Interrupted) as stopped:
         train(small(*SAVING), folder, *hooks)
     monkeypatch.undo()

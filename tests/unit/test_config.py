@@ -24,6 +24,7 @@ from wordrun.config import (
     SCHEMAS,
     SECTIONS,
     SEVERAL,
+    AdamWConfig,
     BPETokenizerConfig,
     Config,
     DataConfig,
@@ -55,7 +56,8 @@ def plain() -> Config:
 
 def good(**changes: Any) -> Config:
     """Return a config that passes, with options changed as in ``model__n_head=3`` or a whole section."""
-    cfg = Config(model=GPTConfig(), backend=DDPConfig(), data=DataConfig(name="sample", kind="sample"))
+    data = DataConfig(name="sample", kind="sample")
+    cfg = Config(model=GPTConfig(), backend=DDPConfig(), data=data, optimizer=AdamWConfig())
     for key, value in changes.items():
         section, _, name = key.partition("__")
         node = getattr(cfg, section) if name else cfg
@@ -210,7 +212,7 @@ def preset(name: str) -> ModelConfig:
 
 
 def parameters(name: str) -> int:
-    return model.outline(preset(name), 50257).num_parameters()
+    return model.meta_model(preset(name), 50257).num_parameters()
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
@@ -222,7 +224,7 @@ def test_presets_have_the_published_size(name: str, count: int) -> None:
 def test_every_preset_can_be_made_with_the_tokenizer_of_characters(name: str) -> None:
     cfg = compose([f"model={name}", "data=sample"]).model
     assert cfg == preset(name)
-    assert model.outline(cfg, 65).vocab_size == (cfg.vocab_size or 65)
+    assert model.meta_model(cfg, 65).vocab_size == (cfg.vocab_size or 65)
 
 
 @pytest.mark.parametrize(("name", "count"), GPT3.items())

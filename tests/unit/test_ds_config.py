@@ -52,7 +52,7 @@ CONTRADICTIONS = {
     "bfloat16.enabled": (False, "train.dtype", "true"),
     "zero_optimization.stage": (3, "backend.stage", "1"),
     "zero_optimization.offload_optimizer.device": ("nvme", "backend.offload_optimizer", '"none"'),
-    "optimizer.type": ("Lamb", "optimizer", '"AdamW"'),
+    "optimizer.type": ("Lamb", "optimizer", '"adamw"'),
     "optimizer.params.lr": (3e-4, "optimizer.learning_rate", "0.001"),
 }
 
@@ -88,7 +88,7 @@ def test_a_precision_that_is_not_known_yet_is_not_compared() -> None:
     assert merged({"fp16": {"enabled": True}}, "train.dtype=auto", dtype="auto")["fp16"] == {"enabled": True}
 
 
-@pytest.mark.parametrize(("content", "says"), [("{", "is no JSON"), ("[]", "should hold one block")])
+@pytest.mark.parametrize(("content", "says"), [("{", "is not valid JSON"), ("[]", "should hold one block")])
 def test_a_file_that_is_no_ds_config_is_named(content: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"backend\.config=ds\.json {says}"):
         merged(content)

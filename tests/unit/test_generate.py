@@ -18,8 +18,8 @@ from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.generate import Screen, main
 from wordrun.model import Transformer
-from wordrun.model.cache import Cached, Past
-from wordrun.model.generate import draw, generate
+from wordrun.model.cache import KVCache
+from wordrun.model.generate import Cached, draw, generate
 
 if TYPE_CHECKING:
     from conftest import Start
@@ -89,26 +89,26 @@ def test_a_text_that_differs_is_read_from_its_beginning(model: Transformer) -> N
         torch.testing.assert_close(cached(text), model(text, at=-1), rtol=1e-5, atol=1e-5)
 
 
-def test_each_part_of_a_pipeline_has_pasts_of_its_own(model: Transformer) -> None:
+def test_each_stage_of_a_pipeline_has_caches_of_its_own(model: Transformer) -> None:
     cfg = replace(model.cfg, n_layer=2)
-    parts = [models.outline(cfg, V, [layer]) for layer in (0, 1)]
+    parts = [models.meta_model(cfg, V, [layer]) for layer in (0, 1)]
     for part in parts:
         part.load_state_dict({name: model.state_dict()[name] for name in part.state_dict()}, assign=True)
-    x, pasts = tokens(T=9), [[Past()], [Past()]]
+    x, caches = tokens(T=9), [[KVCache()], [KVCache()]]
     for start, end in ((0, 5), (5, 6), (6, 9)):
-        hidden = parts[0](x[:, start:end], pasts=pasts[0])
-        logits = parts[1](hidden, at=-1, pasts=pasts[1])
+        hidden = parts[0](x[:, start:end], caches=caches[0])
+        logits = parts[1](hidden, at=-1, caches=caches[1])
         torch.testing.assert_close(logits, model(x[:, :end], at=-1), rtol=1e-5, atol=1e-5)
 
 
-def test_a_past_gives_back_all_it_was_given() -> None:
-    past, stream = Past(), torch.Generator().manual_seed(0)
+def test_a_cache_returns_everything_appended_to_it() -> None:
+    cache, stream = KVCache(), torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 3, 40, 8, generator=stream)
     start = 0
     for T in (1, 1, 5, 1, 20, 12):
-        k, v = past.add(keys[:, :, start : start + T], values[:, :, start : start + T])
+        k, v = cache.append(keys[:, :, start : start + T], values[:, :, start : start + T])
         start += T
-        assert past.length == start
+        assert cache.length == start
         assert k.equal(keys[:, :, :start])
         assert v.equal(values[:, :, :start])
 
@@ -223,8 +223,8 @@ def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["run=nowhere"], 1, "nowhere is no folder: name a run directory"),
-        (["run=."], 1, "holds no checkpoint: it is not a run directory"),
+        (["run=nowhere"], 1, "nowhere is not a folder: name a run directory"),
+        (["run=."], 1, "contains no checkpoint: it is not a run directory"),
         (["checkpoint=150"], 1, "has no checkpoint 150: there are latest and those after 100, 200 steps"),
         (["checkpoint=best"], 1, "has no checkpoint best"),
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),

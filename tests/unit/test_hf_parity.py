@@ -77,7 +77,7 @@ def test_weights_come_back_as_they_went(cfg: ModelConfig) -> None:
 @pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_parts_of_a_pipeline_make_the_whole_file(cfg: ModelConfig) -> None:
     whole = random_model(cfg).state_dict()
-    parts = [models.outline(cfg, V, layers).state_dict() for layers in (range(1), range(1, 3))]
+    parts = [models.meta_model(cfg, V, layers).state_dict() for layers in (range(1), range(1, 3))]
     together = [to_huggingface({name: whole[name] for name in part}, cfg) for part in parts]
     assert same(together[0] | together[1], to_huggingface(whole, cfg))
 

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import model as models
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, OptimizerConfig
+from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, ModelConfig
+from wordrun.data.batch import Batch
 from wordrun.model import Transformer
 from wordrun.model.generate import generate
 from wordrun.model.llama import rotary_table, rotate
@@ -83,7 +84,7 @@ def test_the_order_of_the_tokens_matters(model: Transformer) -> None:
 
 def test_the_loss_of_a_sequence_is_the_mean_cross_entropy_of_its_tokens(model: Transformer) -> None:
     x, y = tokens(), tokens(seed=1)
-    losses = model(x, y)
+    losses = model.losses(Batch(x, y))
     assert losses.shape == (3,)
     logits = model(x)
     expected = torch.stack([F.cross_entropy(logits[b], y[b]) for b in range(3)])
@@ -168,7 +169,7 @@ def test_fake_tensors_and_inference_leave_nothing_behind() -> None:
         llama(tokens())
     with FakeTensorMode():
         models.Llama(replace(LLAMA, rope_theta=124.0), V)(torch.zeros(3, 16, dtype=torch.long))
-    llama(tokens(), tokens()).mean().backward()
+    llama.losses(Batch(tokens(), tokens())).mean().backward()
     assert models.build(replace(LLAMA, rope_theta=124.0), V)(tokens()).isfinite().all()
 
 
@@ -180,11 +181,11 @@ def test_fake_tensors_and_inference_leave_nothing_behind() -> None:
 def test_parts_in_a_row_are_the_whole_model(cfg: ModelConfig, k: int) -> None:
     cfg = replace(cfg, n_layer=3)
     whole = models.build(cfg, V, seed=2)
-    parts = [models.materialise(models.outline(cfg, V, layers), 2, "cpu") for layers in (range(k), range(k, 3))]
+    parts = [models.materialise(models.meta_model(cfg, V, layers), 2, "cpu") for layers in (range(k), range(k, 3))]
     assert [(part.is_first, part.is_last) for part in parts] == [(True, False), (False, True)]
-    x, y = tokens(), tokens(seed=1)
+    x = tokens()
     assert parts[0](x).shape == (3, 16, 32)
-    torch.testing.assert_close(parts[1](parts[0](x), y), whole(x, y), rtol=0, atol=0)
+    torch.testing.assert_close(parts[1](parts[0](x)), whole(x), rtol=0, atol=0)
     torch.testing.assert_close(parts[1](parts[0](x), at=-1), whole(x, at=-1), rtol=0, atol=0)
     names = [name for part in parts for name in part.state_dict()]
     assert sorted(names) == sorted(whole.state_dict())
@@ -212,7 +213,7 @@ def test_weights_begin_as_nanogpts(cfg: ModelConfig) -> None:
 
 
 def test_an_untrained_model_knows_nothing(model: Transformer) -> None:
-    assert model(tokens(64), tokens(64, seed=1)).mean().item() == pytest.approx(math.log(V), rel=0.02)
+    assert model.losses(Batch(tokens(64), tokens(64, seed=1))).mean().item() == pytest.approx(math.log(V), rel=0.02)
 
 
 @BOTH
@@ -247,11 +248,11 @@ def test_dropout_acts_in_training_alone(cfg: ModelConfig) -> None:
 
 def test_it_learns(model: Transformer) -> None:
     """Each token is followed by the next one of the vocabulary, which a few steps are enough to find out."""
-    optimizer = adamw(OptimizerConfig(learning_rate=1e-2), model.parameters())
+    optimizer = adamw(AdamWConfig(learning_rate=1e-2), model.named_parameters())
     losses = []
     for step in range(30):
         x = (torch.arange(16) + torch.randint(V, (8, 1), generator=torch.Generator().manual_seed(step))) % V
-        loss = model(x, (x + 1) % V).mean()
+        loss = model.losses(Batch(x, (x + 1) % V)).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -283,7 +284,7 @@ def test_flops_are_those_that_torch_counts(cfg: ModelConfig) -> None:
     model = models.build(cfg, V)
     x = torch.zeros(B, T, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(x, x).mean().backward()
+        model.losses(Batch(x, x)).mean().backward()
     assert counter.get_total_flops() == B * T * model.flops_per_token()
 
 

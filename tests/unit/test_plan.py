@@ -20,6 +20,7 @@ from wordrun.backend.native import prepare_blocks
 from wordrun.checks import check
 from wordrun.composer import compose
 from wordrun.config import SCHEDULES, BackendConfig, Config, DDPConfig, GPTConfig, LlamaConfig, ModelConfig
+from wordrun.data.batch import Batch
 from wordrun.devices import VARIANTS
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
@@ -55,7 +56,7 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
 
     def passes() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cfg.train.dtype == "bf16"):
-            loss = model(tokens, tokens).mean()
+            loss = model.losses(Batch(tokens, tokens)).mean()
         loss.backward()
 
     for parameter in model.parameters():
@@ -119,13 +120,13 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
 @pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b"])
 def test_parameters_are_those_of_the_model(name: str) -> None:
     cfg = compose([f"model={name}"])
-    whole = models.outline(cfg.model, 1000)
+    whole = models.meta_model(cfg.model, 1000)
     read = shapes_of(cfg.model, 1000)
     assert read.parameters == whole.num_parameters()
     assert numel(read.stage(read.layers)) == whole.num_parameters()
-    first = models.outline(cfg.model, 1000, layers=range(2))
+    first = models.meta_model(cfg.model, 1000, layers=range(2))
     assert numel(read.stage(range(2))) == first.num_parameters()
-    last = models.outline(cfg.model, 1000, layers=[cfg.model.n_layer - 1])
+    last = models.meta_model(cfg.model, 1000, layers=[cfg.model.n_layer - 1])
     assert numel(read.stage([cfg.model.n_layer - 1])) == last.num_parameters()
 
 
@@ -195,7 +196,7 @@ def advice(*words: str) -> Advice:
 def test_bytes_sent_are_those_of_the_papers() -> None:
     rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
     sent = {name: row.memory["none"].sent for name, row in rows.items()}
-    count = models.outline(rows["DDP"].strategy.cfg.model, 50257).num_parameters()
+    count = models.meta_model(rows["DDP"].strategy.cfg.model, 50257).num_parameters()
     ring = 7 / 8
     assert sent["DDP"] == pytest.approx(2 * ring * 4 * count)  # a ring's all-reduce of fp32 gradients
     assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * count)  # ZeRO, section 7.1: 2 psi

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
 from wordrun.errors import ConfigError, UserError
-from wordrun.model import outline
+from wordrun.model import meta_model
 from wordrun.model.pretrained import fetch, model_config, open_weights, read_config
 
 V = 61
@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Folders:
 
 @torch.no_grad()
 def check_logits(weights: Mapping[str, torch.Tensor], cfg: ModelConfig, theirs: Any) -> None:
-    ours = outline(cfg, V)
+    ours = meta_model(cfg, V)
     ours.load_state_dict(dict(weights), assign=True)
     tokens = torch.randint(V, (2, cfg.block_size), generator=torch.Generator().manual_seed(0))
     expected = theirs(tokens).logits
@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers(kind: str, size: str, tmp_path: Path) 
     theirs.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "16KB")
     weights = open_weights(tmp_path, cfg, V)
-    assert list(weights) == list(outline(cfg, V).state_dict())
+    assert list(weights) == list(meta_model(cfg, V).state_dict())
     check_logits(weights, cfg, theirs)
     assert replace(model_config(tmp_path, read_config(tmp_path)), name=cfg.name) == replace(cfg, vocab_size=V)
 
@@ -117,7 +117,7 @@ def test_a_gpt_without_biases_takes_those_that_are_0(folder: Folders) -> None:
     file = load_file(path / "model.safetensors")
     save_file({name: x * (not name.endswith("bias")) for name, x in file.items()}, path / "model.safetensors")
     weights = open_weights(path, replace(GPT, bias=False), V)
-    assert set(weights) == set(outline(replace(GPT, bias=False), V).state_dict())
+    assert set(weights) == set(meta_model(replace(GPT, bias=False), V).state_dict())
     save_file(file, path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"has model.bias=true, and model=nano has false\n.*: model.bias=true$"):
         open_weights(path, replace(GPT, bias=False), V)
@@ -175,7 +175,7 @@ def test_weights_that_are_not_those_of_config_json_are_named(folder: Folders) ->
 def test_without_config_json_the_weights_decide(folder: Folders) -> None:
     path = folder("llama")
     (path / "config.json").unlink()
-    assert len(open_weights(path, LLAMA, V)) == len(outline(LLAMA, V).state_dict())
+    assert len(open_weights(path, LLAMA, V)) == len(meta_model(LLAMA, V).state_dict())
     assert "is our tokens.weight, (61, 32) in the checkpoint, but (65, 32) in model=" in refused(path, LLAMA, 65)
     assert "but (24, 32)" not in refused(path, replace(LLAMA, n_layer=1))
 
@@ -227,7 +227,7 @@ def test_a_folder_is_what_it_is(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="hf:/no/such/folder is no folder: name one with config"):
+    with pytest.raises(UserError, match="hf:/no/such/folder is not a folder: name one with config"):
         fetch("/no/such/folder")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # before the first import of the library, or set on it
     import huggingface_hub.constants
@@ -235,7 +235,7 @@ def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        UserError, match=r"hf:openai/gpt2 is neither a folder here nor to be had .* hf download openai/"
+        UserError, match=r"hf:openai/gpt2 is not a folder, and cannot be downloaded .* hf download openai/"
     ):
         fetch("openai/gpt2")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

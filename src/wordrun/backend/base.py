@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from wordrun.backend.optimizer import remember_ratios
+from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checkpoint.pieces import Group
+from wordrun.checkpoint.shards import Group
 from wordrun.config import Config, part_of
-from wordrun.data.batch import Batch
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.model import Transformer
+from wordrun.model import Model
 
-MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+MakeModel = Callable[..., Any]
+"""Returns a ``Model`` on the meta device: all of it, or with the argument ``layers`` the stage with those blocks."""
+MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -28,67 +32,84 @@ class StepResult:
     loss: Tensor
     """Mean loss over the sequences of this rank's share of the batch, in nats per token."""
     grad_norm: Tensor
-    """Norm of all gradients of the whole model together, before clipping."""
+    """Norm of the gradients of the full model, before clipping."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a backend is made from."""
+class BackendSpec:
+    """What a backend is built from."""
 
     cfg: Config
     world: World
     layout: Layout
-    """Which ranks do what together."""
-    vocab_size: int
-    """Size of the tokenizer's vocabulary."""
+    """How the ranks divide the work."""
+    make_model: MakeModel
     make_optimizer: MakeOptimizer
+    """Returns the optimizer over named parameters."""
     weights: Mapping[str, Tensor] | None = None
-    """What the parameters begin with, by name and whole; None: random values."""
+    """Initial values of the parameters, by name and unsharded; None: random ones."""
+
+    @cached_property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return torch.device(self.world.device)
+
+    def optimizer(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        """Return the run's optimizer over the named ``parameters``."""
+        return remember_ratios(self.make_optimizer(parameters), self.cfg.optimizer.learning_rate)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Precision of the computation."""
+        return choose_dtype(self.cfg.train.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Save:
-    """A copy of the state of training, on its way to the disk."""
+    """A copy of the training state, ready to be written."""
 
     facts: dict[str, Any]
-    """What ``load`` needs besides the files, ready for JSON, with the ``kind`` of their format."""
+    """What ``load`` needs besides the files, serialisable as JSON, with the ``kind`` of their format."""
     write: Callable[[Path, Group], None]
     """Writes this rank's files into a folder, together with the other ranks of a group."""
     in_background: bool
-    """Whether another thread may do that while training goes on."""
+    """Whether another thread may call ``write`` while training continues."""
 
 
 class Backend(Protocol):
-    """One optimizer step, and what evaluation and generation need. Every rank must call each of these methods."""
+    """One optimizer step, and what evaluation and generation need. Every rank must call each of these methods.
+
+    A batch is whatever the model's ``losses`` takes, on the backend's device.
+    """
 
     device: torch.device
     dtype: torch.dtype
     """Precision of the computation."""
-    parts: Sequence[Transformer]
-    """What this rank holds of the model: all of it, or the stages of a pipeline."""
+    parts: Sequence[Model]
+    """This rank's part of the model: all of it, or its stages of a pipeline."""
 
-    def train_step(self, batches: Sequence[Batch], learning_rate: float, clock: Stopwatch) -> StepResult:
-        """Take one optimizer step on ``batches``, the micro-steps of it."""
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
+        """Take one optimizer step on ``batches``, one for each micro-step."""
         ...
 
-    def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each sequence of ``batch``, (B,), without gradients."""
+    def losses(self, batch: Any) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), without gradients."""
         ...
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the last of ``tokens`` (B, T), as (B, V), without gradients."""
+        """Return a language model's logits for the last of ``tokens`` (B, T), as (B, V), without gradients."""
         ...
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
-        """Copy the state of training as it is now.
+        """Copy the present training state.
 
         Args:
-            own: tensors of this rank alone that belong to the checkpoint, under names that no other rank uses.
+            own: further tensors of this rank for the checkpoint, under names that no other rank uses.
         """
         ...
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Take the state of training from a checkpoint, which any layout of ranks may have written.
+        """Restore the training state from a checkpoint, which any layout of ranks may have written.
 
         Args:
             folder: the checkpoint.
@@ -96,16 +117,16 @@ class Backend(Protocol):
             own: names of this rank's own tensors, which are returned.
 
         Raises:
-            ConfigError: this backend cannot read what that one has written.
+            ConfigError: this backend cannot read checkpoints of that kind.
         """
         ...
 
     def close(self) -> None:
-        """Give back what belongs to the process group, which ends next; no step can follow."""
+        """Release whatever holds the process group, which is destroyed next; no step can follow."""
         ...
 
 
-def build(job: Job) -> Backend:
+def build(spec: BackendSpec) -> Backend:
     """Return the backend that ``train.backend`` names; every rank must call this."""
-    backend: Backend = part_of("backend", job.cfg.backend).load()(job)
+    backend: Backend = part_of("backend", spec.cfg.backend).load()(spec)
     return backend

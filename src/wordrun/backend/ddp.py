@@ -1,4 +1,4 @@
-"""Distributed data parallel: the model on every rank, each on its own share of the batch, gradients averaged."""
+"""Distributed data parallel: every rank has the full model and its own share of the batch; gradients are averaged."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from wordrun.backend.base import Job
+from wordrun import compat
+from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend, prepare_blocks
 from wordrun.config import DDPConfig
-from wordrun.data.batch import Batch
 from wordrun.dist import mpi
-from wordrun.model import Transformer, materialise, outline
+from wordrun.model import materialise
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -29,13 +29,13 @@ def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Ten
 class DDPBackend(NativeBackend):
     """``train.backend=DDP``."""
 
-    def make_parts(self, job: Job) -> list[Transformer]:
-        """Return the whole model."""
-        cfg, options = job.cfg, job.cfg.backend
+    def __init__(self, spec: BackendSpec) -> None:
+        options = spec.cfg.backend
         assert isinstance(options, DDPConfig)
-        model = materialise(outline(cfg.model, job.vocab_size), cfg.train.seed, self.device)
-        prepare_blocks(model, cfg)
-        self.alone = job.world.size == 1
+        model = materialise(spec.make_model(), spec.cfg.train.seed, spec.device)
+        prepare_blocks(model, spec.cfg)
+        super().__init__(spec, [model])
+        self.alone = spec.world.size == 1
         self.replica = DistributedDataParallel(
             model,
             bucket_cap_mb=options.bucket_cap_mb,
@@ -43,21 +43,20 @@ class DDPBackend(NativeBackend):
             static_graph=options.static_graph,
         )
         if options.compress == "bf16":
-            # Not the hook itself, which torch refuses to any but NCCL, though gloo sums bf16 as well.
+            # Wrapped, because torch accepts the hook itself for NCCL only, though gloo sums bf16 as well.
             self.replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-        elif self.device.type == "cpu" and not self.alone and mpi.in_use(job.world):
-            # torch looks into a hook's annotations and takes no strings, which all of this file's are.
+        elif self.device.type == "cpu" and not self.alone and mpi.in_use(spec.world):
+            # Wrapped, because torch inspects a hook's annotations and rejects strings, which all of this file's are.
             self.replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
-        return [model]
 
-    def micro_step(self, batch: Batch, *, last: bool) -> Tensor:
-        """Return the mean loss of ``batch``; the gradients are averaged with the last one's backward pass."""
-        # The bare module's gradients add up where they are. Alone there is nobody to average with.
-        module = self.replica if last and not self.alone else self.parts[0]
+    def micro_step(self, batch: Any, *, last: bool) -> Tensor:
+        """Return the mean loss of ``batch``; the backward pass of the last one averages the gradients."""
+        # Called directly, the model accumulates gradients on this rank only.
+        forward = self.replica if last and not self.alone else None
         with self.autocast():
-            return module(batch.tokens, batch.targets, documents=batch.documents).mean()  # type: ignore[no-any-return]
+            return self.parts[0].losses(batch, forward).mean()
 
     def close(self) -> None:
-        """Give back the reducer, while the process group that it holds is still somebody else's, too."""
-        # Freed later and last, it would destroy the group under Python's lock, for which gloo's threads may be waiting.
-        self.replica.reducer = self.replica.logger = None  # type: ignore[assignment]
+        """Release the reducer while others still hold the process group."""
+        # Freed last, it would destroy the group while holding Python's lock, for which gloo's threads may be waiting.
+        compat.release_reducer(self.replica)

@@ -4,56 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from wordrun import ds_config
-from wordrun.backend.base import Job, Save, StepResult
+from wordrun import compat, ds_config
+from wordrun.backend.base import BackendSpec, Save, StepResult
 from wordrun.backend.native import prepare_blocks
-from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
+from wordrun.backend.optimizer import set_learning_rate
+from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.deepspeed import TAG
-from wordrun.checkpoint.pieces import Group
+from wordrun.checkpoint.shards import Group
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
-from wordrun.data.batch import Batch
 from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError
-from wordrun.model import Transformer, materialise, outline
+from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.model import Model, materialise
 
 
 class DeepSpeedBackend:
-    """``train.backend=deepspeed``. Accumulation, clipping, loss scaling and sharing out are the engine's."""
+    """``train.backend=deepspeed``. The engine accumulates, clips, scales losses and shards."""
 
-    def __init__(self, job: Job) -> None:
-        cfg, options = job.cfg, job.cfg.backend
+    def __init__(self, spec: BackendSpec) -> None:
+        cfg, options = spec.cfg, spec.cfg.backend
         assert isinstance(options, DeepSpeedConfig)
-        self.job, self.stage = job, options.stage
-        self.device = torch.device(job.world.device)
-        self.dtype = choose_dtype(cfg.train.dtype, self.device)
+        self.spec, self.stage = spec, options.stage
+        self.device, self.dtype = spec.device, spec.dtype
         dtype = next(name for name, each in TORCH_DTYPES.items() if each == self.dtype)
-        settings = ds_config.merge(cfg, options, dtype, job.world.size, accumulation(cfg, job.layout.dp))
+        settings = ds_config.merge(cfg, options, dtype, spec.world.size, accumulation(cfg, spec.layout.dp))
         with contextlib.ExitStack() as undo:
-            undo.enter_context(_variables(job.world, self.device))
+            undo.enter_context(_variables(spec.world, self.device))
             deepspeed = _import()
-            _leave_nothing_behind(undo, job.world.rank)
+            compat.restore_after_deepspeed(undo, spec.world.rank)
             deepspeed.init_distributed(auto_mpi_discovery=False)  # finds the run's own group
-            model = outline(cfg.model, job.vocab_size)
-            shapes = [p.shape for p in model.parameters()]
+            model = spec.make_model()
+            shapes = {name: p.shape for name, p in model.named_parameters()}
             try:
                 if options.stage == 3:
-                    self._share_out(model, deepspeed.zero.Init, settings)
+                    self._shard(model, deepspeed.zero.Init, settings)
                 else:
                     materialise(model, cfg.train.seed, self.device)
                     self._fill(model, "")
@@ -64,58 +60,62 @@ class DeepSpeedBackend:
                 if not any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
                     raise
                 raise UserError(
-                    f"DeepSpeed wants to compile an operation of its own and cannot ({str(error).splitlines()[0]}): "
-                    f"install a C++ compiler, or on GPUs the CUDA toolkit, or take what needs it out of backend.config="
-                    f"{options.config}"
+                    f"DeepSpeed failed to JIT-compile an op ({first_line(error)}): install a C++ compiler, or on GPUs "
+                    f"the CUDA toolkit, or remove what needs it from backend.config={options.config}"
                 ) from error
             undo.callback(self.engine.destroy)
             self.undo = undo.pop_all()
-        self.parts: list[Transformer] = [model]
+        self.parts: list[Model] = [model]
         self.optimizer = self.engine.optimizer
+        # With neither ZeRO nor a loss scaler around the optimizer, the engine does not report the norm.
+        self.norm_is_ours = self.optimizer is optimizer
 
-    def _share_out(self, model: Transformer, share: Any, settings: dict[str, Any]) -> None:
-        """Give the parameters their values, a module at a time, and leave each rank with its share of them."""
+    def _shard(self, model: Model, shard: Any, settings: dict[str, Any]) -> None:
+        """Initialise the parameters and leave each rank with its shards of them, a module at a time."""
         children = [(f"{name}.", child) for name, child in model.named_children() if child is not model.blocks]
         blocks = [(f"blocks.{number}.", block) for number, block in model.blocks.items()]
+        untied = {name for name, _ in model.named_parameters()}
         for prefix, module in [*blocks, *children]:
-            if prefix == "head." and model.tied:
+            names = {name for name, _ in module.named_parameters(prefix.rstrip("."))}
+            if names and not names & untied:
                 continue
             module.to_empty(device=self.device)
-            model.initialise(self.job.cfg.train.seed, module, prefix)
+            model.initialise(self.spec.cfg.train.seed, module, prefix)
             self._fill(module, prefix)
-            share(module=module.to(self.dtype), config_dict_or_path=settings)
+            shard(module=module.to(self.dtype), config_dict_or_path=settings)
+        model.to_empty(device=self.device, recurse=False)
+        model.initialise(self.spec.cfg.train.seed, recurse=False)
         model.tie()
 
     @torch.no_grad()
     def _fill(self, module: nn.Module, prefix: str) -> None:
-        """Give the parameters of ``module`` the values that the job brings, if it brings any."""
-        for name, parameter in module.named_parameters(prefix=prefix.rstrip(".")):
-            if self.job.weights is not None:
-                parameter.copy_(self.job.weights[name])
+        """Give the weights of ``module`` the initial values that the spec brings, if any."""
+        weights = self.spec.weights or {}
+        for name, tensor in [*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip("."))]:
+            if name in weights:
+                tensor.copy_(weights[name])
 
-    def _make_optimizer(self, model: Transformer, shapes: Sequence[torch.Size]) -> torch.optim.Optimizer:
-        """Return the run's optimizer, which sorts parameters by their shapes; those in shares have lost theirs."""
-        like = {nn.Parameter(torch.empty((), device=self.device).expand(shape)): p
-                for shape, p in zip(shapes, model.parameters(), strict=True)}  # fmt: skip
-        optimizer = self.job.make_optimizer(like)
+    def _make_optimizer(self, model: Model, shapes: Mapping[str, torch.Size]) -> torch.optim.Optimizer:
+        """Return the run's optimizer, made from stand-ins with full shapes, which sharded parameters lack."""
+        stand_ins = {name: nn.Parameter(torch.empty((), device=self.device).expand(s)) for name, s in shapes.items()}
+        optimizer = self.spec.optimizer(stand_ins.items())
+        real = {stand_ins[name]: parameter for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
-            group["params"] = [like[p] for p in group["params"]]
+            group["params"] = [real[stand_in] for stand_in in group["params"]]
         return optimizer
 
-    def train_step(self, batches: Sequence[Batch], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         losses = []
         norm: Any = None
         for batch in batches:
-            loss = self.engine(batch.tokens, batch.targets, documents=batch.documents).mean()
+            loss = self.parts[0].losses(batch, self.engine).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
             clock.lap("backward")
-            if len(losses) == len(batches) and isinstance(self.optimizer, torch.optim.AdamW):
-                # Neither ZeRO nor a loss scaler: the engine keeps the norm by which it clips to itself.
+            if len(losses) == len(batches) and self.norm_is_ours:
                 norm = get_total_norm([p.grad for p in self.parts[0].parameters() if p.grad is not None])
             self.engine.step()
             clock.lap("optimizer")
@@ -125,9 +125,9 @@ class DeepSpeedBackend:
         return StepResult(torch.stack(losses).mean(), norm)
 
     @torch.no_grad()
-    def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each sequence of ``batch``, (B,)."""
-        return self.engine(batch.tokens, batch.targets, documents=batch.documents)  # type: ignore[no-any-return]
+    def losses(self, batch: Any) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,)."""
+        return self.parts[0].losses(batch, self.engine)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -135,8 +135,8 @@ class DeepSpeedBackend:
         return self.engine(tokens, at=-1)  # type: ignore[no-any-return]
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
-        """Return what has the engine write its own files, for this number of ranks alone."""
-        facts = {"kind": "deepspeed", "ranks": self.job.world.size, "stage": self.stage}
+        """Return a save in which the engine writes its own files, which only as many ranks can read."""
+        facts = {"kind": "deepspeed", "ranks": self.spec.world.size, "stage": self.stage}
         return Save(facts, partial(self._write, own), in_background=False)
 
     def _write(self, own: Mapping[str, Tensor], folder: Path, group: Group) -> None:
@@ -144,38 +144,38 @@ class DeepSpeedBackend:
         torch.save(dict(own), self._own_file(folder))
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Have the engine read its own files."""
+        """Let the engine read its own files."""
         if facts["kind"] != "deepspeed":
             raise ConfigError(
-                f"{folder} was not written by DeepSpeed's engine, which cannot go on from it: use another "
-                f"train.backend, or its weights alone by train.init_from={folder}"
+                f"{folder} was not written by DeepSpeed's engine, which cannot continue it: use another "
+                f"train.backend, or its weights only by train.init_from={folder}"
             )
-        if facts["ranks"] != self.job.world.size or facts["stage"] != self.stage:
+        if facts["ranks"] != self.spec.world.size or facts["stage"] != self.stage:
             raise ConfigError(
                 f"{folder} was written by DeepSpeed's stage {facts['stage']} on {facts['ranks']} ranks, and can be "
-                f"continued only so, not by stage {self.stage} on {self.job.world.size}: change them, or take its "
-                f"weights alone by train.init_from={folder}"
+                f"continued only like that, not by stage {self.stage} on {self.spec.world.size}: change them, or use "
+                f"its weights only by train.init_from={folder}"
             )
         self.engine.load_checkpoint(str(folder), tag=TAG)
         found = torch.load(self._own_file(folder), weights_only=True) if own else {}
         return {name: found[name] for name in own}
 
     def _own_file(self, folder: Path) -> Path:
-        return folder / TAG / f"rank-{self.job.world.rank:05d}.pt"
+        return folder / TAG / f"rank-{self.spec.world.rank:05d}.pt"
 
     def close(self) -> None:
-        """Give back the engine and what it has of the process group."""
+        """Release the engine and what it holds of the process group."""
         self.undo.close()
         del self.engine, self.optimizer
 
 
 @contextlib.contextmanager
 def _variables(world: World, device: torch.device) -> Iterator[None]:
-    """Tell DeepSpeed which device is this rank's, by the variables that it reads, in stage 3 at every step."""
-    place = str(world.local_rank if device.index is None else device.index)
-    wanted = {"DS_ACCELERATOR": device.type, "LOCAL_RANK": place}
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # it insists that both are the same
-        wanted["OMPI_COMM_WORLD_LOCAL_RANK"] = place
+    """Set the variables by which DeepSpeed chooses this rank's device, which stage 3 reads at every step."""
+    number = str(world.local_rank if device.index is None else device.index)
+    wanted = {"DS_ACCELERATOR": device.type, "LOCAL_RANK": number}
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed requires both to be equal
+        wanted["OMPI_COMM_WORLD_LOCAL_RANK"] = number
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -189,28 +189,13 @@ def _variables(world: World, device: torch.device) -> Iterator[None]:
 
 
 def _import() -> Any:
-    """Return DeepSpeed, without what it would compile by itself and what it would say at each step."""
+    """Return DeepSpeed, kept from needless compilation and warnings."""
     try:
         deepspeed = importlib.import_module("deepspeed")
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"train.backend=deepspeed: DeepSpeed is installed, but importing it fails ({reason}): "
-            "pip install --force-reinstall --no-deps deepspeed, under the torch that is here"
+            f"train.backend=deepspeed: DeepSpeed is installed, but importing it fails ({first_line(error)}): "
+            "pip install --force-reinstall --no-deps deepspeed, with this torch installed"
         ) from error
-    # Where it finds a compiler it builds an all-reduce over shared memory: minutes at the first start, for gloo's work.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    # torch 2.13 has new names for two collectives; the old ones work, and would be complained of at each step.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    compat.quiet_deepspeed()
     return deepspeed
-
-
-def _leave_nothing_behind(undo: contextlib.ExitStack, rank: int) -> None:
-    """Quieten DeepSpeed's log, and have ``undo`` take back what it changes outside its engine."""
-    logger = logging.getLogger("DeepSpeed")
-    undo.callback(logger.setLevel, logger.level)
-    logger.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
-    undo.callback(setattr, F, "linear", F.linear)
-    # Its handles of the group, which ends with the run: the next run here has another.
-    undo.callback(setattr, importlib.import_module("deepspeed.comm.comm"), "cdb", None)
-    undo.callback(importlib.import_module("deepspeed.utils.groups")._release_process_group_references)

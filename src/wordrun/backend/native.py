@@ -1,4 +1,4 @@
-"""What the backends that use torch's own engines have in common."""
+"""What the backends without an engine of their own have in common."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from wordrun.backend.base import Job, Save, StepResult
-from wordrun.backend.precision import choose_dtype
+from wordrun.backend.base import BackendSpec, Save, StepResult
+from wordrun.backend.optimizer import Restored, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checkpoint import pieces
+from wordrun.checkpoint import shards
 from wordrun.config import Config
-from wordrun.data.batch import Batch
 from wordrun.errors import ConfigError
-from wordrun.model import Transformer
+from wordrun.model import Model
 
-# What selective activation checkpointing keeps: the dear ones.
+# What selective activation checkpointing keeps: results of expensive operations.
 PRODUCTS = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -29,32 +29,35 @@ PRODUCTS = (
 
 
 class NativeBackend:
-    """A step of micro-steps, and its end. What is parallel about it is in the subclasses."""
+    """Gradient accumulation, clipping, the optimizer's step, evaluation and checkpoints; subclasses add parallelism.
 
-    def __init__(self, job: Job) -> None:
-        self.device = torch.device(job.world.device)
-        self.dtype = choose_dtype(job.cfg.train.dtype, self.device)
-        self.layout, self.rank = job.layout, job.world.rank
-        self.copies = pieces.HostCopies()
-        self.parts = self.make_parts(job)
-        self.parameters = [p for part in self.parts for p in part.parameters()]
-        if job.weights is not None:
-            self._fill(job.weights)
-        self.optimizer = job.make_optimizer(self.parameters)
-        self.grad_clip = job.cfg.optimizer.grad_clip or float("inf")
+    Args:
+        spec: what to build from.
+        parts: this rank's part of the model, on its device and initialised.
+    """
+
+    def __init__(self, spec: BackendSpec, parts: Sequence[Model]) -> None:
+        self.device, self.dtype = spec.device, spec.dtype
+        self.layout, self.rank = spec.layout, spec.world.rank
+        self.copies = shards.HostCopies()
+        self.parts = parts
+        self.parameters = [p for part in parts for p in part.parameters()]
+        # Names, because a module may put another tensor in a buffer's place.
+        persistent = {name for part in parts for name, _ in part.weights()}
+        self.buffer_names = persistent & {name for part in parts for name, _ in part.named_buffers()}
+        if spec.weights is not None:
+            self._fill(spec.weights)
+        self.optimizer = spec.optimizer(self.named_parameters())
+        self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.skips = job.cfg.train.on_nonfinite == "skip"
+        self.skips = spec.cfg.train.on_nonfinite == "skip"
 
-    def make_parts(self, job: Job) -> list[Transformer]:
-        """Return what this rank holds of the model, ready to train."""
+    def micro_step(self, batch: Any, *, last: bool) -> Tensor:
+        """Return the mean loss of ``batch``; the backward pass of the ``last`` one of a step reduces the gradients."""
         raise NotImplementedError
 
-    def micro_step(self, batch: Batch, *, last: bool) -> Tensor:
-        """Return the mean loss of ``batch``; with its backward pass go the gradients of the step, if it is the last."""
-        raise NotImplementedError
-
-    def train_step(self, batches: Sequence[Batch], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         losses = []
         for number, batch in enumerate(batches, start=1):
@@ -66,11 +69,12 @@ class NativeBackend:
         return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock))
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss`` up."""
+        """Accumulate the gradients of ``loss``."""
         torch.autograd.backward(loss)
 
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
-        """Clip, let the optimizer take its step, and return the norm of the gradients."""
+        """Clip the gradients, take the optimizer's step and return the gradients' norm."""
+        self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
         if self.skips and not norm.isfinite():  # which waits for an accelerator, at every step
@@ -80,8 +84,7 @@ class NativeBackend:
         # On a CPU the norm is at hand, and most steps need no clipping; an accelerator would have to be waited for.
         if self.device.type != "cpu" or norm > self.grad_clip:
             self.clip(norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -89,7 +92,7 @@ class NativeBackend:
         return norm
 
     def total_norm(self) -> Tensor:
-        """Return the norm of all gradients together."""
+        """Return the norm of the gradients of the full model."""
         return get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def clip(self, norm: Tensor) -> None:
@@ -97,10 +100,10 @@ class NativeBackend:
         clip_grads_with_norm_(self.parameters, self.grad_clip, norm)
 
     @torch.no_grad()
-    def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each sequence of ``batch``, (B,)."""
+    def losses(self, batch: Any) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,)."""
         with self.autocast():
-            return self.parts[0](batch.tokens, batch.targets, documents=batch.documents)  # type: ignore[no-any-return]
+            return self.parts[0].losses(batch)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -109,88 +112,82 @@ class NativeBackend:
             return self.parts[0](tokens, at=-1)  # type: ignore[no-any-return]
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which whole parameters compute in ``dtype``."""
+        """Return the context in which fp32 parameters compute in ``dtype``."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield this rank's parameters by their names in the whole model.
+        """Yield this rank's parameters by their names in the full model.
 
         Args:
-            once: leave out a copy of what another rank has under the same name.
+            once: leave out a copy of a parameter that another rank has under the same name.
         """
         for part in self.parts:
             yield from part.named_parameters()
 
-    def state(self, *, once: bool = False) -> dict[str, Tensor]:
-        """Return parameters and optimizer state, this rank's pieces, by their names in a checkpoint."""
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's persistent buffers by their names in the full model."""
+        for part in self.parts if self.buffer_names else ():
+            yield from ((name, buffer) for name, buffer in part.named_buffers() if name in self.buffer_names)
+
+    def buffer_groups(self) -> list[Any]:
+        """Return the process groups whose ranks hold the same buffers."""
+        return [dist.group.WORLD]
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Average what each rank has seen of its own data, such as BatchNorm's running statistics."""
+        for _, buffer in self.buffers():
+            for group in self.buffer_groups() if buffer.is_floating_point() else ():
+                dist.all_reduce(buffer, group=group)
+                buffer /= dist.get_world_size(group)
+
+    def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers, this rank's shards, by their names in a checkpoint."""
         state: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters(once=once):
-            state[f"model.{name}"] = parameter
-            for key, value in self.optimizer.state[parameter].items():
-                if value.dim():
-                    state[f"optimizer.{name}.{key}"] = value
+        for name, tensor in [*self.named_parameters(once=once), *self.buffers()]:
+            state.setdefault(f"model.{name}", tensor)
         return state
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
-        """Copy what this rank writes of the state to the host's memory."""
-        self._prime()
-        mine = pieces.mine_to_write(self.state(once=True), self.layout, self.rank)
-        copies = self.copies.take([*mine, *(pieces.piece_of(name, tensor) for name, tensor in own.items())])
-        scalars = {key: float(value) for key, value in self._optimizer_scalars()}
-        facts = {"kind": "pieces", "optimizer": scalars, "scaler": self.scaler.state_dict()}
-        return Save(facts, lambda folder, group: pieces.write(folder, copies, group), in_background=True)
+        """Copy what this rank writes of the training state to the host's memory."""
+        state = self.model_state(once=True) | tensors_of(self.optimizer, self.named_parameters(once=True))
+        mine = shards.to_write(state, self.layout, self.rank)
+        copies = self.copies.take([*mine, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
+        facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
+        return Save(facts, lambda folder, group: shards.write(folder, copies, group), in_background=True)
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Read this rank's pieces, and the tensors of its own."""
+        """Read this rank's shards, and the tensors of its own."""
         if facts["kind"] == "deepspeed":
             raise ConfigError(
-                f"{folder} was written by DeepSpeed's engine, and this backend cannot go on from it: use "
-                f"train.backend=deepspeed, or its weights alone by train.init_from={folder}"
+                f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
+                f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
             )
-        self._prime()
-        mine = pieces.places_for(folder, own)
-        pieces.read(folder, {**self.state(), **mine})
-        for parameter in self.parameters:
-            for key, value in self.optimizer.state[parameter].items():
-                if not value.dim():
-                    value.fill_(facts["optimizer"][key])
+        stored = shards.stored_in(folder)
+        restored = Restored(self.optimizer, self.named_parameters(), stored)
+        mine = {name: shards.empty_like(stored[name]) for name in own}
+        absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # an older version of the model
+        weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
+        shards.read(folder, weights | restored.tensors | mine)
+        restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
         return mine
 
-    def _optimizer_scalars(self) -> list[tuple[str, Tensor]]:
-        """Return what the optimizer counts, the same for every parameter."""
-        return [(key, value) for key, value in self.optimizer.state[self.parameters[0]].items() if not value.dim()]
-
-    def _prime(self) -> None:
-        """Give the optimizer the state that it makes in its first step, without a change of the parameters."""
-        if self.optimizer.state:
-            return
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for _, value in self._optimizer_scalars():
-            value.zero_()
-
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the parameters their values, this rank's piece of each; one at a time is whole."""
-        for name, parameter in self.named_parameters():
-            piece = pieces.piece_of(name, parameter)
-            window = tuple(slice(at, at + n) for at, n in zip(piece.offset, piece.data.shape, strict=True))
-            piece.data.copy_(weights[name][window])
+        """Give parameters and buffers their initial values, this rank's shard of each; one at a time is unsharded."""
+        buffers = [(name, buffer) for name, buffer in self.buffers() if name in weights]
+        for name, tensor in [*self.named_parameters(), *buffers]:
+            shard = shards.shard_of(name, tensor)
+            window = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.data.shape, strict=True))
+            shard.data.copy_(weights[name][window])
 
     def close(self) -> None:
-        """Give back what belongs to the process group."""
+        """Release whatever holds the process group."""
 
 
-def prepare_blocks(model: Transformer, cfg: Config) -> None:
+def prepare_blocks(model: Model, cfg: Config) -> None:
     """Give the blocks of ``model`` activation checkpointing and torch.compile, as ``cfg`` says."""
     for number, block in enumerate(model.blocks.values()):
         prepare_block(block, number, cfg)

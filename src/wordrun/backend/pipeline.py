@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
 from wordrun.backend import split
-from wordrun.backend.base import Job, StepResult
+from wordrun.backend.base import BackendSpec, StepResult
 from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import INTERLEAVED, PPConfig
-from wordrun.data.batch import Batch
 from wordrun.model import Transformer
-from wordrun.model.base import losses_of_sequences
 
 
 def owner_of(stage: int, pp: int, schedule: str) -> int:
-    """Return which of the ``pp`` ranks of a pipeline has ``stage``: dealt out in turn, or forth and back in a V."""
-    turn, place = divmod(stage, pp)
-    return pp - 1 - place if turn and schedule == "ZBVZeroBubble" else place
+    """Return which of the ``pp`` ranks of a pipeline has ``stage``: in turn, or there and back in a V."""
+    turn, rank = divmod(stage, pp)
+    return pp - 1 - rank if turn and schedule == "ZBVZeroBubble" else rank
 
 
 def blocks_of(stage: int, count: int, n_layer: int) -> range:
-    """Return the numbers of the blocks of ``stage``, one of ``count`` of as equal a size as can be."""
+    """Return the numbers of the blocks of ``stage``, one of ``count`` whose sizes differ by 1 at most."""
     return range(stage * n_layer // count, (stage + 1) * n_layer // count)
 
 
@@ -39,46 +38,36 @@ class PipelineBackend(FSDPBackend):
     All micro-steps of a step go through the pipeline together, so that it fills and drains once a step.
     """
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        cfg, options = job.cfg, job.cfg.backend
+    parts: Sequence[Transformer]
+
+    def __init__(self, spec: BackendSpec) -> None:
+        cfg, options, pp = spec.cfg, spec.cfg.backend, spec.layout.pp
         assert isinstance(options, PPConfig)
+        self.count = stages(options, pp)
+        self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
+        self.coordinate = spec.layout.index(spec.world.rank, "pp")
+        self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.coordinate]
+        super().__init__(spec, [blocks_of(stage, self.count, cfg.model.n_layer) for stage in self.numbers])
         self.group = self.mesh.get_group("pp")
-        self.n_embd = cfg.model.n_embd
         parts = [
             PipelineStage(part, number, self.count, self.device, group=self.group)
             for number, part in zip(self.numbers, self.parts, strict=True)
         ]
-        kind: Any = schedules.get_schedule_class(options.schedule)
-        self.schedule = kind(
+        criterion = self.parts[-1].criterion
+        self.schedule = getattr(pipelining, f"Schedule{options.schedule}")(
             parts if options.schedule in INTERLEAVED else parts[0],
-            microbatches(cfg, options, job.layout.pp) * accumulation(cfg, job.layout.dp),
-            loss_fn=lambda logits, targets: split.whole(losses_of_sequences(logits, targets)).mean(),
+            microbatches(cfg, options, pp) * accumulation(cfg, spec.layout.dp),
+            loss_fn=lambda outputs, targets: split.full(criterion(outputs, targets)).mean(),
         )
         self.tied = self._tied_weights()
 
-    def split(self, splitter: split.Splitter) -> list[Transformer]:
-        """Return this rank's stages."""
-        options, layout, world = splitter.options, splitter.job.layout, splitter.job.world
-        assert isinstance(options, PPConfig)
-        self.count = stages(options, layout.pp)
-        self.owners = [owner_of(stage, layout.pp, options.schedule) for stage in range(self.count)]
-        self.place = layout.index(world.rank, "pp")
-        self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.place]
-        n_layer = splitter.job.cfg.model.n_layer
-        layers = [blocks_of(stage, self.count, n_layer) for stage in self.numbers]
-        return [splitter.build(each) for each in layers]
-
-    def train_step(self, batches: Sequence[Batch], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``, all of which flow through the pipeline."""
-        tokens = torch.cat([batch.tokens for batch in batches])
-        targets = torch.cat([batch.targets for batch in batches])
-        documents = Batch(tokens, targets, batches[0].eot).documents
+        inputs, every, targets = self.parts[0].stage_inputs(batches)
         losses: list[Tensor] = []
-        first = (tokens,) if self.parts[0].is_first else ()
+        first = (inputs,) if self.parts[0].is_first else ()
         last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}
-        every = {} if documents is None else {"documents": documents}
-        with self.vocabulary_in_pieces():
+        with self.sharded_cross_entropy():
             self.schedule.step(*first, **last, **every, return_outputs=False)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.group, group_src=self.owners[-1])
@@ -86,13 +75,13 @@ class PipelineBackend(FSDPBackend):
         return StepResult(loss, self.update(learning_rate, clock))
 
     def complete_gradients(self) -> None:
-        """Average the gradients where nobody else has, and add up those of a weight that two stages share."""
+        """Also average the gradients over copies of the pipeline, and add those of a weight that two stages share."""
         super().complete_gradients()
         self._average_gradients()
         self._share_tied_gradients()
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's pieces of the gradients; of a weight that two stages share, the first one's alone."""
+        """Return this rank's shards of the gradients; of a weight that two stages share, the first one's only."""
         again = self.parts[-1].head.weight if self.tied and self.parts[-1].is_last else None
         return [p.grad for p in self.parameters if p.grad is not None and p is not again]
 
@@ -107,19 +96,13 @@ class PipelineBackend(FSDPBackend):
             if not (copy and once):
                 yield ("tokens.weight" if copy else name), parameter
 
-    def state(self, *, once: bool = False) -> dict[str, Tensor]:
-        """Return parameters and optimizer state; of a weight that this rank has twice, the first."""
-        return super().state(once=once or len(self.tied) == 2)
-
     @torch.no_grad()
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Read this rank's pieces, and the tensors of its own."""
+        """Read this rank's shards, and the tensors of its own."""
         mine = super().load(folder, facts, own)
         if len(self.tied) == 2:
             first, second = self.tied
             second.copy_(first)
-            for key, value in self.optimizer.state[first].items():
-                self.optimizer.state[second][key].copy_(value)
         return mine
 
     def _tied_weights(self) -> list[Tensor]:
@@ -130,7 +113,7 @@ class PipelineBackend(FSDPBackend):
         return copies + ([self.parts[-1].head.weight] if self.parts[-1].is_last else [])
 
     def _average_gradients(self) -> None:
-        """Average the gradients over the copies of the pipeline, all in one message, where nobody else has."""
+        """Average the gradients over the copies of the pipeline in one message, unless ``fully_shard`` does."""
         if self.sharded or self.layout.replicate == 1:
             return
         mine = [split.local(p.grad) for p in self.parameters if p.grad is not None]
@@ -141,7 +124,7 @@ class PipelineBackend(FSDPBackend):
             gradient.copy_(averaged.view_as(gradient))
 
     def _share_tied_gradients(self) -> None:
-        """Give all copies of the shared weight the sum of their gradients: they remain equal."""
+        """Give all copies of the shared weight the sum of their gradients, so that they remain equal."""
         mine = [split.local(p.grad) for p in self.tied if p.grad is not None]
         if len(mine) == 2:
             total = mine[0] + mine[1]
@@ -161,42 +144,46 @@ class PipelineBackend(FSDPBackend):
             gradient += theirs
 
     @torch.no_grad()
-    def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each sequence of ``batch``, (B,)."""
-        with self.vocabulary_in_pieces():
-            shape = (len(batch.tokens),)
-            return self._through(batch.tokens, shape, documents=batch.documents, targets=batch.targets)
+    def losses(self, batch: Any) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,)."""
+        inputs, every, targets = self.parts[0].stage_inputs([batch])
+        with self.sharded_cross_entropy():
+            return self._forward(
+                inputs, targets.shape[:1], lambda part, x: part.criterion(part(x, **every), targets), every
+            )
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of the last of ``tokens``, (B, V)."""
-        vocab_size = self.parts[0].vocab_size
-        return self._through(self.padded(tokens), (len(tokens), vocab_size), at=tokens.shape[1] - 1)
+        shape = (len(tokens), self.parts[0].vocab_size)
+        return self._forward(self.padded(tokens), shape, lambda part, x: part(x, at=tokens.shape[1] - 1), {})
 
-    def _through(self, tokens: Tensor, shape: tuple[int, ...], documents: Tensor | None = None, **last: Any) -> Tensor:
-        """Send ``tokens`` through all stages; return what the last one makes of them with ``last``, on every rank.
+    def _forward(
+        self, inputs: Tensor, shape: Sequence[int], last: Callable[[Transformer, Tensor], Tensor], every: dict[str, Any]
+    ) -> Tensor:
+        """Send ``inputs`` through all stages; return the result of the last one on every rank.
 
         Args:
-            tokens: (B, T).
+            inputs: of the first stage.
             shape: of the result.
-            documents: of every part's forward.
-            last: arguments of the last part's forward.
+            last: computes the result from the last stage and its input.
+            every: keyword arguments of the other stages.
         """
-        x = tokens
+        x = inputs
         # Autocast, where nothing is sharded, keeps the residual stream in fp32.
         dtype = self.dtype if self.sharded else torch.float32
-        between = (tokens.shape[0], tokens.shape[1] // self.layout.tp, self.n_embd)
+        between = self.parts[0].stage_output_shape(inputs, self.layout.tp)
         for stage, owner in enumerate(self.owners):
-            if owner != self.place:
+            if owner != self.coordinate:
                 continue
             part = self.parts[self.numbers.index(stage)]
             if stage and self.owners[stage - 1] != owner:
                 x = torch.empty(between, device=self.device, dtype=dtype)
                 dist.recv(x, group=self.group, group_src=self.owners[stage - 1])
-            x = part(x, documents=documents, **(last if part.is_last else {}))
+            x = last(part, x) if part.is_last else part(x, **every)
             if stage + 1 < self.count and self.owners[stage + 1] != owner:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.owners[stage + 1])
-        mine = self.owners[-1] == self.place
-        result = split.whole(x).float() if mine else torch.empty(shape, device=self.device)
+        mine = self.owners[-1] == self.coordinate
+        result = split.full(x).float() if mine else torch.empty(*shape, device=self.device)
         dist.broadcast(result, group=self.group, group_src=self.owners[-1])
         return result

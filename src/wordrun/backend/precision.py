@@ -1,16 +1,17 @@
-"""In which precision to compute on which device."""
+"""The precision of the computation on each kind of device."""
 
 from __future__ import annotations
 
 import torch
 
+from wordrun import compat
 from wordrun.log import LOGGER
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in, and say so where it is not the one that was asked for.
+    """Return the dtype to compute in, and log it if it is not the one that was requested.
 
     Args:
         asked: fp32, bf16, fp16, or auto: bf16 where ``device`` is fast at it, else fp32.
@@ -35,5 +36,4 @@ def _is_fast(dtype: torch.dtype, device: torch.device) -> bool:
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "xpu":
         return True
-    # torch tells this of x86 only by names with an underscore, which all of 2.8 to 2.13 have.
-    return dtype == torch.bfloat16 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return dtype == torch.bfloat16 and compat.cpu_is_fast_at_bf16()

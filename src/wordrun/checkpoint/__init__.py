@@ -1,4 +1,4 @@
-"""Checkpoints on disk: folders that are whole or not there, written and read by all ranks.
+"""Checkpoints on disk: folders that are complete or absent, written and read by all ranks.
 
-``folder`` knows the files and needs no torch, ``pieces`` the tensors, ``saved`` what one process reads by itself.
+``folder`` knows the files and needs no torch, ``shards`` the tensors, ``saved`` what one process reads by itself.
 """

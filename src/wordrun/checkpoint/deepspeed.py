@@ -9,18 +9,18 @@ from pathlib import Path
 from torch import Tensor
 
 from wordrun.errors import UserError
-from wordrun.model import Transformer
+from wordrun.model import Model
 
 TAG = "engine"
 """DeepSpeed's folder in a checkpoint."""
 
 
-def weights(folder: Path, model: Transformer) -> Mapping[str, Tensor]:
-    """Return the fp32 weights in a checkpoint of ``train.backend=deepspeed``, put together from all ranks' shares.
+def weights(folder: Path, model: Model) -> Mapping[str, Tensor]:
+    """Return the fp32 weights in a checkpoint of ``train.backend=deepspeed``, gathered from all ranks' shards.
 
     Args:
         folder: the checkpoint.
-        model: the outline of what was trained.
+        model: the meta model of what was trained.
 
     Raises:
         UserError: DeepSpeed is not installed.
@@ -32,4 +32,4 @@ def weights(folder: Path, model: Transformer) -> Mapping[str, Tensor]:
             f"{folder} was written by DeepSpeed, which is needed to read it ({error}): pip install 'wordrun[deepspeed]'"
         ) from None
     state = convert(str(folder), tag=TAG)
-    return {name: state[name] for name, _ in model.named_parameters()}
+    return {name: state[name] for name, _ in model.weights()}

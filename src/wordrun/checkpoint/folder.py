@@ -1,7 +1,7 @@
 """A run's checkpoints as folders: ``checkpoints/step-00000100``, complete once its manifest says so.
 
-Nothing here needs torch. Writing goes to a hidden temporary name; the manifest, with sizes and checksums of all other
-files, is written last, and then the folder gets its name: an interrupted save can never be taken for a checkpoint.
+Nothing here needs torch. Files are written to a hidden temporary folder, the manifest with sizes and checksums of all
+others last; then the folder is renamed, so that an interrupted save is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from typing import Any
 from wordrun import files
 from wordrun.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
-# Checksums are of pieces of this size: a large file is checked without being in memory.
-PIECE = 2**26
+# Bytes covered by each checksum, so that a large file is checked without being held in memory.
+CHUNK = 2**26
 NAME = re.compile(r"step-(\d{8,})")
 
 
 class DamagedError(UserError):
-    """A checkpoint lacks a file, or holds other bytes than were written."""
+    """A checkpoint lacks a file, or a file differs from what was written."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint that has its name, and so was whole when it was written."""
+    """A checkpoint that was complete when it was written."""
 
     path: Path
     step: int
 
     def manifest(self) -> dict[str, Any]:
-        """Return what the checkpoint says of itself.
+        """Return the checkpoint's description of itself.
 
         Raises:
-            DamagedError: the manifest is missing or no JSON.
-            UserError: a newer wordrun has written it.
+            DamagedError: the manifest is missing, or is not valid JSON.
+            UserError: it was written by a newer wordrun.
         """
         try:
             manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-            whole = manifest.pop("crc32") == _seal(manifest)
+            is_intact = manifest.pop("crc32") == _crc(manifest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(f"{self.path} is damaged: {MANIFEST}: {error}") from None
-        if not whole:
-            raise DamagedError(f"{self.path} is damaged: {MANIFEST} holds other bytes than were written (checksum)")
+        if not is_intact:
+            raise DamagedError(f"{self.path} is damaged: {MANIFEST} does not match its checksum")
         if manifest["format"] > FORMAT:
             raise UserError(
-                f"{self.path} has format {manifest['format']}, this wordrun reads {FORMAT}: use a newer wordrun"
+                f"{self.path} has format {manifest['format']}, this wordrun reads up to {FORMAT}: use a newer wordrun"
             )
         return manifest
 
     def check_sizes(self) -> dict[str, Any]:
-        """Return the manifest, if every file is there and as long as it says.
+        """Return the manifest after comparing the sizes of all files with it.
 
         Raises:
-            DamagedError: names the first file that is not.
+            DamagedError: names the first file that is missing or has another size.
         """
         manifest = self.manifest()
         for name, facts in manifest["files"].items():
@@ -76,14 +76,14 @@ class Folder:
         return manifest
 
     def check_content(self, names: Iterable[str], manifest: Mapping[str, Any]) -> str:
-        """Return what is wrong with the content of the files ``names``, empty if nothing is."""
+        """Return a message if one of the files ``names`` does not match its checksum, else an empty string."""
         for name in names:
             try:
                 found = checksums(self.path / name)
             except OSError as error:
                 return f"{self.path} is damaged: {name}: {error.strerror}"
             if found != manifest["files"][name]["crc32"]:
-                return f"{self.path} is damaged: {name} holds other bytes than were written (checksum)"
+                return f"{self.path} is damaged: {name} does not match its checksum"
         return ""
 
 
@@ -93,7 +93,7 @@ def folder_name(step: int) -> str:
 
 
 def all_in(run_dir: Path) -> list[Folder]:
-    """Return the checkpoints of a run, the oldest first, without a look inside."""
+    """Return the checkpoints of a run, oldest first, without reading them."""
     try:
         names = os.listdir(run_dir / CHECKPOINTS)
     except OSError:
@@ -103,17 +103,17 @@ def all_in(run_dir: Path) -> list[Folder]:
 
 
 def locate(path: Path) -> tuple[Path, list[Folder]]:
-    """Return the run directory that ``path`` is or lies in, and the checkpoints meant, the oldest first.
+    """Return the run directory of ``path`` and the checkpoints that it refers to, oldest first.
 
     Args:
-        path: a run directory (all of its checkpoints are meant), its ``checkpoints``, or one checkpoint.
+        path: a run directory (all of its checkpoints), its ``checkpoints``, or one checkpoint.
 
     Raises:
         UserError: there is no such folder, or no checkpoint in it.
     """
     path = Path(os.path.expanduser(path))
     if not path.is_dir():
-        raise UserError(f"{path} is no folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
+        raise UserError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
     path = path.resolve()  # latest and best are links
     if (path / MANIFEST).exists() or NAME.fullmatch(path.name):
         match = NAME.fullmatch(path.name)
@@ -123,18 +123,18 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     found = all_in(run_dir)
     if not found:
         raise UserError(
-            f"{run_dir} holds no checkpoint: it is not a run directory, or the run ended before its first save "
+            f"{run_dir} contains no checkpoint: it is not a run directory, or the run ended before its first save "
             "(train.checkpoint_interval)"
         )
     return run_dir, found
 
 
 def choose(run_dir: Path, which: str) -> list[Folder]:
-    """Return the checkpoints of a run that ``which`` may mean, the first choice last.
+    """Return the checkpoints of a run that match ``which``, the preferred one last.
 
     Args:
-        run_dir: a run directory, or a checkpoint itself, which then is the only choice.
-        which: latest (older ones stand in for damaged ones), best, or a number of steps.
+        run_dir: a run directory, or a checkpoint, which then is the only choice.
+        which: latest (older ones replace damaged ones), best, or a number of steps.
 
     Raises:
         UserError: there is none; the message lists those there are.
@@ -155,14 +155,14 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
 
 
 class Draft:
-    """A checkpoint that is being written, a hidden folder until ``publish``; all of this is for rank 0 alone."""
+    """A checkpoint that is being written, in a hidden folder until ``publish``; only rank 0 uses this."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         self.step = step
         self.path = run_dir / CHECKPOINTS / f".{folder_name(step)}.new"
 
     def begin(self, tokenizer_json: str) -> None:
-        """Make the folder, with the tokenizer alone and without what an interrupted save has left."""
+        """Create the folder and write the tokenizer, after removing what an interrupted save has left."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for left in self.path.parent.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -170,11 +170,11 @@ class Draft:
         write_text(self.path / TOKENIZER, tokenizer_json)
 
     def publish(self, manifest: Mapping[str, Any]) -> Folder:
-        """Write the manifest and give the folder its name; return it."""
+        """Write the manifest and rename the folder; return the checkpoint."""
         final = self.path.parent / folder_name(self.step)
         write_manifest(self.path, {"step": self.step, **manifest})
         sync_folder(self.path)
-        if final.exists():  # the same step again, after a roll back
+        if final.exists():  # the same step again, after a rollback
             final.rename(self.path.with_suffix(".old"))
         self.path.rename(final)
         sync_folder(final.parent)
@@ -189,18 +189,18 @@ class Draft:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest, with a checksum of itself; it is the last file of a checkpoint."""
-    whole = {"format": FORMAT, **content}
-    write_text(folder / MANIFEST, json.dumps({**whole, "crc32": _seal(whole)}, indent=1))
+    manifest = {"format": FORMAT, **content}
+    write_text(folder / MANIFEST, json.dumps({**manifest, "crc32": _crc(manifest)}, indent=1))
 
 
-def _seal(manifest: Mapping[str, Any]) -> int:
+def _crc(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def prune(run_dir: Path, newest: int, keep: int) -> None:
-    """Remove all checkpoints but the last ``keep`` up to the step ``newest``, and the best one.
+    """Remove all checkpoints except the last ``keep`` up to the step ``newest``, and the best one.
 
-    Later ones are damaged, or of a past that the run has gone back behind.
+    Those after ``newest`` are damaged, or from before a rollback.
     """
     folder = run_dir / CHECKPOINTS
     best = (folder / "best").resolve().name
@@ -208,17 +208,17 @@ def prune(run_dir: Path, newest: int, keep: int) -> None:
     kept = [each.step for each in found if each.step <= newest][-keep:]
     for old in found:
         if old.step not in kept and (old.path.name != best or old.step > newest):
-            # Under another name first: a checkpoint that is half removed must not look like one.
+            # Renamed first, so that a partly removed folder is not taken for a checkpoint.
             gone = folder / f".{old.path.name}.gone"
             old.path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
 
 def checksums(path: Path) -> list[int]:
-    """Return the CRC-32 of each piece of a file."""
+    """Return the CRC-32 of each chunk of a file."""
     found: list[int] = []
     with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(PIECE, max(1, os.fstat(file.fileno()).st_size))))
+        buffer = memoryview(bytearray(min(CHUNK, max(1, os.fstat(file.fileno()).st_size))))
         while True:
             length = 0
             while length < len(buffer) and (n := file.readinto(buffer[length:])):
@@ -234,7 +234,7 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file that is on the disk when this returns."""
+    """Write a small file and wait until it is on the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

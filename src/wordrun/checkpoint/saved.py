@@ -1,4 +1,4 @@
-"""A checkpoint that one process can read by itself: for export, generation and other runs' first weights."""
+"""A checkpoint as one process reads it: for export, generation and the initial weights of other runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint import pieces
+from wordrun.checkpoint import shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import Config, from_plain
 from wordrun.errors import UserError
 from wordrun.log import LOGGER
-from wordrun.model import outline
+from wordrun.model import meta_model
 
 MODEL = "model."
-"""What the names of weights begin with in a checkpoint."""
+"""Prefix of the names of weights in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -35,41 +35,41 @@ class Saved:
     manifest: dict[str, Any]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights by the names of ``Transformer.state_dict``, each read when it is asked for."""
+        """Return the weights by the names of the model's ``state_dict``, each read when it is accessed."""
         if self.manifest["backend"]["kind"] == "deepspeed":
             from wordrun.checkpoint.deepspeed import weights
 
-            return weights(self.folder, outline(self.config.model, self.vocab_size))
+            return weights(self.folder, meta_model(self.config.model, self.vocab_size))
         return Weights(self.folder)
 
     def read_weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return all weights in fp32 on ``device``; a head that is the embedding is left out."""
+        """Return all weights on ``device``; an output layer tied to the embedding is left out."""
         return {name: tensor.to(device) for name, tensor in self.weights().items()}
 
 
 class Weights(Mapping[str, Tensor]):
-    """The weights in a checkpoint folder, each read when it is asked for."""
+    """The weights in a checkpoint folder, each read when it is accessed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        facts = pieces.names_in(folder)
-        self._places = {name.removeprefix(MODEL): facts[name] for name in facts if name.startswith(MODEL)}
+        stored = shards.stored_in(folder)
+        self._stored = {name.removeprefix(MODEL): stored[name] for name in stored if name.startswith(MODEL)}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one weight, whole, on the CPU."""
-        tensor = pieces.place_for(self._places[name])
-        pieces.read(self.folder, {MODEL + name: tensor}, alone=True)
+        """Return one unsharded weight on the CPU."""
+        tensor = shards.empty_like(self._stored[name])
+        shards.read(self.folder, {MODEL + name: tensor}, alone=True)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._stored)
 
 
 def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
-    """Return the checkpoint of a run that ``which`` names; a damaged newest one is passed over with a warning.
+    """Return the checkpoint of a run that ``which`` names; a damaged newest one is skipped with a warning.
 
     Args:
         run_dir: a run directory, or a checkpoint in one.
@@ -77,7 +77,7 @@ def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
         check: read all files, to compare their checksums.
 
     Raises:
-        UserError: there is no such checkpoint (the message lists those there are), or none is whole.
+        UserError: there is no such checkpoint (the message lists those there are), or all are damaged.
     """
     candidates = folders.choose(Path(run_dir), which)
     for each in reversed(candidates):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from wordrun.config import ModelConfig, part_of
-from wordrun.model.base import Transformer
+from wordrun.model.base import Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
+from wordrun.model.transformer import Transformer
 
-__all__ = ["GPT", "Llama", "Transformer", "build", "materialise", "outline"]
+__all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model"]
+
+M = TypeVar("M", bound=Model)
 
 
-def outline(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> Transformer:
-    """Return the model that ``cfg`` describes, or a part of it, without memory: all on torch's meta device.
+def meta_model(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> Transformer:
+    """Return the model that ``cfg`` describes, or a pipeline stage of it, on the meta device: shapes without memory.
 
     Args:
         cfg: shapes.
         vocab_size: size of the tokenizer's vocabulary, which ``cfg.vocab_size`` may exceed.
-        layers: numbers of the blocks of the part; None: all.
+        layers: numbers of the stage's blocks; None: all.
     """
     with torch.device("meta"):
         model: Transformer = part_of("model", cfg).load()(cfg, cfg.vocab_size or vocab_size, layers)
@@ -28,12 +32,12 @@ def outline(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = No
 
 
 def build(cfg: ModelConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
-    """Return the model that ``cfg`` describes, whole, on ``device`` and with the first values that ``seed`` makes."""
-    return materialise(outline(cfg, vocab_size), seed, device)
+    """Return the model that ``cfg`` describes on ``device``, initialised with ``seed``."""
+    return materialise(meta_model(cfg, vocab_size), seed, device)
 
 
-def materialise(model: Transformer, seed: int, device: torch.device | str) -> Transformer:
-    """Give an outline memory on ``device`` and its first values."""
+def materialise(model: M, seed: int, device: torch.device | str) -> M:
+    """Give a meta model memory on ``device`` and its initial values."""
     model.to_empty(device=device)
     model.tie()
     model.initialise(seed)

@@ -1,4 +1,4 @@
-"""Attention to a token itself and those before it, of its document or of all.
+"""Causal attention, over all tokens before or those of the same document.
 
 Shapes: B sequences, T queries, S keys, N heads of queries, M heads of keys, H size of a head.
 """
@@ -17,66 +17,62 @@ SHORT = 512
 """Tokens up to which a CPU is faster without the fused kernel in bf16 (measured at 64 to 512; slower at 1,024)."""
 
 
-def within(documents: Tensor) -> Tensor:
-    """Return which tokens each one sees, (B, 1, T, T): itself and those before it of the same of ``documents``, (B, T).
-
-    This is what "intra-document masking" and "resetting the attention mask" mean elsewhere (Llama 3, section 3.2).
-    """
+def document_mask(documents: Tensor) -> Tensor:
+    """Return the causal attention mask within each of ``documents`` (B, T), as (B, 1, T, T) (Llama 3, section 3.2)."""
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
-    """Say whether a CPU's attention of ``tokens`` queries to as many keys makes all T x T weights, and keeps them.
+    """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
 
-    torch's fused kernel for CPUs has no dropout, and what torch does in its place draws from Bernoulli. In bf16 it sets
-    up each of its many small products anew, which takes longer than they do: it pays for long sequences alone.
+    torch's fused kernel for CPUs has no dropout, and its fallback draws from a slow Bernoulli. In bf16 setting up the
+    kernel's many small products takes longer than computing them, except for long sequences.
     """
     return p > 0 or (bf16 and tokens <= SHORT)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, seen: Tensor | None = None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | None = None) -> Tensor:
     """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and those before, (B, N, T, H).
 
     Args:
         q: queries, (B, N, T, H).
-        k: keys, (B, M, S, H): M divides N, and N / M heads of queries that follow each other share a head of keys. The
-            queries are the last T of S tokens; T = S with dropout.
+        k: keys, (B, M, S, H): M divides N, and N / M consecutive heads of queries share a head of keys. The queries
+            are the last T of S tokens; T = S with dropout.
         v: values, (B, M, S, H).
         p: dropout probability of the attention weights.
-        seen: (B, 1, T, T), which tokens each one attends to; None: itself and all before.
+        mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
     """
     by_hand = (
         keeps_weights(p, q.shape[2], bf16=q.dtype == torch.bfloat16)
         and q.device.type == "cpu" and q.shape[2] == k.shape[2] and not torch.compiler.is_compiling()
     )  # fmt: skip
     grouped = q.shape[1] != k.shape[1]
-    if grouped and (by_hand or not _shares_heads(q, seen)):
+    if grouped and (by_hand or not _shares_heads(q, mask)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     if not by_hand:
         T, S = q.shape[2], k.shape[2]
-        # The last token sees all there are; a run of several at the end needs a mask of its own.
-        if seen is None and T not in (1, S):
-            seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        causal = seen is None and T == S
-        return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=p, is_causal=causal, enable_gqa=grouped)
+        # A single last token attends to all; several need a mask.
+        if mask is None and T not in (1, S):
+            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        causal = mask is None and T == S
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p, is_causal=causal, enable_gqa=grouped)
     B, N, T, H = q.shape
     hidden = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(hidden, q.reshape(B * N, T, H), k.reshape(B * N, T, H).transpose(1, 2), alpha=H**-0.5)
-    if seen is not None:
-        scores = scores.view(B, N, T, T).masked_fill(~seen, -math.inf).view(B * N, T, T)
+    if mask is not None:
+        scores = scores.view(B, N, T, T).masked_fill(~mask, -math.inf).view(B * N, T, T)
     weights = torch.softmax(scores, dim=-1)
     if p > 0:
         weights = dropout(weights, p)
     return (weights @ v.reshape(B * N, T, H)).view(B, N, T, H)
 
 
-def _shares_heads(q: Tensor, seen: Tensor | None) -> bool:
-    """Say whether torch has a fused attention for ``q`` in which several heads of queries share one of keys.
+def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch has a fused kernel of grouped-query attention for ``q``.
 
-    Of those for CUDA only one has, for half precision and without a mask; the others would fall back to all T x T
-    weights in memory.
+    On CUDA there is one, for half precision and without a mask; otherwise torch would materialise the T x T weights.
     """
     if q.device.type == "cuda":
-        return seen is None and q.dtype in (torch.float16, torch.bfloat16)
+        return mask is None and q.dtype in (torch.float16, torch.bfloat16)
     return q.device.type == "cpu"

@@ -7,6 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from wordrun.model.cache import KVCache
+from wordrun.model.transformer import Transformer
+
+
+class Cached:
+    """Predicts the next token for ``generate``: tokens (B, T) to logits (B, V).
+
+    Tokens that extend those of the last call cost a forward pass of the new ones only. The model's weights must not
+    change between calls.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.tokens = torch.empty(0, 0, dtype=torch.long)
+        self.caches: list[KVCache] = []
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the successor of ``tokens``."""
+        known = self.tokens.shape[1]
+        if not (self.caches and known < tokens.shape[1] and tokens[:, :known].equal(self.tokens)):
+            known, self.caches = 0, [KVCache() for _ in self.model.blocks]
+        self.tokens = tokens
+        return self.model(tokens[:, known:], at=-1, caches=self.caches)  # type: ignore[no-any-return]
+
 
 @torch.no_grad()
 def generate(
@@ -16,22 +41,20 @@ def generate(
 ) -> Tensor:  # fmt: skip
     """Return ``prompt`` and ``length`` further tokens of it, (B, T + length).
 
-    The draws come from a random stream of their own, so that sampling in the middle of a run changes nothing else.
+    It has a random generator of its own, so that sampling during a run changes nothing else.
 
     Args:
-        logits_of: predicts the next token: (B, T) to the logits of the last one's successor, (B, V). A
-            ``wordrun.model.cache.Cached`` model does so at the cost of the tokens that are new to it.
+        logits_of: predicts the next token: (B, T) to logits, (B, V). ``Cached`` does so at the cost of the new tokens.
         prompt: (B, T) token numbers, T at least 1.
         length: number of tokens to add.
-        block_size: tokens that ``logits_of`` can look at, the last ones.
-        temperature: divides the logits; towards 0 the likeliest token always wins.
-        top_k: draw from this many likeliest tokens alone.
-        top_p: draw from the fewest likeliest tokens that have this probability together (Holtzman et al. 2019).
-        seed: of the draws.
-        slide: when the text outgrows ``block_size`` its beginning is left out, this many tokens at a time, and the
-            model reads the rest anew: all that it knows of a token depends on those before it. 1 always shows it
-            block_size tokens and makes a cache useless beyond them.
-        on_tokens: is called with each new column of tokens, (B,) on the CPU, as soon as it is drawn.
+        block_size: largest number of tokens that ``logits_of`` accepts; it gets the last ones.
+        temperature: divides the logits; lower is more deterministic.
+        top_k: sample from this many most likely tokens.
+        top_p: sample from the smallest set of most likely tokens with at least this probability (Holtzman et al. 2019).
+        seed: of the generator.
+        slide: beyond ``block_size`` the text loses this many tokens at its beginning at a time, after which a cache has
+            to be computed anew. 1 always keeps block_size tokens, and makes a cache useless beyond them.
+        on_tokens: called with each new column of tokens, (B,) on the CPU.
     """
     # On the CPU whatever the device: the same text everywhere.
     stream = torch.Generator().manual_seed(seed)

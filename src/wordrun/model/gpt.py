@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
 from wordrun.model.attention import causal_attention
-from wordrun.model.base import Block, Transformer
-from wordrun.model.cache import Past
+from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
+from wordrun.model.transformer import Block, Transformer
 
 
 class Attention(nn.Module):
@@ -25,25 +25,25 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = cfg.n_embd // cfg.n_head
         self.dropout = cfg.dropout
-        # Rows in the order of heads, and of q, k, v within a head: whole heads lie together, to be shared among ranks.
+        # Rows are ordered by heads, and by q, k, v within a head, so that tensor-parallel ranks get complete heads.
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
-        """Return what each token gathers from itself and the tokens before it; as ``Block.forward``."""
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Attend to each token itself and those before it; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
         # Each (B, N, T, H); taken apart first, because the backward pass then puts the gradients together in one copy.
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(3))
-        if past is not None:
-            k, v = past.add(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, seen)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between, four times as wide inside."""
+    """Two linear layers with a GELU between them, and 4 n_embd hidden units."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class GPT(Transformer):
     tied = True
 
     def add_embedding(self) -> None:
-        """Make the embeddings of tokens and of positions."""
+        """Add the embeddings of tokens and positions."""
         super().add_embedding()
         self.positions = nn.Embedding(self.cfg.block_size, self.cfg.n_embd)
         self.drop = Dropout(self.cfg.dropout)
@@ -83,7 +83,7 @@ class GPT(Transformer):
         return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group share the matrices."""
+        """Return how the ranks of a tensor-parallel group split the matrices."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor import parallel as tp
 
@@ -98,8 +98,8 @@ class GPT(Transformer):
         """Return the floating-point operations of one token's forward and backward pass.
 
         6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for the
-        attention of T tokens, without taking the causal mask off, as in appendix B of PaLM (Chowdhery et al. 2022).
-        Embedding look-ups are no products and do not count; the output layer is one and does.
+        attention over T tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is
+        not a matrix product and does not count; the output layer does.
         """
         cfg = self.cfg
         weights = 12 * cfg.n_layer * cfg.n_embd**2 + self.vocab_size * cfg.n_embd

@@ -1,5 +1,5 @@
-"""Weights and shapes in the form of Hugging Face's transformers, and back: GPT as GPT2LMHeadModel, Llama as
-LlamaForCausalLM. It needs tensors alone, not that library.
+"""Weights and shapes converted to those of Hugging Face's transformers, and back: GPT as GPT2LMHeadModel, Llama as
+LlamaForCausalLM. The library itself is not needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
 from wordrun.errors import ConfigError
-from wordrun.model import outline
+from wordrun.model import meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
@@ -45,23 +45,23 @@ LLAMA_NAMES = {
     "head": "lm_head",
 }
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
-"""Masks and tables that older files hold beside the weights."""
+"""Masks and tables that older files contain besides the weights."""
 
 NO_MARKS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""transformers would else take tokens of its own to end a text."""
+"""Otherwise transformers assumes special tokens of its own."""
 STRETCH = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED_LENGTH,
 }
-"""What Llama 3.1 and later say of their rotary embedding besides the factor."""
+"""Settings of Llama 3.1's rotary embedding besides the factor."""
 
 
 def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Return the state dict of transformers' model with the weights ``state`` of ours, or of a part of it.
+    """Return the state dict of transformers' model for the weights ``state`` of ours, or some of them.
 
-    GPT2LMHeadModel has all biases; those that a model without lacks are 0.
+    GPT2LMHeadModel always has biases; those that our model lacks are 0.
     """
     result = {}
     for name, tensor in state.items():
@@ -73,10 +73,10 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
 
 
 def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Return the state dict of the whole model that ``cfg`` describes, with the weights ``state`` of transformers'.
+    """Return our model's state dict for the weights ``state`` of transformers' model.
 
     Raises:
-        ConfigError: names every weight that only one of the two has, and those of other shapes.
+        ConfigError: names every weight that only one of the models has, or whose shapes differ.
     """
     names, problems = match(state, {name: tensor.shape for name, tensor in state.items()}, cfg)
     if problems:
@@ -85,13 +85,13 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
 
 
 class Converted(Mapping[str, Tensor]):
-    """transformers' weights under our names and in our layout, each made when it is asked for."""
+    """transformers' weights under our names and in our layout, each converted when it is accessed."""
 
     def __init__(self, theirs: Mapping[str, Tensor], names: Mapping[str, str], cfg: ModelConfig) -> None:
         self._theirs, self._names, self._cfg = theirs, names, cfg
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one weight, of the type that it has there."""
+        """Return one weight in its original type."""
         tensor = _to_ours(name, self._theirs[self._names[name]], self._cfg)
         return tensor[: self._cfg.block_size] if name == "positions.weight" else tensor
 
@@ -108,20 +108,20 @@ def match(
     """Find each weight of the model that ``cfg`` describes among transformers'.
 
     Args:
-        theirs: weights, few and small ones of which are looked at.
-        shapes: of all of them. There may be more positions than ``cfg.block_size``: the first are taken.
+        theirs: weights, of which only a few small ones are read.
+        shapes: of all of them. There may be more positions than ``cfg.block_size``: the first are used.
         cfg: shapes; without ``vocab_size`` the embedding has as many rows as theirs.
 
     Returns:
         Our names to those in ``theirs``, and what is wrong, a line for each weight.
     """
     found = {name: name for name in shapes if not NO_WEIGHTS.fullmatch(name)}
-    if isinstance(cfg, GPTConfig):  # the published files leave the first word out
+    if isinstance(cfg, GPTConfig):  # the published files omit the prefix
         found = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): name for name in found}
         if not cfg.bias:
             found = {key: name for key, name in found.items() if not name.endswith(".bias") or theirs[name].any()}
     embedding = found.get(_their_name("tokens.weight", cfg))
-    model = outline(cfg, 1 if embedding is None else shapes[embedding][0])
+    model = meta_model(cfg, 1 if embedding is None else shapes[embedding][0])
     problems = []
     if model.tied and embedding is not None:  # files of tied models may lack the copy
         copy = found.setdefault("lm_head.weight", embedding)
@@ -198,7 +198,7 @@ def _their_name(name: str, cfg: ModelConfig) -> str:
 def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
     """Return our parameter ``name`` in their layout.
 
-    GPT-2's matrices are transposed there, and all rows of q come before those of k and v, where ours lie together by
+    GPT-2's matrices are transposed there, and its rows of q come before those of k and v, where ours are ordered by
     heads.
     """
     if ".qkv." in name:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
 from wordrun.model.attention import causal_attention
-from wordrun.model.base import Block, Transformer
-from wordrun.model.cache import Past
+from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
+from wordrun.model.transformer import Block, Transformer
 
 TRAINED_LENGTH = 8192
-"""Tokens in a sequence of Llama 3's training, before rope_factor stretched it."""
+"""Context length in tokens of Llama 3, which rope_factor extends."""
 
 
 def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -34,8 +34,8 @@ def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.devi
         T: tokens.
         H: size of a head.
         theta: base.
-        factor: rotations that take more than TRAINED_LENGTH tokens to get round are this many times slower, those
-            that get round 4 times within it are as they were, and between them it is a mixture (Llama 3.1's models).
+        factor: slows down rotations with a period above TRAINED_LENGTH tokens; those with a period below a quarter of
+            it are unchanged, and in between the two are interpolated (Llama 3.1).
         device: of the result.
     """
     speeds = 1 / theta ** (torch.arange(0, H, 2, dtype=torch.float32, device=device) / H)  # radians per token
@@ -58,10 +58,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary embedding, in which heads of queries share heads of keys and values.
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary embedding.
 
-    That is grouped-query attention (Ainslie et al. 2023). Queries, keys and values have matrices of their own, so that
-    ranks that share them by rows have whole heads.
+    Queries, keys and values have separate matrices, so that tensor-parallel ranks get complete heads of each.
     """
 
     def __init__(self, cfg: LlamaConfig) -> None:
@@ -76,24 +75,24 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, past: Past | None = None, seen: Tensor | None = None) -> Tensor:
-        """Return what each token gathers from itself and the tokens before it; as ``Block.forward``."""
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Attend to each token itself and those before it; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
-        table = self.table(q, past.length if past else 0)
+        table = self.table(q, cache.length if cache else 0)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
-        if past is not None:
-            k, v = past.add(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, seen)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
     def table(self, q: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Return the rotary table for ``q`` (B, T, heads, H) from position ``start``, which all blocks share."""
-        # torch.compile fuses the computation into what follows; a subclass, such as a fake tensor, may not be kept.
+        # torch.compile fuses the computation; tensor subclasses, such as fake tensors, must not be cached.
         kept = type(q) is Tensor and not torch.compiler.is_compiling()
         make = _kept_table if kept else rotary_table
         end = start + q.shape[1]
-        # With a past one table serves for many tokens to come.
+        # While tokens are generated, one table serves many of them.
         T = 2 ** math.ceil(math.log2(end)) if start else end
         cos, sin = make(T, self.head_size, self.rope_theta, self.rope_factor, q.device)
         return cos[start:end], sin[start:end]
@@ -117,7 +116,7 @@ class MLP(nn.Module):
 class Llama(Transformer):
     """Rotary embedding, RMS norms (Zhang and Sennrich 2019), SwiGLU, grouped-query attention; no biases.
 
-    LLaMA has no dropout; where there is some it acts as in GPT.
+    LLaMA has no dropout; model.dropout adds it in the same places as in GPT.
     """
 
     cfg: LlamaConfig
@@ -128,7 +127,7 @@ class Llama(Transformer):
         return self.cfg.tie
 
     def add_embedding(self) -> None:
-        """Make the embedding of tokens; their positions enter by the rotation of queries and keys."""
+        """Add the embedding of tokens; positions are encoded by rotating queries and keys."""
         super().add_embedding()
         self.drop = Dropout(self.cfg.dropout)
 
@@ -145,7 +144,7 @@ class Llama(Transformer):
         return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group share the matrices."""
+        """Return how the ranks of a tensor-parallel group split the matrices."""
         from torch.distributed.tensor import parallel as tp
 
         begin = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
@@ -154,8 +153,8 @@ class Llama(Transformer):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass.
 
-        Counted as GPT's are: 6 for every weight of a matrix product and 12 n_layer C T for the attention (Chowdhery et
-        al. 2022, appendix B). Sharing keys and values saves weights, but no operations of the attention itself.
+        Counted as for GPT: 6 for each weight of a matrix product and 12 n_layer C T for the attention (Chowdhery et al.
+        2022, appendix B). Grouped-query attention saves weights, but no operations of the attention itself.
         """
         cfg = self.cfg
         shared = cfg.n_embd * (cfg.n_kv_head or cfg.n_head) // cfg.n_head

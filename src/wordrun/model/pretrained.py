@@ -1,4 +1,4 @@
-"""Weights in folders of Hugging Face's form, read one at a time: nobody has to hold a whole model."""
+"""Weights in Hugging Face's format, read one at a time, so that no process has to hold the full model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, Converted, match
 
 KINDS = {"gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug")}
-"""transformers' name of a model to its config here, its name for people, and a preset."""
+"""transformers' name of a model type to its options here, its display name and a preset."""
 INDEX = ".index.json"
 FORMATS = ("model.safetensors", "pytorch_model.bin")
 """Names of the weights' file, or of its index where there are several; the first is taken if both are there."""
@@ -26,23 +26,23 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def fetch(source: str) -> Path:
-    """Return the folder that ``source`` is, or that a model of this name on Hugging Face's hub is copied to.
+    """Return the folder ``source``, or the one to which the model of this name was downloaded from Hugging Face's hub.
 
-    On many ranks one calls this and shares the result.
+    In a job one rank calls this and broadcasts the result.
 
     Raises:
-        UserError: it is neither a folder nor to be had.
+        UserError: it is not a folder, and the download failed.
     """
     path = Path(os.path.expanduser(source))
     if path.exists():
         return path.parent if path.is_file() else path
     if not HUB_NAME.fullmatch(source):
-        raise UserError(f"hf:{source} is no folder: name one with config.json and {FORMATS[0]}, or a model of the hub")
+        raise UserError(f"hf:{source} is not a folder: name one with config.json and {FORMATS[0]}, or a model")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise UserError(
-            f"hf:{source} is no folder here, and to get it from Hugging Face's hub needs: pip install 'wordrun[hf]'"
+            f"hf:{source} is not a folder, and downloading it from Hugging Face's hub needs: pip install 'wordrun[hf]'"
         ) from None
     try:
         for name in FORMATS:
@@ -52,27 +52,27 @@ def fetch(source: str) -> Path:
             )
             if any(folder.glob(f"{stem}*{suffix}")):
                 break
-    except Exception as error:  # whatever the network, the hub or its cache came up with
+    except Exception as error:  # of the network, the hub or its cache
         reason = first_line(error)
         raise UserError(
-            f"hf:{source} is neither a folder here nor to be had from Hugging Face's hub ({reason}). On a machine "
+            f"hf:{source} is not a folder, and cannot be downloaded from Hugging Face's hub ({reason}). On a machine "
             f"with a network (a login node): hf download {source} --local-dir DIR; then use hf:DIR"
         ) from None
     return folder
 
 
 def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) -> Mapping[str, Tensor]:
-    """Return the weights in ``folder`` by the names of ``Transformer.state_dict``, each read when it is asked for.
+    """Return the weights in ``folder`` by the names of our model's ``state_dict``, each read when it is accessed.
 
-    They have the type that they have in the file. A GPT may have fewer positions than the folder: the first are taken.
+    They keep the type that they have in the file. If a GPT has fewer positions than the folder, the first are used.
 
     Args:
         folder: with config.json and weights of a GPT2LMHeadModel or a LlamaForCausalLM.
-        cfg: the model that is to get them.
-        vocab_size: rows of its embedding where ``cfg`` does not say; None: as many as there are.
+        cfg: the model that is initialised with them.
+        vocab_size: rows of its embedding if ``cfg`` does not say; None: as many as there are.
 
     Raises:
-        ConfigError: they are another model's; names every option, and every weight, that is not as it should be.
+        ConfigError: they belong to another model; names every option and every weight that differs.
         UserError: there are no weights, or a file is damaged.
     """
     files = Files(folder)
@@ -82,7 +82,7 @@ def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) 
     if (folder / "config.json").exists():
         described = model_config(folder, read_config(folder))
         if isinstance(described, GPTConfig) and not getattr(cfg, "bias", True):
-            # transformers' GPT-2 always has biases; those of a model without are 0.
+            # transformers' GPT-2 always has biases, 0 if the model was trained without.
             biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
             described.bias = any(bool(files[name].any()) for name in biases)
         problems, words = differences(folder, described, cfg, vocab_size)

@@ -81,9 +81,9 @@ class ModelShapes:
 
 def shapes_of(cfg: ModelConfig, vocab_size: int) -> ModelShapes:
     """Return the parameters of the model that ``cfg`` describes; ``vocab_size`` counts where ``cfg`` has none."""
-    from wordrun.model import outline
+    from wordrun.model import meta_model
 
-    model = outline(replace(cfg, n_layer=1), vocab_size)
+    model = meta_model(replace(cfg, n_layer=1), vocab_size)
     outside = [name for name, _ in model.named_children() if name != "blocks"]
     first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name)]
     last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name)]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from wordrun.backend.base import Save
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Draft
-from wordrun.checkpoint.pieces import Group
+from wordrun.checkpoint.shards import Group
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import UserError, first_line

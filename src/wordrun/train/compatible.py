@@ -15,7 +15,7 @@ FREE = {
     "model": {"name", "batch_size"},
     "data": {"path", "url", "offline", "prepared", "workers", "stage", "prefetch"},
     "tokenizer": {"path", "train_mb"},
-    "optimizer": {"gas"},
+    "optimizer": {"gas", "decay_lr"},
     "train": {
         "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
         "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "activation_checkpointing", "device",
@@ -55,6 +55,8 @@ def check(ours: Mapping[str, Any], manifest: Mapping[str, Any], folder: Path) ->
         ConfigError: names each option with both values.
     """
     theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
+    # Before there were schedules, an option of the optimizer chose between two of them.
+    theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
     different = [
         f"  {name} is {theirs[name]} in the checkpoint and {value} here"
         for name, value in ours.items()

@@ -11,7 +11,7 @@ from wordrun import dist
 from wordrun.checkpoint.saved import find
 from wordrun.config import Config
 from wordrun.errors import ConfigError
-from wordrun.model import outline, pretrained
+from wordrun.model import meta_model, pretrained
 
 
 def initial_weights(cfg: Config, vocab_size: int, world: dist.World) -> Mapping[str, torch.Tensor] | None:
@@ -29,8 +29,8 @@ def initial_weights(cfg: Config, vocab_size: int, world: dist.World) -> Mapping[
         return pretrained.open_weights(folder, cfg.model, vocab_size)
     # One rank verifies all files, and chooses an intact checkpoint for all.
     saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
-    theirs = {name: p.shape for name, p in outline(saved.config.model, saved.vocab_size).named_parameters()}
-    ours = {name: p.shape for name, p in outline(cfg.model, vocab_size).named_parameters()}
+    theirs = {name: p.shape for name, p in meta_model(saved.config.model, saved.vocab_size).weights()}
+    ours = {name: p.shape for name, p in meta_model(cfg.model, vocab_size).weights()}
     different = [
         f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
         for name in sorted(ours.keys() | theirs.keys())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
-from wordrun.model import outline
+from wordrun.model import meta_model
 from wordrun.model.generate import generate
 from wordrun.prepare.obtain import obtain
 from wordrun.train.evaluate import evaluation_mode
@@ -38,7 +39,8 @@ class LanguageTask:
         self.tokenizer = self.corpus.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self._check_vocabulary()
-        self.meta_model = outline(cfg.model, self.vocab_size)
+        self.make_model = partial(meta_model, cfg.model, self.vocab_size)
+        self.meta_model = self.make_model()
         self.sequences = order_of_run(cfg, self.corpus)
         self.eot = eot_for("mask_documents", cfg, self.corpus)
         self.tokens_per_example = cfg.model.block_size

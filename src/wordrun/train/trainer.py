@@ -17,12 +17,12 @@ from wordrun import backend as backends
 from wordrun import dist, log
 from wordrun.backend import StepResult
 from wordrun.checks import accumulation, check
-from wordrun.config import PARTS, Config
+from wordrun.config import PARTS, Config, part_of
 from wordrun.data.batch import Batch
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.train import finite, optim, profile, resume, rng
+from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluate import mean_loss
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log, Sample
@@ -30,6 +30,7 @@ from wordrun.train.init_from import initial_weights
 from wordrun.train.language import LanguageTask
 from wordrun.train.metrics import Meter, device_name
 from wordrun.train.run import Run
+from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.training import Hook
@@ -90,8 +91,9 @@ class Trainer:
         self.task = LanguageTask(cfg, world, self.layout)
         is_new = source is None or source.folder is None
         weights = initial_weights(cfg, self.task.vocab_size, world) if is_new else None
+        make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         self.backend = backends.build(
-            backends.Job(cfg, world, self.layout, self.task.vocab_size, partial(optim.adamw, cfg.optimizer), weights)
+            backends.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
         )
         self.loader = self.task.loader(self.gas, self.backend.device)
         closers[:0] = [self.loader.close, self.backend.close]
@@ -152,9 +154,10 @@ class Trainer:
         if self.done:
             LOGGER.info("nothing to do at step %d: %s", self.step, self._why_done())
             return self.summary()
+        cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng):
             while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
-                lr = optim.learning_rate(self.cfg.optimizer, self.step, self.cfg.train.max_iters, self.layout.dp)
+                lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 self.result = self._train_step(lr)
                 self.state.take(self.examples_per_step)
                 if not finite.counts(self, self.result):

@@ -1,0 +1,81 @@
+"""What wordrun uses of libraries without their promise to keep it: one function for each such name.
+
+Tried with torch 2.13.0 (the code is written for 2.8 and later) and DeepSpeed 0.19.8. Where a version lacks a name, each
+function says what happens instead; tests/unit/test_compat.py fails then and names the function to mend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+DEEPSPEED = {
+    "deepspeed.comm.torch": ("build_shm_op",),
+    "deepspeed.comm.comm": ("cdb",),
+    "deepspeed.utils.groups": ("_release_process_group_references",),
+}
+"""Names of DeepSpeed that ``quiet_deepspeed`` and ``restore_after_deepspeed`` replace or call, by module."""
+
+
+def shard_offset(tensor: Any) -> tuple[int, ...]:
+    """Return where this rank's shard of a DTensor begins in the full tensor.
+
+    torch's own checkpoints ask the tensor in the same way. There is no substitute: placements of FSDP over tensor
+    parallelism are strided, and the arithmetic is torch's.
+    """
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets)
+
+
+def cpu_is_fast_at_bf16() -> bool:
+    """Return whether the processor has instructions for bf16; if torch does not tell, False: the run is in fp32."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def release_reducer(replica: Any) -> None:
+    """Let go of the process group that DistributedDataParallel holds; harmless where torch calls it otherwise."""
+    replica.reducer = replica.logger = None
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed from compiling at its import's end what it can do without, and from a warning at each step.
+
+    Without these names it compiles an all-reduce over shared memory where it finds a compiler: minutes, once.
+    """
+    _replace("deepspeed.comm.torch", "build_shm_op", lambda: None)
+    # torch 2.13 renamed two collectives; DeepSpeed uses the old names, which still work.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
+    """Quieten DeepSpeed's log, and have ``undo`` revert what the engine changes outside itself.
+
+    Those are torch's ``F.linear`` and DeepSpeed's handles of the process group. Where a version lacks the handles, a
+    second run in the same process may fail; the first one does not need them.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    undo.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "untested optimizer" not in record.getMessage()  # our tests compare them with one process
+
+    logger.addFilter(is_news)
+    undo.callback(logger.removeFilter, is_news)
+    undo.callback(setattr, F, "linear", F.linear)
+    undo.callback(_replace, "deepspeed.comm.comm", "cdb", None)
+    groups = importlib.import_module("deepspeed.utils.groups")
+    undo.callback(getattr(groups, "_release_process_group_references", lambda: None))
+
+
+def _replace(module: str, name: str, value: Any) -> None:
+    found = importlib.import_module(module)
+    if hasattr(found, name):
+        setattr(found, name, value)

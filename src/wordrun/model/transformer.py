@@ -1,0 +1,205 @@
+"""A decoder-only transformer: blocks between an embedding and an output layer.
+
+Shapes: B sequences, T tokens, C = n_embd, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wordrun.config import ModelConfig
+from wordrun.model.attention import document_mask
+from wordrun.model.base import Model
+from wordrun.model.cache import KVCache
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm_1 = norm_1
+        self.attention = attention
+        self.norm_2 = norm_2
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return the residual stream after this block.
+
+        Args:
+            x: (B, T, C), as the result.
+            cache: keys and values of the tokens before; those of ``x`` are appended.
+            mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
+        """
+        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask)
+        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
+
+
+class TokenBatch(Protocol):
+    """What a transformer reads of a batch."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, T) int64."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(B, T) the tokens that should follow."""
+
+    @property
+    def documents(self) -> Tensor | None:
+        """(B, T) numbers of the documents that tokens belong to, if attention is to stay within them."""
+
+
+class Transformer(Model):
+    """A decoder, or consecutive blocks of one: a stage of a pipeline.
+
+    The first stage has the embedding, the last has the norm and the output layer. Parameters have the same names and
+    the same initial values in every stage as in the full model, so that any layout of ranks holds the same model.
+    """
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.vocab_size = vocab_size
+        self.layers = range(cfg.n_layer) if layers is None else layers
+        self.is_first = 0 in self.layers
+        self.is_last = cfg.n_layer - 1 in self.layers
+        if self.is_first:
+            self.add_embedding()
+        self.blocks = nn.ModuleDict({str(layer): self.new_block() for layer in self.layers})
+        if self.is_last:
+            self.norm = self.new_norm()
+            self.head = nn.Linear(cfg.n_embd, vocab_size, bias=False)
+        self.tie()
+
+    def add_embedding(self) -> None:
+        """Add the modules that ``embed`` uses, including ``tokens``."""
+        self.tokens = nn.Embedding(self.vocab_size, self.cfg.n_embd)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares its weights with the token embedding."""
+        raise NotImplementedError
+
+    def new_block(self) -> Block:
+        """Return a block. The layers named proj write to the residual stream, which affects their initial values."""
+        raise NotImplementedError
+
+    def new_norm(self) -> nn.Module:
+        """Return a norm, as in the blocks and before the output layer."""
+        raise NotImplementedError
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of one token's forward and backward pass of the full model."""
+        raise NotImplementedError
+
+    def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
+        # The last stage of a pipeline has the output layer without the embedding that it is tied to.
+        return super()._draw(seed, "tokens.weight" if self.tied and name == "head.weight" else name, parameter)
+
+    def initial_std(self, name: str) -> float:
+        """Return the standard deviation of the normal distribution from which the matrix ``name`` is drawn.
+
+        0.02, and 0.02 / sqrt(2 n_layer) for the projections that end in the residual stream: with that its variance
+        does not grow with depth (Radford et al. 2019, section 2.3).
+        """
+        return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Return how the ranks of a tensor-parallel group split the matrices: module names to torch's styles.
+
+        As in Megatron-LM (Shoeybi et al. 2019), attention is split by heads, the MLP by hidden units, embedding and
+        output layer by vocabulary, and what lies between by tokens (sequence parallelism, Korthikanti et al. 2022).
+        Models add the first layers of their attention and their MLP.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import parallel as tp
+
+        gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        return {
+            "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "blocks.*.norm_1": tp.SequenceParallel(),
+            "blocks.*.attention": gathered,
+            "blocks.*.attention.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+            "blocks.*.norm_2": tp.SequenceParallel(),
+            "blocks.*.mlp": gathered,
+            "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+            "norm": tp.SequenceParallel(),
+            "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        }
+
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Return the input of the first block, (B, T, C); ``start`` is the position of the first token."""
+        return self.tokens(tokens)  # type: ignore[no-any-return]
+
+    def tie(self) -> None:
+        """Let the output layer use the embedding's weights, if the model ties them and both are in this stage."""
+        if self.tied and self.is_first and self.is_last:
+            self.head.weight = self.tokens.weight
+
+    def forward(
+        self, x: Tensor, at: int | None = None, caches: Sequence[KVCache] | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the logits; of a stage before the last, the residual stream for the next one.
+
+        Args:
+            x: (B, T) token numbers, T at most block_size; for a later stage, the output of the one before.
+            at: compute the logits of this token only.
+            caches: keys and values of the tokens before ``x``, for each block of this stage.
+            documents: (B, T) numbers of the documents that tokens belong to, if attention is to stay within them.
+
+        Returns:
+            (B, T, V), or (B, V) of token ``at``; of a stage before the last (B, T, C).
+        """
+        x = self.features(x, caches, documents)
+        if not self.is_last:
+            return x
+        return self.head(x if at is None else x[:, at])  # type: ignore[no-any-return]
+
+    def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
+        """Return the residual stream (B, T, C) at the end of this stage; of the last, normalised."""
+        if self.is_first:
+            x = self.embed(x, caches[0].length if caches else 0)
+        mask = None if documents is None else document_mask(documents)
+        for block, cache in zip(self.blocks.values(), caches or repeat(None), strict=False):
+            x = block(x, cache=cache, mask=mask)
+        return self.norm(x) if self.is_last else x
+
+    def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the mean cross entropy of each sequence in nats per token, (B,)."""
+        return self.criterion((forward or self)(batch.tokens, documents=batch.documents), batch.targets)
+
+    @staticmethod
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy of each sequence in nats per token, (B,).
+
+        Args:
+            logits: (B, T, V).
+            targets: (B, T).
+        """
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(1)
+
+    @staticmethod
+    def stage_inputs(batches: Sequence[TokenBatch]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return what the stages of a pipeline read of ``batches``, which go through it together.
+
+        Returns:
+            The first stage's input (B, T); keyword arguments of every stage; the targets of ``criterion``, (B, T).
+        """
+        tokens, targets = (torch.cat(each) for each in zip(*((b.tokens, b.targets) for b in batches), strict=True))
+        documents = [batch.documents for batch in batches if batch.documents is not None]
+        return tokens, {"documents": torch.cat(documents)} if documents else {}, targets
+
+    def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
+        """Return the shape of what a stage sends to the next for ``tokens`` (B, T), split over ``tp`` ranks."""
+        return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd

@@ -1,0 +1,45 @@
+"""The learning rate of each step: a linear warm-up, then a schedule.
+
+A schedule is a line in ``config.PARTS`` and a function of its options, the steps since the warm-up, the steps from the
+warm-up to the end of the decay, and the highest and lowest learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+
+from wordrun.config import LinearScheduleConfig, OptimizerConfig, ScheduleConfig, part_of
+
+
+def learning_rate(
+    optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, max_iters: int, dp: int = 1
+) -> float:
+    """Return the learning rate of ``step``, which counts from 0.
+
+    ``dp`` is the number of data-parallel ranks, with which optimizer.scale_lr lets the peak grow: linearly (Goyal et
+    al. 2017), or by the square root (Krizhevsky 2014), which suits Adam's normalised steps.
+    """
+    peak = optimizer.learning_rate * {"none": 1, "sqrt": math.sqrt(dp), "linear": dp}[optimizer.scale_lr]
+    lowest = peak / 10 if optimizer.min_lr is None else optimizer.min_lr
+    warmup, end = optimizer.warmup_iters, optimizer.lr_decay_iters or max_iters
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    rate: float = part_of("schedule", schedule).load()(schedule, step - warmup, max(1, end - warmup), peak, lowest)
+    return rate
+
+
+def cosine(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
+    """Return half a cosine from ``highest`` to ``lowest`` (Loshchilov and Hutter 2017)."""
+    return lowest + (highest - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+
+
+def linear(cfg: LinearScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
+    """Return ``highest``, then a linear decay over the last ``cfg.decay_iters`` steps (Hu et al. 2024)."""
+    decay = min(cfg.decay_iters or steps, steps)
+    done = min(1.0, max(0, step - (steps - decay)) / decay)
+    return highest - (highest - lowest) * done
+
+
+def constant(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
+    """Return ``highest``."""
+    return highest

@@ -1,0 +1,63 @@
+"""The names that libraries do not promise to keep are there, and what replaces them works."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed import pipelining
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from wordrun import compat
+from wordrun.config import SCHEDULES
+
+REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in its docstring"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "function"),
+    [
+        (DTensor, "__create_chunk_list__", "shard_offset"),
+        (torch.cpu, "_is_avx512_bf16_supported", "cpu_is_fast_at_bf16"),
+        (torch.cpu, "_is_amx_tile_supported", "cpu_is_fast_at_bf16"),
+    ],
+)
+def test_torch_still_has_the_name(owner: object, name: str, function: str) -> None:
+    assert hasattr(owner, name), REMEDY.format(torch.__version__, name, function)
+
+
+def test_the_reducer_is_an_attribute_that_can_be_released() -> None:
+    names = DistributedDataParallel.__init__.__code__.co_names
+    names += DistributedDataParallel._ddp_init_helper.__code__.co_names
+    assert {"reducer", "logger"} <= {*names}, REMEDY.format(torch.__version__, "DDP.reducer", "release_reducer")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_are_public_under_their_names(schedule: str) -> None:
+    assert hasattr(pipelining, f"Schedule{schedule}")
+
+
+def test_without_the_names_a_processor_counts_as_slow_at_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert compat.cpu_is_fast_at_bf16() is False
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'"
+)
+def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
+    for module, names in compat.DEEPSPEED.items():
+        for name in names:
+            found = hasattr(importlib.import_module(module), name)
+            assert found, f"{module} has no {name} any more: mend wordrun.compat's functions for DeepSpeed"
+    linear = F.linear
+    with contextlib.ExitStack() as undo:
+        compat.restore_after_deepspeed(undo, rank=0)
+        F.linear = lambda *args: None  # type: ignore[assignment]
+    assert F.linear is linear
