@@ -127,21 +127,21 @@ class LlamaConfig(ModelConfig):
 
 @dataclass
 class DataConfig(Section):
-    """Where the text comes from, and how it is cut into sequences."""
+    """Where the text comes from, and how it is divided into sequences."""
 
     name: str = "shakespeare"
     """Name of the data set; part of the run directory."""
     kind: str = "file"
-    """file (path), download (path, else url), sample (embedded, made by a seeded generator), hf (dataset) or shards
-    (path: a folder of tokens that somebody has prepared)."""
+    """Kind of source: file (path), download (path, else url), sample (embedded synthetic text), hf (dataset), shards
+    (path: a folder of tokens prepared elsewhere) or mix (several data sets)."""
     path: str | None = None
-    """A text file in UTF-8, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; of shards their folder."""
+    """A UTF-8 text file, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; for shards, their folder."""
     url: str | None = None
-    """Where to download the file from if it is not at path."""
+    """Address from which the file is downloaded if path does not exist."""
     sha256: str | None = None
-    """Expected hash of the file; another content is refused."""
+    """Expected hash of the file; a file with another hash is refused."""
     offline: str = "error"
-    """What to do when the download fails: error, or sample to train on the embedded text with a banner."""
+    """What to do if the download fails: error, or sample, which trains on the embedded text and warns in a banner."""
     text_key: str = "text"
     """The field (.jsonl) or column (.parquet, hf) that holds the text."""
     dataset: str | None = None
@@ -149,25 +149,25 @@ class DataConfig(Section):
     subset: str | None = None
     """Configuration of the Hugging Face data set, such as sample-10BT."""
     split: str = "train"
-    """Split of the Hugging Face data set that is prepared; the validation text is taken from it, too."""
+    """Split of the Hugging Face data set for both training and validation."""
     revision: str | None = None
     """Revision of the Hugging Face data set: a tag, branch or commit; null: the newest."""
     val_fraction: float = 0.1
-    """Share that is kept for validation: of a text its end, of many documents every (1 / share)-th."""
+    """Share used for validation: the end of a text, or every (1 / share)-th of many documents."""
     prepared: str | None = None
-    """Folder of the prepared shards; null: a folder of its own under $WORDRUN_DATA_HOME/prepared."""
+    """Folder of the prepared shards; null: a folder under $WORDRUN_DATA_HOME/prepared, named by a hash."""
     shard_mb: int = 64
-    """Text that makes one shard, in MB; the pieces that are prepared in parallel."""
+    """Text per shard, in MiB; also the size of the work items that are prepared in parallel."""
     workers: int | None = None
-    """Processes per rank that prepare; null: as many as there are cores for each rank."""
+    """Worker processes per rank for preparation; null: the number of cores per rank."""
     stage: str | None = None
-    """Copy the shards to this folder, on each node's own disk or in its memory, before training."""
+    """Folder on each node's own disk or in its memory to which the shards are copied before training."""
     mix: dict[str, float] = field(default_factory=dict)
-    """Several data sets by weight, as in {fineweb: 3, yelp: 1}; a key is a name of data=NAME, or a folder of shards."""
+    """Weights of data sets, such as {fineweb: 3, yelp: 1}; a key is the NAME of a data=NAME, or a folder of shards."""
     align: bool = False
-    """Begin each sequence where a document begins, if one does in its stretch of the tokens."""
+    """Move the start of each sequence to the first document that begins within it, if there is one."""
     mask_documents: bool = False
-    """Let each token attend to those of its own document alone, and not to the one before in the same sequence."""
+    """Confine attention to the document of each token."""
     prefetch: int = 2
     """Number of steps whose batches are prepared in advance, by a thread; 0: none."""
 
@@ -212,7 +212,7 @@ MIX_PERIOD = 4096
 
 @dataclass
 class TokenizerConfig(Section):
-    """How text becomes numbers: char (one for each distinct character) or byte (256, and one between documents)."""
+    """How text becomes tokens: char (one per distinct character) or byte (256 and an end-of-text token)."""
 
     name: str = "char"
     """char, byte, gpt2, bpe or hf."""
@@ -229,21 +229,21 @@ class GPT2TokenizerConfig(TokenizerConfig):
     name: str = "gpt2"
     """char, byte, gpt2, bpe or hf."""
     path: str | None = None
-    """Its vocabulary: a .tiktoken file, vocab.bpe or merges.txt, or a folder with one; null: tiktoken's cache."""
+    """Its vocabulary: a .tiktoken file, vocab.bpe, merges.txt or a folder with one of them; null: tiktoken's cache."""
 
 
 @dataclass
 class BPETokenizerConfig(TokenizerConfig):
-    """Byte pair encoding, learned from the text itself: any language, any size, no network."""
+    """Byte pair encoding, trained on the text: any language, any size, no network."""
 
     name: str = "bpe"
     """char, byte, gpt2, bpe or hf."""
     vocab_size: int = 4096
-    """Tokens that are learned, at most: 256 bytes, the mark between documents, and merges."""
+    """Largest number of tokens: 256 bytes, the end-of-text token, and merges."""
     train_mb: int = 64
-    """Text that they are learned from, in MB, at most, taken evenly from the pieces of the source."""
+    """Largest amount of text for training the tokenizer, in MiB, taken evenly from the source."""
     path: str | None = None
-    """A tokenizer.json that has been learned already, instead."""
+    """A tokenizer.json trained before; null: train one."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
@@ -262,7 +262,7 @@ class HFTokenizerConfig(TokenizerConfig):
     name: str = "hf"
     """char, byte, gpt2, bpe or hf."""
     path: str | None = None
-    """Its folder, with tokenizer.json."""
+    """Folder of the model, with tokenizer.json."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
