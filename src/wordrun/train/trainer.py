@@ -25,7 +25,7 @@ from wordrun.log import LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluate import mean_loss
-from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log, Sample
+from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.init_from import initial_weights
 from wordrun.train.language import LanguageTask
 from wordrun.train.metrics import Meter, device_name
@@ -56,8 +56,8 @@ class Trainer:
     """Trains, evaluates and generates, as a config says.
 
     Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own,
-    and before a checkpoint is saved.
-    ``close`` (or a ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
+    and before a checkpoint is saved. ``close`` (or a ``with`` block, or garbage collection) leaves the process group
+    and removes the log handlers.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Trainer:
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
         configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
-        self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), Sample(), *configured, *hooks, Checkpoint()]
+        self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
         self.run = Run(cfg, world)
         seed_everything(resume.rank_seed(cfg, world.rank))
         self.start = resume.resume(self, source)
