@@ -1,10 +1,10 @@
-"""Backends beside bare loops written with torch's own API, FSDP beside DDP, and the plan's memory beside the real one.
+"""Backends against plain loops in torch's own API, FSDP against DDP, and the plan's memory against the measured one.
 
     launch -n 2 python benchmarks/backends.py [speed memory] [--rounds N]
 
-Speed: two ways take a step each in turns, in the same processes and on the same batches; the figure is the median.
-Memory: what a step allocates at most on rank 0, parameters and optimizer state aside, by torch's profiler, beside what
-``python -m wordrun.plan`` says.
+Speed: both implementations take steps alternately, in the same processes and on the same batches; reports medians.
+Memory: the peak of a step's allocations on rank 0 by torch's profiler, without parameters and optimizer state, against
+the estimate of ``wordrun plan``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from wordrun.train.optim import adamw
 VOCABULARY = 50304
 QUIET = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.sample_tokens=0",
          f"model.vocab_size={VOCABULARY}"]  # fmt: skip
-# GPT-2's width and vocabulary, with as many blocks and tokens as two cores can do in seconds.
+# GPT-2's width and vocabulary, with blocks and tokens limited to what two cores compute in seconds.
 LARGE = ["model.n_layer=4", "model.n_head=12", "model.n_embd=768", "model.block_size=1024", "model.batch_size=4"]
 SMALL = ["model.n_layer=4", "model.n_head=8", "model.n_embd=512", "model.block_size=256", "model.batch_size=4",
          "model.vocab_size=4096"]  # fmt: skip
@@ -61,7 +61,7 @@ def step_of(trainer: wordrun.Trainer) -> Step:
 
 
 def bare(trainer: wordrun.Trainer) -> Step:
-    """Return the same step as a user of torch would write it, on a model of its own."""
+    """Return the same step as plain torch code, on a separate model."""
     name, cfg = trainer.cfg.train.backend, trainer.cfg
     (batch,) = trainer._micro_batches()
     ranks, rank = td.get_world_size(), td.get_rank()
@@ -124,7 +124,7 @@ def bare(trainer: wordrun.Trainer) -> Step:
 
 
 def in_turns(first: Step, second: Step, rounds: int) -> tuple[float, float]:
-    """Return the median seconds of both steps, after one of each to warm up."""
+    """Return the median seconds of each step, after one warm-up step of each."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):
         for step, mine in zip((first, second), seconds, strict=True):
@@ -138,7 +138,7 @@ def in_turns(first: Step, second: Step, rounds: int) -> tuple[float, float]:
 
 
 def trainer_of(world: dist.World, folder: str, *words: str) -> wordrun.Trainer:
-    """Return a trainer; its run directory is never made."""
+    """Return a trainer whose run directory is never created."""
     return wordrun.Trainer(wordrun.compose([*QUIET, *words, f"hydra.run.dir={folder}/run"]), world)
 
 
@@ -166,15 +166,15 @@ def memories(world: dist.World, folder: str) -> list[str]:
         backend, *more = words
         with trainer_of(world, folder, *SMALL, f"train.backend={backend}", *more) as trainer:
             step = step_of(trainer)
-            step()  # the optimizer's state is there from now on,
-            step()  # and DDP's last buckets
+            step()  # allocates the optimizer's state,
+            step()  # and this one DDP's last buckets
             measured = peak(step)
             model = shapes_of(trainer.cfg.model, VOCABULARY)
             options = PlanConfig(devices=world.size, per_node=world.size, device="cpu")
             strategy = Planner(trainer.cfg, model, hardware(options)).strategy(backend, trainer.cfg.backend)
             need = memory(model, strategy, "none", pp_rank=trainer.layout.index(world.rank, "pp"))
             planned = need.total - need.parameters - need.optimizer
-            if backend == "DDP":  # its gradients live in buckets that are there all the time
+            if backend == "DDP":  # its gradients are in buckets that are allocated all the time
                 planned -= need.gradients
             rows.append(
                 f"| {' '.join(words)} | {measured / 1e6:.0f} | {planned / 1e6:.0f} | {planned / measured:.2f} |"

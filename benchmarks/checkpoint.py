@@ -1,11 +1,11 @@
-"""How long a save holds the steps, and how long resuming takes: GPT-2 small (124M) on two ranks of a CPU.
+"""How long a save blocks training, and how long resuming takes: GPT-2 small (124M) on two CPU ranks.
 
     python benchmarks/checkpoint.py                      both parts, in a temporary folder (6 GB)
 
-1. In one run, in turns: how long a ``torch.save`` of the same state by rank 0 holds the ranks, and how long
-   ``trainer.save`` does. The file system's cache is written back in between.
-2. Whole commands, in turns: from the start to the first step, fresh and from the checkpoint, with the page cache
-   dropped before each where that is allowed, beside the rate at which the checkpoint's files can be read from the disk.
+1. Within one run, alternately: how long a ``torch.save`` of the same state by rank 0 blocks the ranks, and how long
+   ``trainer.save`` does. The file system's cache is flushed in between.
+2. Complete commands, alternately: the time to the first step, fresh and resumed, with the page cache dropped before
+   each if permitted, against the rate at which the checkpoint's files can be read from disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORDS = [
 
 
 class Saves(Hook):
-    """A hook that saves after every step, one time so and one time so."""
+    """A hook that saves after every step, alternately with trainer.save and torch.save."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -59,7 +59,7 @@ class Saves(Hook):
 
 
 def as_ranks(home: Path, rounds: int) -> None:
-    """Be one of the ranks of part 1."""
+    """Run as one of the ranks of part 1."""
     hook = Saves(home)
     words = [*WORDS, f"train.max_iters={2 * rounds}", "train.checkpoint_interval=1000", f"hydra.run.dir={home}/run"]
     with session() as world, wordrun.Trainer(wordrun.compose(words), world, hooks=[hook]) as trainer:
@@ -69,7 +69,7 @@ def as_ranks(home: Path, rounds: int) -> None:
 
 
 def drop_cache() -> bool:
-    """Make the next read come from the disk; say whether that was possible."""
+    """Drop the page cache, so that the next read comes from disk; return whether that was permitted."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -79,7 +79,7 @@ def drop_cache() -> bool:
 
 
 def read_rate(folder: Path) -> tuple[int, float]:
-    """Return the bytes of a checkpoint, and at how many a second they can be read one after the other."""
+    """Return the bytes of a checkpoint, and the rate of reading them sequentially in bytes/s."""
     drop_cache()
     total, begin = 0, time.perf_counter()
     for path in folder.rglob("*"):
@@ -91,7 +91,7 @@ def read_rate(folder: Path) -> tuple[int, float]:
 
 
 def first_step(launch: list[str], *words: str) -> float:
-    """Return the seconds from the start of a command to the line of its first step."""
+    """Return the seconds from the start of a command to the log line of its first step."""
     drop_cache()
     begin = time.perf_counter()
     with subprocess.Popen([*launch, "-m", "wordrun", *WORDS, *words], stdout=subprocess.PIPE, text=True) as process:
@@ -108,7 +108,7 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4, help="saves of each kind, and starts of each kind")
-    parser.add_argument("--home", type=Path, help="folder to work in (a temporary one)")
+    parser.add_argument("--home", type=Path, help="working directory (default: a temporary one)")
     parser.add_argument("--as-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_ranks:
@@ -122,15 +122,15 @@ def main() -> None:
     subprocess.run([*launch, *again], check=True, stdout=subprocess.DEVNULL)
     seconds = json.loads((home / "seconds.json").read_text())
     for kind, each in seconds.items():
-        print(f"{kind:<13} holds the steps {statistics.median(each):.3f} s; each: {[round(s, 3) for s in each]}")
+        print(f"{kind:<13} blocks training for {statistics.median(each):.3f} s; each: {[round(s, 3) for s in each]}")
     later = seconds["trainer.save"][1:]
     ratio = statistics.median(seconds["torch.save"]) / statistics.median(later)
-    print(f"after the first, a save holds the steps 1/{ratio:.1f} of the time of a torch.save")
+    print(f"after the first, a save blocks training for 1/{ratio:.1f} of the time of a torch.save")
 
     newest = (home / "run/checkpoints/latest").resolve()
     step = int(newest.name.partition("-")[2])
     size, rate = read_rate(newest)
-    print(f"the checkpoint has {size / 1e9:.2f} GB, which the disk reads at {rate / 1e6:.0f} MB/s")
+    print(f"the checkpoint has {size / 1e9:.2f} GB, read from disk at {rate / 1e6:.0f} MB/s")
     fresh, resumed = [], []
     for i in range(args.rounds):
         none = "train.checkpoint_interval=0"
@@ -140,7 +140,9 @@ def main() -> None:
     more = statistics.median(resumed) - statistics.median(fresh)
     print(f"to the first step: fresh {[round(s, 1) for s in fresh]} s, resumed {[round(s, 1) for s in resumed]} s")
     allowed = 2 + size / (0.8 * rate)
-    print(f"resuming takes {more:.1f} s longer; 2 s and reading at 80 % of the disk's rate would be {allowed:.1f} s")
+    print(
+        f"resuming takes {more:.1f} s longer; the limit, 2 s and reading at 80 % of the disk's rate, is {allowed:.1f} s"
+    )
 
 
 if __name__ == "__main__":

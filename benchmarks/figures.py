@@ -1,8 +1,8 @@
-"""wordrun's own figures: parity, two ranks against two threads, the loop against a bare one, start-up times, launch.
+"""Parity, two ranks against two threads, the trainer against a plain loop, start-up times, overhead of launch.
 
     python benchmarks/figures.py [parity ranks loop start launch]
 
-Two things that are compared run in turns in the same call, and the figure is the median.
+What is compared runs alternately in the same call; reports medians.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import wordrun
 from wordrun.train.hooks import Hook
 from wordrun.train.trainer import Trainer
 
 SAME = "train.dtype=fp32"
-"""Where results are compared: in bf16 every rank rounds its own gradients, and a bare loop would have to as well."""
+"""For comparisons of results: in bf16 every rank rounds its own gradients, and a plain loop would have to as well."""
 QUIET = ["data=sample", "tracker=jsonl", "train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0"]
 
 
@@ -59,7 +60,7 @@ def parity(scratch: Path) -> None:
 
 
 def ranks_or_threads(scratch: Path, rounds: int) -> None:
-    """Two ranks of one thread against one rank of two threads, the same global batch."""
+    """Two single-threaded ranks against one rank with two threads, with the same global batch."""
     speed: dict[int, list[float]] = {1: [], 2: []}
     for number in range(rounds):
         for ranks in (1, 2):
@@ -77,14 +78,14 @@ def ranks_or_threads(scratch: Path, rounds: int) -> None:
 
 
 class BareStep(Hook):
-    """After each step of the trainer, the same step on a model of its own in plain PyTorch, and the time of both."""
+    """After each step of the trainer, takes the same step on a second model in plain PyTorch, and times both."""
 
     def __init__(self) -> None:
         self.trainer_s: list[float] = []
         self.bare_s: list[float] = []
         self._left = 0.0
 
-    def at_start(self, trainer: Trainer) -> None:
+    def at_start(self, trainer: Any) -> None:
         """Build the second model."""
         import torch
 
@@ -92,19 +93,19 @@ class BareStep(Hook):
         from wordrun.model import build
         from wordrun.train.optim import adamw
 
-        self.model = build(trainer.cfg.model, trainer.corpus.tokenizer.vocab_size)
+        self.model = build(trainer.cfg.model, trainer.task.vocab_size)
         assert isinstance(trainer.cfg.optimizer, AdamWConfig)
         self.optimizer = adamw(trainer.cfg.optimizer, self.model.named_parameters())
         self.backward, self.clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
 
-    def after_step(self, trainer: Trainer) -> None:
-        """Time what the trainer did since the last call, then a bare step."""
+    def after_step(self, trainer: Any) -> None:
+        """Time what the trainer did since the last call, then a plain step."""
         arrived = time.perf_counter()
         if self._left:
             self.trainer_s.append(arrived - self._left)
         size = trainer.cfg.model.batch_size
         begin = time.perf_counter()
-        batch = trainer.sequences.batch(trainer.step * size, size)
+        batch = trainer.task.sequences.batch(trainer.step * size, size)
         self.backward(self.model.losses(batch).mean())
         self.clip(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -114,13 +115,13 @@ class BareStep(Hook):
 
 
 def loop(scratch: Path, steps: int) -> None:
-    """The trainer's loop, with logging as it is by default, against a bare one, step by step in turns."""
+    """The trainer's loop with default logging against a plain loop, in alternate steps."""
     bare = BareStep()
     cfg = wordrun.compose([*QUIET, SAME, f"train.max_iters={steps}", f"hydra.run.dir={scratch / 'loop'}"])
     with Trainer(cfg, hooks=[bare]) as trainer:
         trainer.train()
     ours, theirs = statistics.median(bare.trainer_s[10:]), statistics.median(bare.bare_s[10:])
-    print(f"| median step of a bare PyTorch loop [ms] | {1000 * theirs:.2f} | |")
+    print(f"| median step of a plain PyTorch loop [ms] | {1000 * theirs:.2f} | |")
     print(f"| median step of the trainer [ms] | {1000 * ours:.2f} | |")
     print(f"| cost of the loop | {100 * (ours / theirs - 1):+.1f} % | less than 2 % |")
 
@@ -133,7 +134,7 @@ def wall(command: list[str], env: dict[str, str] | None = None) -> float:
 
 
 def start(rounds: int) -> None:
-    """How long the commands take to say something, and what launch adds to mpiexec."""
+    """Start-up times of the commands, and what launch adds to mpiexec."""
     os.environ["HYDRA_FULL_ERROR"] = "0"
     for command, limit in (
         ("launch --help", 0.15),
@@ -151,7 +152,7 @@ def start(rounds: int) -> None:
 
 
 def big_jobs(scratch: Path, rounds: int) -> None:
-    """launch in jobs of many hosts, what its wrapper costs a rank, and its memory."""
+    """launch in jobs with many hosts, the cost of its wrapper per rank, and its memory."""
     from wordrun.launch.launchers.base import RANK_ENV
 
     for hosts, limit in ((10_000, 0.15), (100_000, 1.0)):
@@ -177,7 +178,7 @@ def big_jobs(scratch: Path, rounds: int) -> None:
         wrapped.append(wall(["/bin/sh", RANK_ENV, "true"], rank))
         bare.append(wall(["true"]))
     cost = 1000 * (statistics.median(wrapped) - statistics.median(bare))
-    print(f"| `rank_env.sh` for a rank [ms] | {cost:.2f} | less than 5 |")
+    print(f"| `rank_env.sh` per rank [ms] | {cost:.2f} | less than 5 |")
     running = subprocess.Popen(["launch", "-n", "2", "sleep", "2"])
     time.sleep(1)
     status = Path(f"/proc/{running.pid}/status").read_text()
@@ -190,7 +191,10 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", default=["parity", "ranks", "loop", "start", "launch"], help="which figures"
+        "parts",
+        nargs="*",
+        default=["parity", "ranks", "loop", "start", "launch"],
+        help="what to measure (default: all)",
     )
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Generation beside nanoGPT's: tokens/s of 512 new tokens after a short prompt, GPT-2's shapes, one text, on a CPU.
+"""Generation against nanoGPT: tokens/s for 512 new tokens after a short prompt, with GPT-2's shapes on a CPU.
 
-Both hold the same random weights and draw of the 200 likeliest tokens. They take turns, some tokens each, so that what
-else the machine does slows both; a first check is that the likeliest tokens are the same. Prints a table.
+Both models have the same random weights and sample from the 200 most likely tokens. They alternate every few tokens, so
+that other load slows both; first, their greedy tokens are checked to be equal. Prints a table.
 
-On a busy machine the processor time with --threads 1 is what can be compared: several threads wait for each other.
+On a busy machine, compare the processor time with --threads 1: several threads wait for each other.
 
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/generate.py --nanogpt nanoGPT
@@ -35,7 +35,7 @@ VOCABULARY = 50257
 PROMPT = 8
 NEW = 512
 TURN = 32
-"""Tokens of one side's turn."""
+"""Tokens per turn."""
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 200}
 
 
@@ -54,24 +54,24 @@ def their_model(nanogpt: Path, ours: Transformer) -> Any:
 
 
 Spent = tuple[float, float]
-"""Seconds, and seconds of processor time, in which waiting for other programs is not."""
+"""Wall seconds, and seconds of processor time, which exclude waiting for other programs."""
 
 
-def timed(way: Callable[[Tensor], Tensor], text: Tensor) -> tuple[Tensor, Spent]:
-    """Return what ``way`` makes of ``text``, and what that took."""
+def timed(step: Callable[[Tensor], Tensor], text: Tensor) -> tuple[Tensor, Spent]:
+    """Return what ``step`` makes of ``text``, and the time it took."""
     before = time.perf_counter(), time.process_time()
-    text = way(text)
+    text = step(text)
     return text, (time.perf_counter() - before[0], time.process_time() - before[1])
 
 
 def in_turns(ours: Callable[[Tensor], Tensor], theirs: Any, prompt: Tensor, share: int) -> tuple[Spent, Spent]:
-    """Return the tokens per second of both, for NEW tokens in turns; each of theirs goes on from our text.
+    """Return the tokens per second of both, for NEW tokens in turns; each of theirs continues our text.
 
     Args:
         ours: adds TURN tokens to a text.
         theirs: nanoGPT's model.
         prompt: (1, PROMPT).
-        share: theirs makes one in so many tokens, in the middle of each turn, and its time counts as often.
+        share: nanoGPT generates every Nth token only, in the middle of each turn, and its time is multiplied by N.
     """
     spent = [0.0, 0.0, 0.0, 0.0]
     text, count = prompt, TURN // share
@@ -89,10 +89,10 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
-    parser.add_argument("--rounds", type=int, default=3, help="texts by each (default 3)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each")
+    parser.add_argument("--rounds", type=int, default=3, help="texts per model (default 3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per model")
     parser.add_argument(
-        "--share", type=int, default=1, help="let nanoGPT make one in so many tokens, and multiply its time (default 1)"
+        "--share", type=int, default=1, help="let nanoGPT generate only every Nth token, and scale its time (default 1)"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,11 +1,11 @@
-"""The bubble of a pipeline: what each schedule's stages do when, as a picture, and the idle time beside the formula.
+"""Pipeline bubbles: a timeline of each schedule as a picture, and its idle time against the formula.
 
     launch -n 2 python benchmarks/pipeline.py [--png FILE] [overrides]
 
-Each schedule trains a few steps, of which the one with the median idle time is drawn. A rank is busy while it is in a
-forward or a backward pass, and idle while it waits for another. The formulas are those of GPipe (Huang et al. 2019),
-interleaved stages (Narayanan et al. 2021) and zero bubbles (Qi et al. 2024), for passes that all take their ideal time,
-backward twice as long as forward.
+Each schedule trains for a few steps; the one with the median idle time is drawn. A rank is busy during a forward or
+backward pass, and idle while it waits for another rank. The formulas are those of GPipe (Huang et al. 2019),
+interleaved stages (Narayanan et al. 2021) and zero bubbles (Qi et al. 2024), for passes of ideal duration, backward
+twice as long as forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import wordrun
 from wordrun import dist
 from wordrun.checks import microbatches, stages
 from wordrun.config import SCHEDULES, PPConfig
-from wordrun.train.hooks import Hook
+from wordrun.train.hooks import Hook, Training
 
 STEPS, WARM_UP = 12, 3
 SHAPES = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.eval_interval=0", "train.sample_tokens=0",
@@ -38,7 +38,7 @@ COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}
 
 @dataclass(frozen=True)
 class Pass:
-    """One stage's work on one micro-batch."""
+    """One stage's pass over one micro-batch."""
 
     rank: int
     stage: int
@@ -48,25 +48,25 @@ class Pass:
 
 
 class Recorder(Hook):
-    """Notes when the passes of each step begin and end on this rank; ranks of one machine share the clock."""
+    """Records when the passes of each step begin and end on this rank; ranks on one machine share the clock."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.steps: list[list[Pass]] = [[]]
         self.old = {name: getattr(PipelineStage, name) for name in PASSES}
 
-    def at_start(self, trainer: wordrun.Trainer) -> None:
-        """Put a clock around the passes."""
+    def at_start(self, trainer: Training) -> None:
+        """Start timing the passes."""
         for name, kind in PASSES.items():
             setattr(PipelineStage, name, self._timed(self.old[name], kind))
 
-    def after_step(self, trainer: wordrun.Trainer) -> None:
-        """Begin the next step's list."""
+    def after_step(self, trainer: Training) -> None:
+        """Start the list of the next step."""
         self.steps.append([])
-        td.barrier()  # or the next step's first stage would start in this one's bubble
+        td.barrier()  # else the next step's first stage would start in this one's bubble
 
     def close(self) -> None:
-        """Take the clock away."""
+        """Stop timing the passes."""
         for name, method in self.old.items():
             setattr(PipelineStage, name, method)
 
@@ -81,7 +81,7 @@ class Recorder(Hook):
 
 
 def idle_fraction(passes: list[Pass], ranks: int) -> float:
-    """Return the share of the ranks' time, from the first pass to the last, in which they compute nothing."""
+    """Return the fraction of the ranks' time, from the first pass to the last, for which they are idle."""
     span = max(each.end for each in passes) - min(each.begin for each in passes)
     return 1 - sum(each.end - each.begin for each in passes) / (ranks * span)
 
@@ -116,7 +116,7 @@ def record(world: dist.World, schedule: str, overrides: list[str], folder: str) 
 
 
 def draw(found: dict[str, tuple[list[Pass], str]], ranks: int, path: Path) -> None:
-    """Draw each schedule's passes, a row for each rank."""
+    """Draw each schedule's passes, one row per rank."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -144,7 +144,7 @@ def draw(found: dict[str, tuple[list[Pass], str]], ranks: int, path: Path) -> No
 def main() -> None:
     """Record, print the table, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--png", type=Path, default=Path("pipeline.png"), help="the picture (default pipeline.png)")
+    parser.add_argument("--png", type=Path, default=Path("pipeline.png"), help="output file (default pipeline.png)")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES, help="default: all")
     args, overrides = parser.parse_known_args()
     with dist.session() as world, tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A torch script that knows nothing of wordrun: it reads torchrun's variables, and runs under ``launch`` as it is.
+"""A torch script without wordrun: it reads torchrun's variables, and runs under ``launch`` unmodified.
 
 launch -n 2 python benchmarks/plain_ddp.py
 """
@@ -38,7 +38,7 @@ def main() -> None:
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
     if not torch.equal(weights, largest):
         raise SystemExit(f"rank {rank}: the ranks' weights differ")
-    # One write with its line end: print makes two where Python is unbuffered, and another rank's may come between.
+    # One write including the newline: unbuffered, print makes two, and another rank's output could come between them.
     sys.stdout.write(f"rank {rank} of {size} on {device}: loss {losses[0]:.3f} -> {losses[-1]:.3f}\n")
     sys.stdout.flush()
     torch.distributed.barrier()

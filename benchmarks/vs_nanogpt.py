@@ -1,13 +1,12 @@
-"""wordrun beside nanoGPT on tiny Shakespeare: the same shapes, the same schedule, in turns on the same machine.
+"""wordrun against nanoGPT on tiny Shakespeare: same shapes, same schedule, alternating on the same machine.
 
     git clone https://github.com/karpathy/nanoGPT
     python nanoGPT/data/shakespeare_char/prepare.py
     python benchmarks/vs_nanogpt.py --nanogpt nanoGPT
 
-Quality: both train to the end of nanoGPT's schedule for a CPU, and both are judged by the mean loss over every
-window of the validation split, nanoGPT by the checkpoint that it kept. Speed: both programs are started, then stopped
-and continued in turns of several steps, so that whatever else the machine does slows both alike; the figure is the
-median over all steps of the wall time from step to step, logging included.
+Quality: both train to the end of nanoGPT's CPU schedule and are evaluated by the mean loss over every window of the
+validation split, nanoGPT with the checkpoint that it kept. Speed: both programs are started, then paused and resumed
+alternately for several steps, so that other load slows both; reports the median wall time per step, including logging.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SKIP = 10  # the first steps allocate memory
 
 @dataclass(frozen=True)
 class Shape:
-    """One setting, in both programs' words."""
+    """One setting, as the options of both programs."""
 
     name: str
     n_layer: int
@@ -43,7 +42,7 @@ class Shape:
     turn_s: float
 
     def nanogpt(self) -> list[str]:
-        """Return nanoGPT's options; the rest is its config/train_shakespeare_char.py."""
+        """Return nanoGPT's options besides its config/train_shakespeare_char.py."""
         names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dropout")
         return [f"--{name}={getattr(self, name)}" for name in names]
 
@@ -60,7 +59,7 @@ SHAPES = (
 
 
 def nanogpt_command(out: Path, options: list[str], steps: int) -> list[str]:
-    """Return the command that trains nanoGPT, to be run in its folder."""
+    """Return the command that trains nanoGPT, to run in its folder."""
     return [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False",
             f"--out_dir={out}", "--log_interval=1", f"--max_iters={steps}", *options]  # fmt: skip
 
@@ -85,7 +84,7 @@ def wordrun_steps(out: Path) -> list[float]:
 
 
 def run(command: list[str], cwd: Path | None = None) -> str:
-    """Run a command to its end and return what it printed."""
+    """Run a command and return its output."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
@@ -93,7 +92,7 @@ def run(command: list[str], cwd: Path | None = None) -> str:
 
 
 def in_turns(commands: list[tuple[list[str], Path | None, Path]], turn_s: float) -> None:
-    """Run commands to their ends, one at a time for ``turn_s`` seconds while the others are stopped.
+    """Run commands until all finish, each in turn for ``turn_s`` seconds while the others are paused.
 
     Args:
         commands: each with its working directory and the file for its output.
@@ -190,7 +189,7 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT with its data prepared")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program per setting (default 3)")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1337], help="seeds of the quality runs")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each program")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per program")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     nanogpt = args.nanogpt.resolve()

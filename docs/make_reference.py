@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import SCHEMAS, documentation, value_text
+from wordrun.config import SCHEMAS, SEVERAL, documentation, value_text
 from wordrun.train.metrics import LEGEND
 
 HEAD = """\
@@ -33,7 +33,8 @@ def render() -> str:
             parts.append(
                 f"## {title}\n\n{schema.__doc__}\n\n| option | type | default | meaning |\n|---|---|---|---|\n"
             )
-            parts += [row(group, schema, field) for field in fields(schema)]
+            prefix = f"{group}.{name}" if group in SEVERAL else group
+            parts += [row(prefix, schema, field) for field in fields(schema)]
             parts.append("\n")
     parts.append("## Metrics\n\n| name | meaning |\n|---|---|\n")
     parts += [f"| `{name}` | {meaning} |\n" for name, meaning in LEGEND.items()]
@@ -42,16 +43,16 @@ def render() -> str:
 
 def own_fields(schema: type[Any]) -> bool:
     """Say whether ``schema`` has more than a name."""
-    return len(fields(schema)) > 1
+    return any(field.name != "name" for field in fields(schema))
 
 
-def row(group: str, schema: type[Any], field: Any) -> str:
+def row(prefix: str, schema: type[Any], field: Any) -> str:
     """Return the table row of one option."""
     default = field.default_factory() if field.default is MISSING else field.default
     shown = repr(default) if isinstance(default, str) else value_text(default)
     kind = str(field.type).replace("|", "\\|")
     meaning = " ".join(documentation(schema)[field.name].split())  # a row is one line
-    return f"| `{group}.{field.name}` | {kind} | `{shown}` | {meaning} |\n"
+    return f"| `{prefix}.{field.name}` | {kind} | `{shown}` | {meaning} |\n"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ skipped with what it needs; under ``CI=true`` a tier that ought to run and did n
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -108,6 +109,17 @@ def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _blame_the_culprit() -> Iterator[None]:
+    """Find a file that was left open in the test that opened it, rather than in a later one.
+
+    What outlives a test is not looked at again, so that this costs no time.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -8,23 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from wordrun.config import documentation, value_text
+from wordrun.config import Section, documentation, value_text
 from wordrun.errors import ConfigError, UserError, nearest
 
 Options = TypeVar("Options")
+Checked = TypeVar("Checked", bound=Section)
 TYPES: dict[str, tuple[Any, str]] = {
     "int": (int, "a whole number"), "float": (float, "a number"), "str": (str, "text"),
 }  # fmt: skip
 
 
-def run(cls: type[Options], usage: str, action: Callable[[Options], None], argv: Sequence[str] | None) -> int:
+def run(cls: type[Checked], usage: str, action: Callable[[Checked], None], argv: Sequence[str] | None) -> int:
     """Call ``action`` with the options of ``cls`` in ``argv`` (default: the command line); return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
         print("\n".join([usage, "Options:", *describe(cls)]))
         return 0
     try:
-        action(parse(cls, arguments)[0])
+        options, _ = parse(cls, arguments)
+        if problems := options.problems():
+            raise ConfigError("\n".join(problems))
+        action(options)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status

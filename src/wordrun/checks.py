@@ -13,7 +13,8 @@ from wordrun.config import (
     BACKENDS,
     DTYPES,
     INTERLEAVED,
-    SECTIONS,
+    PARTS,
+    SEVERAL,
     BackendConfig,
     Config,
     DDPConfig,
@@ -21,6 +22,7 @@ from wordrun.config import (
     FSDPConfig,
     ModelConfig,
     PPConfig,
+    parts_in,
 )
 from wordrun.dist.mesh import Layout, resolve
 from wordrun.errors import ConfigError
@@ -35,8 +37,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None: unknown, and what depends on it is not checked.
         per_node: ranks per node; None: all are on one.
     """
-    problems = [problem for section in SECTIONS for problem in getattr(cfg, section).problems()]
-    problems += _check_choice(cfg)
+    problems = [problem for part in parts_in(cfg).values() for problem in part.problems()]
+    problems += _check_choice(cfg) + _check_several(cfg)
     if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
         problems.append("optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it")
     at = Layout()
@@ -53,6 +55,21 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     if problems:
         raise ConfigError("\n".join(problems))
     return at
+
+
+def _check_several(cfg: Config) -> list[str]:
+    """Check the sections that can have several parts; a config made in Python can have any names there."""
+    problems = [] if "jsonl" in cfg.tracker else ["tracker lacks jsonl, from which a run is resumed: add it"]
+    for section in SEVERAL:
+        for name, options in getattr(cfg, section).items():
+            if name not in PARTS[section]:
+                problems += one_of(section, name, PARTS[section])
+            elif type(options) is not PARTS[section][name].options:
+                wanted = PARTS[section][name].options.__name__
+                problems.append(f"{section}.{name} has the options of {type(options).__name__}: use {wanted}")
+    if "early_stop" in cfg.hooks and not cfg.train.eval_interval:
+        problems.append("hooks=early_stop needs evaluations, but train.eval_interval=0")
+    return problems
 
 
 def _check_choice(cfg: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""From overrides to one typed, checked Config, through Hydra; and from Hydra's errors to ours."""
+"""Composes overrides into one typed, validated Config, using Hydra, and translates Hydra's errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from wordrun.checks import check
-from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, Config, ScheduleConfig
+from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SECTIONS, SEVERAL, Config, ScheduleConfig
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.run_id import new_run_id
 
 # What Hydra and OmegaConf raise for a wrong override.
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
-# What of Hydra's own settings a run looks at; the rest would be dropped without a word.
+# The settings of Hydra itself that a run uses; others would be ignored silently.
 HYDRA_SETTINGS = ("hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra/sweeper")
 
 
@@ -35,7 +35,7 @@ GROUPS = (*SCHEMAS, "experiment", "train.backend")
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the configuration tree begins; Hydra's --config-path, --config-name and --config-dir change it."""
+    """The root of the configuration tree; Hydra's --config-path, --config-name and --config-dir change it."""
 
     name: str = "config"
     path: str | None = None
@@ -45,46 +45,46 @@ class Tree:
 def compose(
     overrides: Sequence[str] = (), *, tree: Tree | None = None, ranks: int | None = None, per_node: int | None = None
 ) -> Config:
-    """Return the Config that ``overrides`` (as on the command line) make, checked.
+    """Return the validated Config for ``overrides``, as on the command line.
 
     Args:
         overrides: such as ``["data=sample", "train.max_iters=20"]``.
-        tree: where the configuration tree begins, if not at wordrun's own.
-        ranks: number of ranks, for the checks that depend on it; a Trainer makes those for itself.
-        per_node: ranks on each node, if not all are on one.
+        tree: the root of the configuration tree; None: wordrun's own.
+        ranks: number of ranks, for checks that depend on it; None: skip them, as a Trainer makes them itself.
+        per_node: ranks per node; None: all on one.
 
     Raises:
         ConfigError: names every problem at once.
     """
     tree = tree or Tree()
-    overrides = [_renamed(override) for override in overrides]
+    for override in overrides:
+        if (old := _name(override)) in RENAMED:
+            LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
+    overrides = [renamed(override) for override in overrides]
     unused = [o for o in overrides if _name(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
     if unused:
         raise ConfigError("\n".join(
-            f"{o} has no effect on a run: of Hydra's own settings it uses hydra.run.dir and hydra.searchpath"
+            f"{o} has no effect on a run, which uses only hydra.run.dir and hydra.searchpath of Hydra's settings"
             for o in unused
         ))  # fmt: skip
     try:
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
         raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, ranks, per_node))) from None
-    # A continued run stays where it is, unless it is sent elsewhere.
+    # A resumed run stays in its directory, unless another is given.
     moves = any(_name(override) == "hydra.run.dir" for override in overrides)
     return to_config(composed, run_dir=None if moves else _run_to_continue(composed), ranks=ranks, per_node=per_node)
 
 
-def _renamed(override: str) -> str:
-    """Return ``override`` with the option's present name, and say so if it came with an old one."""
+def renamed(override: str) -> str:
+    """Return ``override`` with the option's new name, if it has an old one."""
     key, equals, value = override.partition("=")
     old = _name(override)
-    if old not in RENAMED:
-        return override
-    LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
-    return f"{key.replace(old, RENAMED[old])}{equals}{value}"
+    return f"{key.replace(old, RENAMED.get(old, old))}{equals}{value}"
 
 
 def _run_to_continue(composed: DictConfig) -> str | None:
-    """Return the directory of the run that train.resume names by a path."""
+    """Return the directory of the run whose path train.resume gives."""
     from wordrun.checkpoint.folder import CHECKPOINTS, locate
 
     wish = composed.train.resume
@@ -94,21 +94,21 @@ def _run_to_continue(composed: DictConfig) -> str | None:
         run_dir, found = locate(Path(wish))
     except UserError as error:
         raise ConfigError(f"train.resume={wish}: {error}") from None
-    # A checkpoint that was copied elsewhere has no run around it: a new one begins with it.
+    # A checkpoint that was copied elsewhere belongs to no run: it starts a new one.
     return str(run_dir) if found[-1].path.parent == run_dir / CHECKPOINTS else None
 
 
 def to_config(
     composed: DictConfig, *, run_dir: str | None = None, ranks: int | None = None, per_node: int | None = None
 ) -> Config:
-    """Return the checked Config of a composed tree; ``run_dir`` defaults to ``hydra.run.dir``.
+    """Return the validated Config of a composed tree; ``run_dir`` defaults to ``hydra.run.dir``.
 
     Raises:
         ConfigError: names every unknown key and every impossible value.
     """
     problems = [message for _, message in _undeclared(composed)]
     if composed.get("run_dir"):
-        problems.append(f"run_dir={composed.run_dir} cannot be set by itself: use hydra.run.dir={composed.run_dir}")
+        problems.append(f"run_dir={composed.run_dir} cannot be set directly: use hydra.run.dir={composed.run_dir}")
     try:
         directory = run_dir or str(composed.hydra.run.dir or "")
         if not directory:  # it would be the current directory
@@ -149,21 +149,21 @@ def register() -> None:
 
 
 def _open(node: type[Any]) -> Any:
-    """Return the schema ``node``; its dictionaries, unlike the rest of the tree, take new keys."""
+    """Return the schema ``node``; its dictionaries, unlike the rest of the tree, accept new keys."""
     schema = OmegaConf.structured(node)
-    for key in schema:
-        if OmegaConf.is_dict(schema._get_node(key)):
-            OmegaConf.set_struct(schema._get_node(key), False)
+    for value in schema.values():
+        if isinstance(value, DictConfig):
+            OmegaConf.set_struct(value, False)
     return schema
 
 
 def run_id() -> str:
-    """Return the name of this run: ``launch``'s where it has chosen one, else a new one."""
+    """Return the name of this run: the one that ``launch`` chose, else a new one."""
     return os.environ.get("WORDRUN_RUN_ID") or new_run_id()
 
 
 def data_home() -> str:
-    """Return the folder that holds the data sets: ``$WORDRUN_DATA_HOME``, or the user's cache."""
+    """Return the directory of the data sets: ``$WORDRUN_DATA_HOME``, or the user's cache."""
     return os.environ.get("WORDRUN_DATA_HOME") or os.path.expanduser("~/.cache/wordrun")
 
 
@@ -171,7 +171,7 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     register()
     if tree.extra_dir:
         overrides = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]", *overrides]
-    backup = GlobalHydra.instance().hydra  # a caller may be inside an application of its own
+    backup = GlobalHydra.instance().hydra  # the caller may be a Hydra application itself
     GlobalHydra.instance().clear()
     start = (
         initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
@@ -201,32 +201,33 @@ def _undeclared(composed: DictConfig) -> Iterator[tuple[str, str]]:
                 continue
             if declared is not None and key not in declared:
                 yield name, f"unknown option '{name}'{nearest(name, known)}"
-            elif OmegaConf.is_dict(node) and not OmegaConf.is_missing(node, key):
-                child = node._get_node(key)
-                if isinstance(child, DictConfig):
-                    yield from walk(child, f"{name}.")
+            elif OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key)):
+                continue
+            elif isinstance(node[key], DictConfig):
+                yield from walk(node[key], f"{name}.")
 
     yield from walk(composed, "")
 
 
 def _keys(composed: DictConfig) -> Iterator[str]:
-    for section in (f.name for f in fields(Config)):
-        node = composed.get(section)
-        if isinstance(node, DictConfig):
-            cls: Any = OmegaConf.get_type(node)
-            yield from (f"{section}.{f.name}" for f in fields(cls))
+    """Yield the names of all options that the chosen parts have."""
+    for section in SECTIONS:
+        nodes = composed[section].items() if section in SEVERAL else [("", composed[section])]
+        for name, node in nodes:
+            prefix = f"{section}.{name}".rstrip(".")
+            yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
 
 
 def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | None, per_node: int | None) -> list[str]:
-    """Return a message for every override that cannot be applied, and for what is wrong with the rest."""
+    """Return a message for every override that cannot be applied, and for every other problem."""
     problems: list[str] = []
     good: list[str] = []
     try:
         base = _compose([], tree)
     except REFUSALS:
         return [f"the configuration tree itself does not compose: {whole}"]
-    # Choices of files first: the options that they bring are then known.
-    for override in sorted(overrides, key=lambda o: _name(o) not in GROUPS):
+    # Hydra's search path first, which brings files, then the choices of files, which bring options.
+    for override in sorted(overrides, key=lambda o: (not _name(o).startswith("hydra"), _name(o) not in GROUPS)):
         try:
             base = _compose([*good, override], tree)
             good.append(override)
@@ -242,11 +243,11 @@ def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | N
 
 
 def _translate(override: str, error: Exception, base: DictConfig) -> str:
-    """Return our message for the one ``override`` that Hydra refuses with ``error``."""
+    """Return our message for the one ``override`` that Hydra rejects with ``error``."""
     key, _, value = override.partition("=")
     name, text = _name(override), str(error)
     if isinstance(error, YAMLError):
-        return f"{override}: the file is no YAML: {' '.join(text.split())}"
+        return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
     options = re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL)
     if options:
         known = options[1].partition("Config search path:")[0].split()
@@ -254,17 +255,24 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         kind = name.rpartition(".")[2]
         return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
     if isinstance(error, OverrideParseException) and "=" in override:
-        return f"""{override}: Hydra cannot read this value; put it into quotes twice: '{key}="{value}"'"""
+        return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
     if "=" not in override:
-        return f"'{override}' is no override: write KEY=VALUE, or --help for the options"
+        return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
     reason = first_line(error.__cause__ or error)
     inside = re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}")
     if inside:
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
+    unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
+    if unknown and unknown[1] in SEVERAL:
+        offered = list(SCHEMAS[unknown[1]])
+        return f"{override}: unknown {unknown[1]} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
     if name in GROUPS:
         return f"{override}: {reason} (choose one by {name}=NAME)"
     if "Ambiguous value" in text:
-        return f"{override}: several values are a sweep: add -m, or put a list into brackets, {name}=[{value}]"
+        return f"{override}: for a sweep over several values add -m; for a list use brackets, {name}=[{value}]"
+    section, _, part = name.rpartition(".")[0].partition(".")
+    if section in SEVERAL and part in SCHEMAS[section] and part not in base[section]:
+        return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
     known = sorted({*_keys(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":
         return f"unknown option '{name}'{nearest(name, known)}"
@@ -275,7 +283,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         kind = match[1] or match[2]
         return f"{name}={value} should be {wanted.get(kind, kind)}"
     if value == "null":
-        return f"{name}=null should have a value: leave it out for the default"
+        return f"{name}=null needs a value: leave it out for the default"
     return f"{override}: {reason}"
 
 

@@ -134,21 +134,21 @@ class LlamaConfig(ModelConfig):
 
 @dataclass
 class DataConfig(Section):
-    """Where the text comes from, and how it is cut into sequences."""
+    """Where the text comes from, and how it is divided into sequences."""
 
     name: str = "shakespeare"
     """Name of the data set; part of the run directory."""
     kind: str = "file"
-    """file (path), download (path, else url), sample (embedded, made by a seeded generator), hf (dataset) or shards
-    (path: a folder of tokens that somebody has prepared)."""
+    """Kind of source: file (path), download (path, else url), sample (embedded synthetic text), hf (dataset), shards
+    (path: a folder of tokens prepared elsewhere) or mix (several data sets)."""
     path: str | None = None
-    """A text file in UTF-8, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; of shards their folder."""
+    """A UTF-8 text file, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; for shards, their folder."""
     url: str | None = None
-    """Where to download the file from if it is not at path."""
+    """Address from which the file is downloaded if path does not exist."""
     sha256: str | None = None
-    """Expected hash of the file; another content is refused."""
+    """Expected hash of the file; a file with another hash is refused."""
     offline: str = "error"
-    """What to do when the download fails: error, or sample to train on the embedded text with a banner."""
+    """What to do if the download fails: error, or sample, which trains on the embedded text and warns in a banner."""
     text_key: str = "text"
     """The field (.jsonl) or column (.parquet, hf) that holds the text."""
     dataset: str | None = None
@@ -156,25 +156,25 @@ class DataConfig(Section):
     subset: str | None = None
     """Configuration of the Hugging Face data set, such as sample-10BT."""
     split: str = "train"
-    """Split of the Hugging Face data set that is prepared; the validation text is taken from it, too."""
+    """Split of the Hugging Face data set for both training and validation."""
     revision: str | None = None
     """Revision of the Hugging Face data set: a tag, branch or commit; null: the newest."""
     val_fraction: float = 0.1
-    """Share that is kept for validation: of a text its end, of many documents every (1 / share)-th."""
+    """Share used for validation: the end of a text, or every (1 / share)-th of many documents."""
     prepared: str | None = None
-    """Folder of the prepared shards; null: a folder of its own under $WORDRUN_DATA_HOME/prepared."""
+    """Folder of the prepared shards; null: a folder under $WORDRUN_DATA_HOME/prepared, named by a hash."""
     shard_mb: int = 64
-    """Text that makes one shard, in MB; the pieces that are prepared in parallel."""
+    """Text per shard, in MiB; also the size of the work items that are prepared in parallel."""
     workers: int | None = None
-    """Processes per rank that prepare; null: as many as there are cores for each rank."""
+    """Worker processes per rank for preparation; null: the number of cores per rank."""
     stage: str | None = None
-    """Copy the shards to this folder, on each node's own disk or in its memory, before training."""
+    """Folder on each node's own disk or in its memory to which the shards are copied before training."""
     mix: dict[str, float] = field(default_factory=dict)
-    """Several data sets by weight, as in {fineweb: 3, yelp: 1}; a key is a name of data=NAME, or a folder of shards."""
+    """Weights of data sets, such as {fineweb: 3, yelp: 1}; a key is the NAME of a data=NAME, or a folder of shards."""
     align: bool = False
-    """Begin each sequence where a document begins, if one does in its stretch of the tokens."""
+    """Move the start of each sequence to the first document that begins within it, if there is one."""
     mask_documents: bool = False
-    """Let each token attend to those of its own document alone, and not to the one before in the same sequence."""
+    """Confine attention to the document of each token."""
     prefetch: int = 2
     """Number of steps whose batches are prepared in advance, by a thread; 0: none."""
 
@@ -219,7 +219,7 @@ MIX_PERIOD = 4096
 
 @dataclass
 class TokenizerConfig(Section):
-    """How text becomes numbers: char (one for each distinct character) or byte (256, and one between documents)."""
+    """How text becomes tokens: char (one per distinct character) or byte (256 and an end-of-text token)."""
 
     name: str = "char"
     """char, byte, gpt2, bpe or hf."""
@@ -236,21 +236,21 @@ class GPT2TokenizerConfig(TokenizerConfig):
     name: str = "gpt2"
     """char, byte, gpt2, bpe or hf."""
     path: str | None = None
-    """Its vocabulary: a .tiktoken file, vocab.bpe or merges.txt, or a folder with one; null: tiktoken's cache."""
+    """Its vocabulary: a .tiktoken file, vocab.bpe, merges.txt or a folder with one of them; null: tiktoken's cache."""
 
 
 @dataclass
 class BPETokenizerConfig(TokenizerConfig):
-    """Byte pair encoding, learned from the text itself: any language, any size, no network."""
+    """Byte pair encoding, trained on the text: any language, any size, no network."""
 
     name: str = "bpe"
     """char, byte, gpt2, bpe or hf."""
     vocab_size: int = 4096
-    """Tokens that are learned, at most: 256 bytes, the mark between documents, and merges."""
+    """Largest number of tokens: 256 bytes, the end-of-text token, and merges."""
     train_mb: int = 64
-    """Text that they are learned from, in MB, at most, taken evenly from the pieces of the source."""
+    """Largest amount of text for training the tokenizer, in MiB, taken evenly from the source."""
     path: str | None = None
-    """A tokenizer.json that has been learned already, instead."""
+    """A tokenizer.json trained before; null: train one."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
@@ -269,7 +269,7 @@ class HFTokenizerConfig(TokenizerConfig):
     name: str = "hf"
     """char, byte, gpt2, bpe or hf."""
     path: str | None = None
-    """Its folder, with tokenizer.json."""
+    """Folder of the model, with tokenizer.json."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
@@ -543,10 +543,10 @@ class LinearScheduleConfig(ScheduleConfig):
 
 @dataclass
 class TrainConfig(Section):
-    """The run."""
+    """Length, batch, precision, evaluation, samples and checkpoints of the run."""
 
     backend: str = "DDP"
-    """How to train in parallel: one of the backends."""
+    """Parallelization backend: DDP, FSDP, TP, PP, 3D or deepspeed."""
     max_iters: int = 2000
     """Optimizer steps."""
     global_batch_size: int | None = None
@@ -554,50 +554,50 @@ class TrainConfig(Section):
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
-    """Evaluate as many sequences as this many steps take, spread over the validation text; null: all of it."""
+    """Steps' worth of validation sequences per evaluation, spread evenly over the validation text; null: all of it."""
     log_interval: int = 10
     """Steps between lines of metrics."""
     sample_interval: int = 500
     """Steps between generated samples; 0: only at the end."""
     sample_tokens: int = 200
-    """Length of a generated sample; 0: no samples."""
+    """Tokens to generate per sample; 0: no samples."""
     sample_prompt: str = "\n"
-    """What the samples begin with."""
+    """Prompt of the samples."""
     temperature: float = 0.8
-    """Divides the logits when sampling: below 1 is safer, above 1 wilder."""
+    """Sampling temperature: lower is more deterministic."""
     top_k: int | None = 200
-    """Sample from this many likeliest tokens; null: from all."""
+    """Sample from the k most likely tokens; null: from all."""
     dtype: str = "auto"
-    """Precision of the computation: fp32, bf16, fp16, or auto (bf16 where the device is fast at it, else fp32)."""
+    """Precision of the computation: fp32, bf16, fp16, or auto (bf16 where the device has fast bf16, else fp32)."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile: minutes at the start, faster steps."""
+    """Compile the model's blocks with torch.compile: a slower start, by up to minutes, and faster steps."""
     activation_checkpointing: str = "none"
-    """What the backward pass computes again, to save memory: none, full (each block), a number n (each n-th block), or
-    selective (all of a block but its matrix products)."""
+    """What to recompute in the backward pass, to save memory: none, full (every block), a number n (every n-th block),
+    or selective (everything in a block except matrix products)."""
     device: str = "auto"
-    """auto (the accelerator if there is one), cpu, cuda or xpu."""
+    """auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
-    """Seed of every random stream: weights, order of the data, dropout, samples."""
+    """Random seed of weights, data order, dropout and samples."""
     timeout_s: int = 1800
-    """Seconds before a collective that some rank never reached ends the run."""
+    """Seconds after which a collective that some rank does not reach aborts the run."""
     checkpoint_interval: int = 1000
-    """Steps between checkpoints, of which the last step makes one too; 0: none at all."""
+    """Steps between checkpoints; the last step always makes one. 0: no checkpoints."""
     keep_checkpoints: int = 2
-    """Checkpoints to keep: the last so many, and the best."""
+    """Checkpoints to keep: the most recent N, plus the best."""
     save_best: bool = True
-    """Make a checkpoint of each evaluation that is better than all before."""
+    """Also make a checkpoint whenever an evaluation is the best so far."""
     async_save: bool = True
-    """Write checkpoints while training goes on; the steps wait for a copy in the host's memory alone."""
+    """Write checkpoints in the background: only the device-to-host copy blocks training."""
     on_save_error: str = "continue"
-    """When a checkpoint cannot be written: continue with a warning and the one before, or stop."""
+    """If a checkpoint cannot be written: continue with a warning, or stop."""
     on_nonfinite: str = "stop"
-    """When loss or gradients are no longer finite: stop, skip the step, or rollback to the last checkpoint and go on
-    with other data."""
+    """If gradients are non-finite: stop, skip the step, or rollback to the last checkpoint and continue with other
+    data."""
     resume: str | None = None
-    """auto (from this run directory's newest checkpoint, else a fresh start), or a run directory or checkpoint to
-    continue; null: auto where a job was requeued, chained or retried, else a fresh start."""
+    """Run directory or checkpoint to resume, or auto: this run directory's newest checkpoint if there is one, else a
+    new run; null: auto if the job was requeued, chained or retried, else a new run."""
     init_from: str | None = None
-    """First weights, and nothing else, from a run directory or checkpoint, or hf:FOLDER or hf:NAME of Hugging Face."""
+    """Initial weights only, from a run directory or checkpoint, or from Hugging Face by hf:DIRECTORY or hf:NAME."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
@@ -615,7 +615,7 @@ class TrainConfig(Section):
         if not 0 < self.temperature < float("inf"):
             problems.append(f"train.temperature={self.temperature} should be a number above 0")
         if not self.sample_prompt:
-            problems.append("train.sample_prompt is empty: a sample has to begin with something, such as a line break")
+            problems.append("train.sample_prompt is empty: a prompt is needed, such as a line break")
         return problems
 
     def _save_problems(self) -> list[str]:
@@ -626,7 +626,7 @@ class TrainConfig(Section):
             problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
         if self.init_from and self.resume not in (None, "auto"):
             problems.append(
-                f"train.resume={self.resume} continues a run and train.init_from={self.init_from} begins one: "
+                f"train.resume={self.resume} resumes a run and train.init_from={self.init_from} starts a new one: "
                 "choose one"
             )
         return problems
@@ -634,20 +634,15 @@ class TrainConfig(Section):
 
 @dataclass
 class TrackerConfig(Section):
-    """Where metrics go besides metrics.jsonl."""
-
-    name: str = "jsonl"
-    """Name of the tracker."""
+    """metrics.jsonl and samples.txt in the run directory, which every run has."""
 
 
 @dataclass
 class WandbConfig(TrackerConfig):
-    """Weights & Biases, on rank 0 only."""
+    """Weights & Biases."""
 
-    name: str = "wandb"
-    """Name of the tracker."""
     mode: str = "auto"
-    """auto (online if a key and the network are there, else offline), online or offline."""
+    """auto (online if there is a key and network access, else offline), online or offline."""
     project: str = "wordrun"
     """W&B project."""
     entity: str | None = None
@@ -657,12 +652,32 @@ class WandbConfig(TrackerConfig):
     tags: list[str] = field(default_factory=list)
     """W&B tags."""
     probe_s: float = 3.0
-    """Seconds that the search for the network may take in mode=auto."""
+    """Seconds to wait for the server before recording offline (mode=auto)."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("tracker.mode", self.mode, ["auto", "online", "offline"])
-        return problems + not_negative("tracker", self, "probe_s")
+        problems = one_of("tracker.wandb.mode", self.mode, ["auto", "online", "offline"])
+        return problems + not_negative("tracker.wandb", self, "probe_s")
+
+
+@dataclass
+class HookConfig(Section):
+    """Something that happens between steps."""
+
+
+@dataclass
+class EarlyStopConfig(HookConfig):
+    """End the run when the validation loss no longer improves."""
+
+    patience: int = 5
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_delta: float = 0.0
+    """Decrease of the validation loss that counts as an improvement, in nats per token."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = positive("hooks.early_stop", self, "patience")
+        return problems + not_negative("hooks.early_stop", self, "min_delta")
 
 
 @dataclass
@@ -671,11 +686,17 @@ class ProfilerConfig(Section):
 
     name: str = "none"
     """Name of the profiler."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks to profile, each with files of its own below profile/ in the run directory."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        return [f"profiler.ranks={self.ranks} should not be negative"] if min(self.ranks, default=0) < 0 else []
 
 
 @dataclass
 class PyinstrumentConfig(ProfilerConfig):
-    """Statistical profile of rank 0's Python, as HTML and text."""
+    """Statistical profile of the Python code, as HTML and text."""
 
     name: str = "pyinstrument"
     """Name of the profiler."""
@@ -684,7 +705,29 @@ class PyinstrumentConfig(ProfilerConfig):
 
     def problems(self) -> list[str]:
         """Return what is wrong with these options alone."""
-        return [] if self.interval_s > 0 else [f"profiler.interval_s={self.interval_s} should be more than 0"]
+        problems = super().problems()
+        return (
+            problems if self.interval_s > 0 else [*problems, f"profiler.interval_s={self.interval_s} should be above 0"]
+        )
+
+
+@dataclass
+class TorchProfilerConfig(ProfilerConfig):
+    """Operators and kernels of a few steps by torch.profiler, as a Chrome trace."""
+
+    name: str = "torch"
+    """Name of the profiler."""
+    wait: int = 10
+    """Steps before the profiler is switched on."""
+    warmup: int = 2
+    """Steps that it runs without keeping the result, which its own start-up would distort."""
+    active: int = 3
+    """Steps to record."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options alone."""
+        problems = super().problems() + not_negative("profiler", self, "wait", "warmup")
+        return problems + positive("profiler", self, "active")
 
 
 @dataclass
@@ -698,8 +741,9 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    tracker: dict[str, TrackerConfig] = field(default_factory=lambda: {"jsonl": TrackerConfig()})
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    hooks: dict[str, HookConfig] = field(default_factory=dict)
     run_dir: str = ""
     """Where the run writes; comes from hydra.run.dir=DIR."""
 
@@ -763,9 +807,11 @@ PARTS: dict[str, dict[str, Part]] = {
         "wandb": Part(WandbConfig, "wordrun.track.wandb:WandbTracker"),
     },
     "profiler": {
-        "none": Part(ProfilerConfig, ""),
-        "pyinstrument": Part(PyinstrumentConfig, "wordrun.train.profile:profiled"),
+        "none": Part(ProfilerConfig, "wordrun.train.profile:Profiler"),
+        "pyinstrument": Part(PyinstrumentConfig, "wordrun.train.profile:PyinstrumentProfiler"),
+        "torch": Part(TorchProfilerConfig, "wordrun.train.profile:TorchProfiler"),
     },
+    "hooks": {"early_stop": Part(EarlyStopConfig, "wordrun.train.hooks.early_stop:EarlyStop")},
 }
 """Every part that a config can choose: kind (a config group) to name (for data, of data.kind) to options and code."""
 
@@ -792,38 +838,71 @@ def part_of(kind: str, options: Section) -> Part:
     return found.get(str(getattr(options, "name", "")).lower()) or next(iter(found.values()))
 
 
-RENAMED: dict[str, str] = {"data.ahead": "data.prefetch"}
+RENAMED: dict[str, str] = {
+    "data.ahead": "data.prefetch",
+    **{f"tracker.{f.name}": f"tracker.wandb.{f.name}" for f in fields(WandbConfig)},
+}
 """Options that have a better name now, old to new; the old names are accepted until the next release."""
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "run_dir")
+SEVERAL = ("tracker", "hooks")
+"""Sections of which a run can have several parts: mappings from the name of a part to its options."""
+
+
+def parts_in(cfg: Config) -> dict[str, Any]:
+    """Return the options of each part by the prefix of their names, such as ``model`` and ``tracker.wandb``."""
+    found: dict[str, Any] = {}
+    for section in SECTIONS:
+        node = getattr(cfg, section)
+        found |= (
+            {f"{section}.{name}": options for name, options in node.items()} if section in SEVERAL else {section: node}
+        )
+    return found
 
 
 def to_plain(cfg: Config) -> dict[str, dict[str, Any]]:
-    """Return ``cfg`` as dictionaries for JSON, each section with the name of its schema."""
+    """Return ``cfg`` as dictionaries for JSON, each part of it with the name of its schema."""
+
+    def plain(section: str, options: Section) -> dict[str, Any]:
+        schema = next(name for name, cls in SCHEMAS[section].items() if cls is type(options))
+        return {"schema": schema, **asdict(options)}  # type: ignore[call-overload]
+
     return {
-        section: {
-            "schema": next(name for name, cls in SCHEMAS[section].items() if cls is type(getattr(cfg, section))),
-            **asdict(getattr(cfg, section)),
-        }
+        section: {name: plain(section, options) for name, options in getattr(cfg, section).items()}
+        if section in SEVERAL
+        else plain(section, getattr(cfg, section))
         for section in SECTIONS
     }
 
 
 def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
-    """Return the Config that ``to_plain`` took apart; options that have come since have their defaults.
+    """Return the Config that ``to_plain`` converted; options that are newer have their defaults.
 
     Raises:
         UserError: it has options that this version does not know.
     """
     cfg = Config()
     for section, values in plain.items():
-        values = {RENAMED.get(f"{section}.{name}", name).rpartition(".")[2]: value for name, value in values.items()}
-        cls = SCHEMAS.get(section, {}).get(values.pop("schema"))
-        unknown = set(values) - {f.name for f in fields(cls)} if cls else {"*"}
-        if cls is None or unknown:
-            raise UserError(
-                f"the config has {', '.join(f'{section}.{name}' for name in sorted(unknown))}, which this version of "
-                "wordrun does not know: use the one that wrote it, or a newer one"
-            )
-        setattr(cfg, section, cls(**values))
+        if section not in SEVERAL:
+            setattr(cfg, section, _section_from(section, section, values))
+        elif "schema" in values:  # until 0.1 there was one tracker, and its name was one of the options
+            name = values["schema"]
+            values = {key: value for key, value in values.items() if key != "name"}
+            getattr(cfg, section)[name] = _section_from(section, f"{section}.{name}", values)
+        else:
+            parts = {name: _section_from(section, f"{section}.{name}", each) for name, each in values.items()}
+            setattr(cfg, section, parts)
     return cfg
+
+
+def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
+    values = {RENAMED.get(f"{prefix}.{name}", name).rpartition(".")[2]: value for name, value in values.items()}
+    cls = SCHEMAS.get(section, {}).get(values.pop("schema"))
+    unknown = set(values) - {f.name for f in fields(cls)} if cls else {"*"}
+    if cls is None or unknown:
+        raise UserError(
+            f"the config has {', '.join(f'{prefix}.{name}' for name in sorted(unknown))}, which this version of "
+            "wordrun does not know: use the one that wrote it, or a newer one"
+        )
+    options: Section = cls(**values)
+    return options

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wordrun.arguments import run
-from wordrun.config import DTYPES
+from wordrun.config import DTYPES, Section
 from wordrun.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ which makes a DeepSpeed checkpoint readable without DeepSpeed. See docs/generate
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(Section):
     """The checkpoint, and where and how to write it."""
 
     run: str = "outputs/latest"
@@ -50,6 +50,19 @@ class ExportConfig:
     shard_gb: float = 4.0
     """Largest weights file in GB (10^9 bytes), unless a single weight is larger; export needs this much memory."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options."""
+        problems = []
+        if self.dtype == "auto" or self.dtype not in DTYPES:
+            problems.append(f"dtype={self.dtype} should be fp32, bf16 or fp16")
+        if self.form not in ("huggingface", "checkpoint"):
+            problems.append(f"form={self.form} should be huggingface or checkpoint")
+        if not self.shard_gb > 0:
+            problems.append(f"shard_gb={self.shard_gb:g} should be above 0")
+        if self.out is not None and Path(self.out).exists():
+            problems.append(f"out={self.out} already exists: remove it, or choose another folder")
+        return problems
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
@@ -60,20 +73,9 @@ def export(options: ExportConfig) -> Path:
     """Write the folder that ``options`` ask for, and return its path.
 
     Raises:
-        ConfigError: names every impossible value.
+        ConfigError: the folder exists.
         UserError: there is no such checkpoint, or the folder cannot be written.
     """
-    problems = []
-    if options.dtype == "auto" or options.dtype not in DTYPES:
-        problems.append(f"dtype={options.dtype} should be fp32, bf16 or fp16")
-    if options.form not in ("huggingface", "checkpoint"):
-        problems.append(f"form={options.form} should be huggingface or checkpoint")
-    if not options.shard_gb > 0:
-        problems.append(f"shard_gb={options.shard_gb:g} should be above 0")
-    if options.out is not None and Path(options.out).exists():
-        problems.append(f"out={options.out} already exists: remove it, or choose another folder")
-    if problems:
-        raise ConfigError("\n".join(problems))
     # Not at the top: --help and error messages should not wait for torch.
     from wordrun.checkpoint.saved import find
 
@@ -87,10 +89,10 @@ def export(options: ExportConfig) -> Path:
         draft.mkdir(parents=True)
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it reads its checkpoints
             if options.form == "checkpoint":
-                write_weights_alone(draft, saved)
+                write_checkpoint(draft, saved)
             else:
                 write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
-                write_texts(draft, saved, DTYPES[options.dtype])
+                write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
         for file in draft.glob("*.safetensors"):  # the library makes them readable only by the owner
             file.chmod((draft / "config.json").stat().st_mode)
         draft.rename(out)
@@ -123,7 +125,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
             room = limit
         shards[-1].append(name)
         room -= size
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
@@ -131,13 +133,14 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
         for name in names:
             tensors |= to_huggingface({name: weights[name].to(kind)}, cfg)
         save_file(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
+        weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
 
 
-def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
+def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and the tokenizer's files."""
     from wordrun.backend.precision import TORCH_DTYPES
     from wordrun.data.tokenizers.huggingface import tokenizer_json
@@ -156,7 +159,7 @@ def write_texts(folder: Path, saved: Saved, dtype: str) -> None:
     })  # fmt: skip
 
 
-def write_weights_alone(folder: Path, saved: Saved) -> None:
+def write_checkpoint(folder: Path, saved: Saved) -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from, but no run can resume."""
     from wordrun.checkpoint import folder as folders
     from wordrun.checkpoint import shards

@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 
+def absolute(path: str) -> Path:
+    """Return ``path`` as an absolute path, with a leading ~ expanded."""
+    return Path(os.path.expanduser(path)).absolute()
+
+
 def replace(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` in one step: whoever reads it meanwhile finds the old text or the new one.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wordrun.arguments import run
-from wordrun.config import DTYPES
+from wordrun.config import DTYPES, Section
 from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ The text is streamed to standard output, everything else goes to standard error.
 See docs/generate.md for details.
 """
 
+DEVICES = ("auto", "cpu", "cuda", "xpu")
+
 
 @dataclass
-class GenerateConfig:
+class GenerateConfig(Section):
     """The model, and how to sample from it."""
 
     run: str = "outputs/latest"
@@ -65,6 +67,27 @@ class GenerateConfig:
     """Precision of weights and computation: fp32, bf16, fp16, or auto (bf16 where the device is fast at it, else
     fp32)."""
 
+    def problems(self) -> list[str]:
+        """Return what is wrong with these options."""
+        rules = [
+            (self.prompt != "", "prompt is empty: start with some text, such as a line break (prompt=$'\\n')"),
+            (self.length >= 0, f"length={self.length} should be at least 0"),
+            (self.num_samples >= 1, f"num_samples={self.num_samples} should be at least 1"),
+            (
+                0 < self.temperature < float("inf"),
+                f"temperature={self.temperature:g} should be above 0; for greedy decoding use top_k=1",
+            ),
+            (
+                self.top_k is None or self.top_k >= 1,
+                f"top_k={self.top_k} should be at least 1; for no limit use top_k=null",
+            ),
+            (0 < self.top_p <= 1, f"top_p={self.top_p:g} should be above 0 and at most 1"),
+            (self.slide >= 1, f"slide={self.slide} should be at least 1"),
+            (self.device in DEVICES, f"device={self.device} should be auto, cpu, cuda or xpu"),
+            (self.dtype in DTYPES, f"dtype={self.dtype} should be one of {', '.join(DTYPES)}"),
+        ]
+        return [message for holds, message in rules if not holds]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
@@ -78,35 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def check(options: GenerateConfig) -> None:
-    """Raise one ConfigError that names every impossible value."""
-    o = options
-    wrong = {
-        "prompt is empty: start with some text, such as a line break (prompt=$'\\n')": not o.prompt,
-        f"length={o.length} should be at least 0": o.length < 0,
-        f"num_samples={o.num_samples} should be at least 1": o.num_samples < 1,
-        f"temperature={o.temperature:g} should be above 0; for greedy decoding use top_k=1": not (
-            0 < o.temperature < float("inf")
-        ),
-        f"top_k={o.top_k} should be at least 1; for no limit use top_k=null": o.top_k is not None and o.top_k < 1,
-        f"top_p={o.top_p:g} should be above 0 and at most 1": not 0 < o.top_p <= 1,
-        f"slide={o.slide} should be at least 1": o.slide < 1,
-        f"device={o.device} should be auto, cpu, cuda or xpu": o.device not in ("auto", "cpu", "cuda", "xpu"),
-        f"dtype={o.dtype} should be one of {', '.join(DTYPES)}": o.dtype not in DTYPES,
-    }
-    problems = [problem for problem, is_wrong in wrong.items() if is_wrong]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
 def write(options: GenerateConfig) -> None:
-    """Generate what ``options`` ask for, to standard output.
-
-    Raises:
-        ConfigError: names every impossible value.
-        UserError: there is no such checkpoint.
-    """
-    check(options)
+    """Generate what ``options`` ask for, to standard output."""
     # Not at the top: --help and error messages should not wait for torch.
     import torch
 

@@ -1,7 +1,7 @@
-"""Logging for many ranks: information from rank 0 alone, warnings from every rank with its number.
+"""Logging for many ranks: information from rank 0 only, warnings from every rank with its number.
 
-Nothing happens at import; ``start`` is called once by whoever owns the process (the command, a Trainer),
-and the handle that it returns takes everything back.
+Importing this module does nothing. The owner of the process (the command, a Trainer) calls ``start``, and the handle
+that it returns undoes everything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 LOGGER = logging.getLogger("wordrun")
 WARNINGS = logging.getLogger("py.warnings")  # Python's own, torch's among them
 FOR_FILES = {"for_files": True}
-# A warning that all ranks have alike, and that one of them may say for all.
+# For a warning that all ranks would log alike: rank 0 logs it for all.
 FIRST_RANK = {"first_rank": True}
 EARLY_RECORDS = 1000
 
@@ -44,25 +44,25 @@ class RankFilter(logging.Filter):
 
 
 def console() -> Console:
-    """Return the console of this process, drawn as on the terminal of ``launch`` where that is one.
+    """Return the console of this process, which behaves like the terminal of ``launch``, if it has one.
 
-    Under mpiexec a rank's output is a pipe although a person watches it; ``launch`` says so
-    by ``WORDRUN_TERMINAL=COLUMNSxLINES``.
+    Under mpiexec a rank's output is a pipe even if ``launch`` runs in a terminal, so ``launch`` passes the terminal's
+    size in ``WORDRUN_TERMINAL=COLUMNSxLINES``.
     """
     columns, _, lines = os.environ.get("WORDRUN_TERMINAL", "").partition("x")
     if columns.isdigit() and lines.isdigit():
         return Console(force_terminal=True, width=int(columns), height=int(lines), highlight=False)
-    # srun -u gives ranks a terminal of its own, whoever reads.
+    # srun -u gives each rank a pseudo-terminal, wherever its output goes.
     terminal = sys.stdout.isatty() and os.environ.get("WORDRUN_LAUNCHER") != "srun"
-    # A pipe or a file is not 80 columns wide: wrapping would break lines that people grep for.
+    # In a pipe or a file, wrapping at 80 columns would break lines that people grep for.
     return Console(force_terminal=None if terminal else False, width=None if terminal else 200, highlight=False)
 
 
 class RaisingFileHandler(logging.FileHandler):
-    """Lets a full disk end the run with an error instead of printing a traceback for every line."""
+    """Raises write errors, such as a full disk, instead of printing a traceback for every line."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Raise what went wrong, with the name of the file."""
+        """Raise the error, with the name of the file."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError) and error.filename is None:
             error.filename = self.baseFilename
@@ -70,12 +70,12 @@ class RaisingFileHandler(logging.FileHandler):
 
 
 class LogHandle:
-    """What ``start`` has set up: the screen, and the handlers that ``close`` takes away again."""
+    """What ``start`` has set up: the screen, and the handlers that ``close`` removes."""
 
     _open: ClassVar[list[LogHandle]] = []
-    """Handles that are open now, the newest last: it alone writes to the screen."""
+    """Open handles, newest last; only the newest writes to the screen."""
     _before: ClassVar[tuple[int, bool]]
-    """The logger's level and propagation before the first was opened."""
+    """The logger's level and propagation before the first handle was opened."""
 
     def __init__(self, rank: int, screen: Console) -> None:
         self.rank = rank
@@ -87,12 +87,12 @@ class LogHandle:
             LOGGER.propagate = False
             logging.captureWarnings(True)
         self._open.append(self)
-        # What is said before there is a run directory belongs into its log, too.
+        # Records from before the run directory exists, which belong in its log as well.
         self._early: MemoryHandler | None = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1)
         self.add(self._early)
 
     def add(self, handler: logging.Handler) -> logging.Handler:
-        """Send what this rank may say to ``handler``, too."""
+        """Also send this rank's records to ``handler``."""
         handler.addFilter(RankFilter(self.rank))
         for logger in (LOGGER, WARNINGS):
             logger.addHandler(handler)
@@ -100,17 +100,17 @@ class LogHandle:
         return handler
 
     def add_screen(self, handler: logging.Handler) -> None:
-        """Send what this rank may say to ``handler``, as long as no newer handle is open."""
+        """Also send this rank's records to ``handler``, unless a newer handle is open."""
         handler.addFilter(lambda record: self._open[-1:] == [self])
         self.add(handler)
 
     def add_file(self, path: Path) -> logging.Handler:
-        """Send what this rank may say to the file at ``path``, too."""
+        """Also send this rank's records to the file at ``path``, earlier ones included."""
         handler = RaisingFileHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
         if self._early is not None:
             self._early.setTarget(handler)
-            self.remove(self._early)  # which writes what it holds to its target
+            self.remove(self._early)  # flushes its records to the target
             self._early = None
         return self.add(handler)
 
@@ -136,7 +136,7 @@ class LogHandle:
 def start(rank: int) -> LogHandle:
     """Send the wordrun logger to the console; return the handle that undoes it.
 
-    On a terminal, records with ``extra=FOR_FILES`` are left out: a progress bar shows the same.
+    A terminal does not show records with ``extra=FOR_FILES``, whose content the progress bar shows.
     """
     screen = console()
     handle = LogHandle(rank, screen)

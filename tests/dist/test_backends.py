@@ -68,7 +68,7 @@ with dist.session() as world:
                 merged = {n: w for each in weights for n, w in each.items()}
                 copies = [each["head.weight"] for each in weights if "head.weight" in each]
                 copies += [each["tokens.weight"] for each in weights if "tokens.weight" in each]
-                tied = trainer.outline.tied and max(float((c - copies[0]).abs().max()) for c in copies) or 0.0
+                tied = trainer.task.meta_model.tied and max(float((c - copies[0]).abs().max()) for c in copies) or 0.0
                 torch.save({"weights": merged, "ranks": found, "tied": tied}, f"{name}/found.pt")
 """
 

@@ -22,7 +22,12 @@ with dist.guard(world):
         "model.n_embd=16", "model.block_size=16", "model.batch_size=2", "train.eval_iters=5", "train.max_iters=4",
         "train.eval_interval=0", f"model.dropout={sys.argv[1]}", "hydra.run.dir=run",
     ])
-    with wordrun.Trainer(cfg, world) as trainer:
+    class Draw(Hook):
+        def at_end(self, trainer):
+            self.noise = torch.rand(1)
+
+    draw = Draw()
+    with wordrun.Trainer(cfg, world, hooks=[draw]) as trainer:
         buckets = 0
 
         def count(state, bucket):
@@ -31,11 +36,6 @@ with dist.guard(world):
             fut = td.all_reduce(bucket.buffer().div_(world.size), async_op=True).get_future()
             return fut.then(lambda f: f.value()[0])
 
-        class Draw(Hook):
-            def at_end(self, trainer):
-                self.noise = torch.rand(1)
-
-        trainer.extra_hooks = [draw := Draw()]
         trainer.backend.replica.register_comm_hook(None, count)
         before = trainer.evaluate()
         trainer.train()

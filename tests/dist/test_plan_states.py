@@ -1,4 +1,4 @@
-"""What the plan says of parameters, gradients and optimizer state is what ranks have, to the byte."""
+"""The plan's parameters, gradients and optimizer state are those of real ranks, to the byte."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ with dist.guard(world):
 
 
 @pytest.mark.parametrize("n", RUNS)
-def test_states_are_those_of_the_plan_to_the_byte(n: int, ranks: Any, tmp_path: Path) -> None:
+def test_states_match_the_plan_to_the_byte(n: int, ranks: Any, tmp_path: Path) -> None:
     runs = [[*SMALL, *words] for words in RUNS[n]]
     (tmp_path / "script.py").write_text(SCRIPT)
     named = [[*words, f"hydra.run.dir={tmp_path}/{i}"] for i, words in enumerate(runs)]
@@ -121,8 +121,8 @@ with dist.guard(world):
 """
 
 
-def test_deepspeeds_shares_are_those_of_the_plan(ranks: Any, tmp_path: Path) -> None:
-    """But for what it pads and for two counts of steps, which are a few bytes."""
+def test_deepspeeds_shards_match_the_plan(ranks: Any, tmp_path: Path) -> None:
+    """Except for padding and two step counters, which are a few bytes."""
     pytest.importorskip("deepspeed")
     (tmp_path / "zero.py").write_text(ZERO)
     options = ["train.backend=deepspeed", "backend.keep_below=0", "backend.bucket_elements=100000"]

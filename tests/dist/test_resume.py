@@ -123,8 +123,8 @@ with dist.session() as world:
                 return lambda *args: None
 
             def after_step(self, trainer):  # the save after step 3 fails, and no other
-                broken = trainer.step == 2 and world.rank == rank
-                trainer.checkpoints.give_time(None)
+                broken = trainer.step == 3 and world.rank == rank
+                trainer.checkpoints.join(None)
                 setattr(module, function, fail if broken else real)
 
         cfg = dist.share(wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None, world)
@@ -142,7 +142,7 @@ def test_a_full_disk_on_one_rank_is_known_to_all(ranks: Any, tmp_path: Path, mon
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     for name, rank in (("begin", 0), ("write", 1)):
         said = (tmp_path / name / "log.txt").read_text()
-        assert f"the checkpoint after 3 steps could not be written (rank {rank}: [Errno 28] No space" in said
+        assert f"the checkpoint of step 3 could not be written (rank {rank}: [Errno 28] No space" in said
         assert sorted(path.name for path in (tmp_path / name / "checkpoints").glob("step-*"))[0] == "step-00000006"
 
 

@@ -1,4 +1,4 @@
-"""Joining and leaving: ``wordrun.dist`` on two ranks, and what it says when the ranks cannot meet."""
+"""Joining and leaving: ``wordrun.dist`` on two ranks, and the errors when ranks cannot meet."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ RANK_0 = {
 }  # fmt: skip
 
 
-def test_ranks_without_a_place_to_meet_are_told_so(command: Command) -> None:
+def test_ranks_without_an_address_are_refused(command: Command) -> None:
     done = command(sys.executable, "-c", SETUP, **RANK_0)
     assert done.returncode == 2
     says = ("2 ranks", "MASTER_ADDR", "MASTER_PORT", "start them with `launch`")
@@ -100,7 +100,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_beyond_the_limit(command: Com
 
 
 def test_one_process_ignores_what_an_earlier_job_left(command: Command) -> None:
-    """A stale MASTER_ADDR makes torch wait for minutes, but here nobody else is expected."""
+    """A stale MASTER_ADDR makes torch wait for minutes, but a single process needs no address."""
     done = command(sys.executable, "-c", SETUP, MASTER_ADDR="10.255.255.1", MASTER_PORT="29500", timeout=30)
     assert done.stdout == "[cpu] [rank 0 of 1] [local rank 0 of 1] [node 0 of 1]\n", done.stderr
     assert done.returncode == 0

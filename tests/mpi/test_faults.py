@@ -1,4 +1,4 @@
-"""SIGKILL to ranks and to launch at random moments: the run goes on as if nothing had happened. More: tests/soak.py."""
+"""SIGKILL to ranks and launch at random moments: the run continues as if nothing had happened (see tests/soak.py)."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def finish(job: subprocess.Popen[str], timeout: float = 30) -> tuple[str, str]:
 
 
 def left_over(mark: str) -> list[str]:
-    """Return the command lines of living processes that have ``mark`` among their words."""
+    """Return the command lines of living processes that contain the argument ``mark``."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -179,7 +179,7 @@ def test_exit_status_is_the_failing_ranks(tmp_path: Path, words: list[str], comm
 
 @pytest.mark.parametrize(("how", "status"), [("os._exit(3)", 3), ("MPI.COMM_WORLD.Abort(5)", 5)])
 def test_rank_lost_inside_mpi(tmp_path: Path, how: str, status: int) -> None:
-    """Hydra kills the other ranks itself and then returns 9, or 9 | 3; launch knows better."""
+    """Hydra kills the other ranks itself and then returns 9, or 9 | 3; launch reports the first failure."""
     text = f"import os, time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: {how}\ntime.sleep(30)"
     assert launch(tmp_path, "-n", "2", "python", script(tmp_path, text)).returncode == status
 
@@ -524,7 +524,7 @@ sys.exit(4)
     assert output.count("interrupted once") == 1
 
 
-def test_ranks_are_told_the_terminals_size(tmp_path: Path) -> None:
+def test_ranks_know_the_terminals_size(tmp_path: Path) -> None:
     status, output = in_terminal(tmp_path, ["-n", "2", "sh", "-c", "echo [$WORDRUN_TERMINAL]"], [])
     assert status == 0
     assert len(re.findall(r"\[\d+x\d+\]", output)) == 2

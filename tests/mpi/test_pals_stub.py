@@ -73,7 +73,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 LAUNCH = ("launch", "--env", "MASTER_ADDR=127.0.0.1", "--ppn", "2")
 
 
-def test_ranks_know_their_places_without_a_size_from_pals(job: str, command: Command) -> None:
+def test_ranks_know_who_they_are_without_a_size_from_pals(job: str, command: Command) -> None:
     done = command(*LAUNCH, sys.executable, "-c", DISCOVER)
     assert done.returncode == 0, done.stderr
     assert sorted(line[line.index("[rank") :] for line in done.stdout.splitlines()) == [
@@ -125,7 +125,7 @@ def qstat(folder: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_ranks_are_told_before_the_walltime_ends(job: str, command: Command, tmp_path: Path) -> None:
+def test_ranks_are_signalled_before_the_time_limit(job: str, command: Command, tmp_path: Path) -> None:
     """8 seconds are left, and 5 of them are asked for."""
     qstat(tmp_path, f"#!{sys.executable}{QSTAT}")
     (tmp_path / "rank.py").write_text(WAITS_FOR_USR1)
@@ -168,7 +168,7 @@ def test_names_that_do_not_resolve_are_refused_before_anything_starts(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_host_that_nobody_knows_is_named(job: str, command: Command, tmp_path: Path) -> None:
+def test_a_host_that_cannot_be_resolved_is_named(job: str, command: Command, tmp_path: Path) -> None:
     (tmp_path / "nodefile").write_text("localhost\nnosuchhost.invalid\n")
     done = command("launch", "--ppn", "1", "true")
     assert done.returncode == 2

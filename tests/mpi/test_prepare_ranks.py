@@ -44,7 +44,8 @@ def test_ranks_train_on_data_that_one_of_them_has_prepared(ranks: Ranks, tmp_pat
     losses = []
     for size in (2, 1):
         out = tmp_path / f"run{size}"
-        done = ranks(size, "-m", "wordrun", *words, f"model.batch_size={4 // size}", f"hydra.run.dir={out}")
+        run = [*words, f"model.batch_size={4 // size}", f"hydra.run.dir={out}"]
+        done = ranks(size, "-m", "wordrun", *run, under="fork")
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("prepared data=text in") == (size == 2)  # the second run finds it
         losses.append([line["loss"] for line in read(out) if "loss" in line])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Start
+    from conftest import Command, Start
 
 SMOKE = ["data=sample", "train=smoke", "tracker=jsonl", "train.max_iters=4", "model.n_layer=2", "model.n_embd=32"]
 
@@ -64,17 +64,17 @@ def test_launch_record_moves_into_the_run_directory(command: Any, tmp_path: Path
     assert link.resolve() == run_dir / "launch.json"
 
 
-@pytest.mark.parametrize("under", ["mpiexec", "torchrun"])
+@pytest.mark.parametrize("under", ["fork", "torchrun"])
 def test_mistakes_are_printed_once(under: str, ranks: Any, tmp_path: Path) -> None:
     done = ranks(2, "-m", "wordrun", "data=sample", "train.max_itrs=3", "model.n_head=3", under=under)
-    assert done.returncode == (2 if under == "mpiexec" else 1)  # torchrun has a status of its own
+    assert done.returncode == (2 if under == "fork" else 1)  # torchrun has a status of its own
     assert done.stderr.count("unknown option 'train.max_itrs'; did you mean 'train.max_iters'?") == 1
     assert done.stderr.count("model.n_embd=128 is not divisible by model.n_head=3") == 1
     assert "Abort" not in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 
-def test_an_error_of_all_ranks_is_printed_once(command: Any, tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_printed_once(command: Command, tmp_path: Path) -> None:
     done = command("launch", "-n", "2", "python", "-m", "wordrun", "data=text", "data.path=nothing.txt")
     assert done.returncode == 2
     assert done.stderr.count("nothing.txt cannot be read: No such file or directory") == 1
@@ -95,7 +95,7 @@ with dist.session() as world:
 """
 
 
-@pytest.mark.parametrize("under", ["mpiexec", "torchrun", "launch"])
+@pytest.mark.parametrize("under", ["torchrun", "launch"])
 def test_a_rank_that_raises_ends_the_job(under: str, ranks: Any, command: Any, tmp_path: Path) -> None:
     (tmp_path / "crash.py").write_text(CRASH)
     begin = time.monotonic()
@@ -193,7 +193,7 @@ def test_a_signal_before_the_first_step_asks_for_another_start(
 
 
 def test_progress_bar_where_a_person_watches(ranks: Any) -> None:
-    watched = ranks(2, "-m", "wordrun", *SMOKE, WORDRUN_TERMINAL="100x30", TERM="xterm-256color")
+    watched = ranks(2, "-m", "wordrun", *SMOKE, under="fork", WORDRUN_TERMINAL="100x30", TERM="xterm-256color")
     assert watched.returncode == 0, watched.stdout + watched.stderr
     assert re.search(r"training .*4/4", watched.stdout)
     assert "\x1b[" in watched.stdout
@@ -204,7 +204,7 @@ def test_warnings_of_other_ranks_carry_their_rank(ranks: Any, tmp_path: Path) ->
         "from wordrun import dist, log\nworld = dist.identify()\nlog.start(world.rank)\n"
         "log.LOGGER.warning('look out')\nlog.LOGGER.info('all is well')\n"
     )
-    done = ranks(2, "warn.py")
+    done = ranks(2, "warn.py", under="fork")
     assert done.stdout.count("look out") == 2
     assert done.stdout.count("[rank 1] look out") == 1
     assert done.stdout.count("all is well") == 1
@@ -235,26 +235,25 @@ def test_smoke_check_names_what_fails(ranks: Any, tmp_path: Path) -> None:
         "td.broadcast = lambda *a, **k: None\n"  # a collective that does nothing
         "raise SystemExit(test_dist.main(['--no-profile']))\n"
     )
-    done = ranks(2, "broken.py")
+    done = ranks(2, "broken.py", under="fork")
     assert done.returncode != 0
     assert "check broadcast failed" in done.stderr
     assert "got [10.0, 10.0, 10.0], expected [11.0, 11.0, 11.0]" in done.stderr
 
 
-def test_an_impossible_run_directory_is_one_message(command: Any, tmp_path: Path) -> None:
+def test_an_impossible_run_directory_is_one_message(ranks: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    words = ["launch", "-n", "2", "python", "-m", "wordrun", *SMOKE, f"hydra.run.dir={tmp_path}/file/run"]
-    done = command(*words)
+    done = ranks(2, "-m", "wordrun", *SMOKE, f"hydra.run.dir={tmp_path}/file/run", under="fork")
     assert done.returncode == 2
     assert done.stderr.count("cannot write to the run directory") == 1
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_ends_all_ranks_with_one_message(command: Any, tmp_path: Path) -> None:
+def test_a_full_disk_ends_all_ranks_with_one_message(ranks: Command, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").symlink_to("/dev/full")
-    done = command("launch", "-n", "2", "python", "-m", "wordrun", *SMOKE, f"hydra.run.dir={run_dir}")
+    done = ranks(2, "-m", "wordrun", *SMOKE, f"hydra.run.dir={run_dir}", under="fork")
     assert done.returncode == 1
     assert done.stderr.count("metrics.jsonl on ") == 1
     assert done.stderr.count("No space left on device. What was written before is intact.") == 1

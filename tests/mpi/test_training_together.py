@@ -24,11 +24,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_under_mpiexec_have_the_losses_of_one_process(
-    ranks: Command, command: Command, tmp_path: Path
-) -> None:
+def test_two_ranks_under_mpiexec_have_the_losses_of_one_process(ranks: Command, tmp_path: Path) -> None:
     together = ranks(2, "-m", "wordrun", *SMALL, "model.batch_size=2", "hydra.run.dir=two")
-    alone = command("wordrun", *SMALL, "model.batch_size=8", "hydra.run.dir=one")
+    alone = ranks(1, "-m", "wordrun", *SMALL, "model.batch_size=8", "hydra.run.dir=one", under="fork")
     assert (together.returncode, alone.returncode) == (0, 0), together.stderr + alone.stderr
     one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
     assert len(one) == 22

@@ -22,15 +22,14 @@ HELD = """
 import os, sys, time
 from pathlib import Path
 from wordrun import cli
-from wordrun.train import run
-from wordrun.train.stop import StopSignal
+from wordrun.train import run, stop
 from wordrun.train.trainer import Trainer
-StopSignal.pace = lambda *_: None  # ranks compare notes after every step
+stop.AGREE_EVERY_S = 0  # ranks check for signals after every step
 step = Trainer._train_step
-def held(trainer):
+def held(trainer, lr):
     while "FREE" not in os.environ and not trainer.stop.signal and trainer.step >= int(Path("until").read_text()):
         time.sleep(0.02)
-    return step(trainer)
+    return step(trainer, lr)
 Trainer._train_step = held
 run.LOCK_PATIENCE_S = 2
 sys.exit(cli.main())
@@ -129,7 +128,7 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     wait(cluster, lambda: steps(run_dir()) == 25, "the second link goes on")
     assert whole.wait(timeout=60) == 0
     cluster.run("scontrol", "requeue", jobs[1]).check_returncode()
-    wait(cluster, lambda: out(1).count("going on after") == 2, "the second link is there again")
+    wait(cluster, lambda: out(1).count("resumed from") == 2, "the second link is there again")
     hold(35)
     wait(cluster, lambda: steps(run_dir()) == 35, "it goes on")
     cluster.run("scancel", "--signal=TERM", jobs[1]).check_returncode()

@@ -1,4 +1,4 @@
-"""What parallel runs must not ask for; everything is found together, and nothing needs the ranks to be there."""
+"""Invalid parallel configs: all problems are found together, without starting ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wordrun.errors import ConfigError
 
 
 def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
-    """Return what is wrong with a config on so many ranks."""
+    """Return what is wrong with a config on ``ranks`` ranks."""
     with pytest.raises(ConfigError) as caught:
         wordrun.compose(["data=sample", *words], ranks=ranks, per_node=per_node)
     return str(caught.value)
@@ -67,7 +67,7 @@ def test_a_clear_message(words: list[str], ranks: int, says: str) -> None:
 @pytest.mark.parametrize(
     "key", ["backend.shard=2", "backend.tp=2", "train.compile=true", "train.activation_checkpointing=full"]
 )
-def test_what_a_backward_pass_in_two_parts_cannot(key: str) -> None:
+def test_what_zero_bubble_schedules_do_not_support(key: str) -> None:
     words = ("train.backend=PP", "backend.pp=2", "backend.schedule=InterleavedZeroBubble", key)
     assert "splits the backward pass in two, which" in problems(*words)
 

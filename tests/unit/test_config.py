@@ -23,6 +23,7 @@ from wordrun.composer import Tree, as_yaml, compose
 from wordrun.config import (
     SCHEMAS,
     SECTIONS,
+    SEVERAL,
     AdamWConfig,
     BPETokenizerConfig,
     Config,
@@ -33,6 +34,7 @@ from wordrun.config import (
     LlamaConfig,
     ModelConfig,
     TPConfig,
+    TrackerConfig,
     WandbConfig,
     field_docs,
 )
@@ -104,9 +106,9 @@ def test_every_file_composes_and_converts(round_: int) -> None:
     cfg = compose([f"train.backend={backend}", *(f"{g}={name}" for g, name in chosen.items()), *needed])
     assert isinstance(cfg, Config)
     assert cfg.backend.name.lower() == cfg.train.backend.lower() == backend
-    assert cfg.tracker.name == chosen["tracker"]
     assert cfg.profiler.name == chosen["profiler"]
-    assert type(cfg.tracker) is SCHEMAS["tracker"][chosen["tracker"]]
+    for section in SEVERAL:
+        assert type(getattr(cfg, section)[chosen[section]]) is SCHEMAS[section][chosen[section]]
 
 
 @pytest.mark.parametrize("name", FILES["model"])
@@ -119,7 +121,8 @@ def test_files_hold_only_differences(group: str, name: str) -> None:
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
     base, *others = content.pop("defaults")
     assert [key for other in others for key in other if (group, key) != ("data", TOKENIZER_OF_DATA)] == []
-    schema = re.fullmatch(rf"/schema/{group}/(\w+)@_here_", base)
+    # In a group of several each part has a key of its own.
+    schema = re.fullmatch(rf"/schema/{group}/(\w+)@{name if group in SEVERAL else '_here_'}", base)
     assert schema, base
     defaults = asdict(SCHEMAS[group][schema[1]]())
     assert {key: value for key, value in content.items() if defaults[key] == value} == {}
@@ -162,7 +165,7 @@ def test_the_line_of_the_talk_composes() -> None:
 def test_the_defaults_are_nanos(plain: Config) -> None:
     nano = plain.model
     assert (nano.n_layer, nano.n_head, nano.n_embd, nano.block_size, nano.batch_size) == (4, 4, 128, 64, 12)
-    assert (plain.train.max_iters, plain.tracker.name, plain.data.offline) == (2000, "wandb", "sample")
+    assert (plain.train.max_iters, [*plain.tracker], plain.data.offline) == (2000, ["jsonl", "wandb"], "sample")
     assert compose(["data=sample"]).data.offline == "error"
 
 
@@ -340,11 +343,17 @@ def test_no_mistake_is_reported_twice(together: list[str]) -> None:
     [
         ("++train.max_iter=3", ["'train.max_iter'", "did you mean 'train.max_iters'?"]),
         ("train.max_iters=null", ["train.max_iters=null", "leave it out"]),
-        ("tracker.tags=a", ["tracker.tags=a", "list"]),
+        ("tracker.wandb.tags=a", ["tracker.wandb.tags=a", "list"]),
+        ("tracker.wandb.projct=a", ["'tracker.wandb.projct'", "did you mean 'tracker.wandb.project'?"]),
+        ("tracker=[wadb,jsonl]", ["tracker=[wadb,jsonl]", "did you mean 'wandb'?"]),
+        ("hooks=[early_stopp]", ["hooks=[early_stopp]", "did you mean 'early_stop'?"]),
+        ("hooks.early_stop.patience=2", ["hooks.early_stop.patience=2", "hooks=[early_stop]"]),
+        ("+tracker.foo.bar=1", ["'tracker.foo.bar'"]),
+        ("~tracker.jsonl", ["tracker lacks jsonl"]),
         ("run_dir=here", ["run_dir=here", "hydra.run.dir=here"]),
         ("hydra.run.dir=", ["hydra.run.dir"]),
-        ("train.sample_prompt=Größe", ["train.sample_prompt=Größe", "quotes"]),
-        ("tracker.mode=onlin", ["tracker.mode=onlin", "did you mean 'online'?"]),
+        ("train.sample_prompt=Größe", ["train.sample_prompt=Größe", "quote"]),
+        ("tracker.wandb.mode=onlin", ["tracker.wandb.mode=onlin", "did you mean 'online'?"]),
     ],
 )
 def test_one_mistake_is_one_line(override: str, says: list[str]) -> None:
@@ -464,8 +473,13 @@ def test_what_is_possible_passes() -> None:
 
 def test_the_trackers_mode_is_checked() -> None:
     cfg = good()
-    cfg.tracker = WandbConfig(mode="of")
-    assert "tracker.mode=of" in complaints(lambda: check(cfg))[0]
+    cfg.tracker["wandb"] = WandbConfig(mode="of")
+    assert "tracker.wandb.mode=of" in complaints(lambda: check(cfg))[0]
+    cfg.tracker = {"jsonl": TrackerConfig(), "wandb": TrackerConfig(), "wadb": TrackerConfig()}
+    assert complaints(lambda: check(cfg)) == [
+        "tracker.wandb has the options of TrackerConfig: use WandbConfig",
+        "tracker=wadb should be one of jsonl, wandb; did you mean 'wandb'?",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -495,7 +509,7 @@ def test_a_setting_of_hydra_that_a_run_ignores_is_refused(override: str) -> None
 def test_an_experiment_that_is_no_yaml_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n\tmax_iters: 3\n")
-    with pytest.raises(ConfigError, match=r"experiment=mine: the file is no YAML: .*mine\.yaml.*line 3"):
+    with pytest.raises(ConfigError, match=r"experiment=mine: the file is not valid YAML: .*mine\.yaml.*line 3"):
         compose(["experiment=mine"], tree=Tree(extra_dir=str(tmp_path)))
 
 
@@ -514,5 +528,5 @@ def test_an_option_of_a_file_chosen_after_it_is_known() -> None:
 
 
 def test_a_list_of_values_without_m_is_explained() -> None:
-    with pytest.raises(ConfigError, match=r"train\.seed=1,2: several values are a sweep: add -m"):
+    with pytest.raises(ConfigError, match=r"train\.seed=1,2: for a sweep over several values add -m"):
         compose(["train.seed=1,2"])

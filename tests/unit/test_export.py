@@ -1,4 +1,4 @@
-"""Exported folders: transformers loads them and computes the same, and a run can begin with them."""
+"""Exported folders: transformers loads them and computes the same logits, and a run can start from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from wordrun.checkpoint.saved import find
 from wordrun.data.tokenizers.char import CharTokenizer
-from wordrun.data.tokenizers.huggingface import _letters, tokenizer_json
+from wordrun.data.tokenizers.huggingface import letters, tokenizer_json
 from wordrun.errors import UserError
 from wordrun.export import main
 from wordrun.model import Transformer
@@ -47,7 +47,7 @@ def test_transformers_computes_the_same(words: tuple[str, ...], shard_gb: float,
         expected = ours(tokens)
         assert expected.std() > 0.3
         torch.testing.assert_close(theirs(tokens).logits, expected, rtol=1e-5, atol=1e-5)
-    # No token ends a text by itself.
+    # No token ends the text.
     assert theirs.generate(tokens[:, :2], max_new_tokens=6, do_sample=True).shape == (1, 8)
 
     again = open_weights(Path("folder"), ours.cfg, tokenizer.vocab_size)
@@ -65,14 +65,14 @@ def test_the_tokenizer_is_the_same(save_run: SaveRun) -> None:
     assert theirs.decode(tokens) == TEXT
     assert len(theirs) == ours.vocab_size
     assert theirs.model_max_length == 8
-    with pytest.raises(Exception, match="UNK"):  # of the library, which has no class for it
+    with pytest.raises(Exception, match="UNK"):  # the library has no exception class for it
         theirs("a character that is not there: Ω")
 
 
 def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (100, 200):
         save_run(Path("run"), step=step)
-    (Path("run") / "huggingface" / ".step-00000100.new").mkdir(parents=True)  # left by an export that was killed
+    (Path("run") / "huggingface" / ".step-00000100.new").mkdir(parents=True)  # left by a killed export
     assert main(["run=run", "checkpoint=100", "dtype=bf16"]) == 0
     folder = Path("run/huggingface/step-00000100").resolve()
     assert capsys.readouterr().out == f"{folder}\n"
@@ -116,7 +116,7 @@ def test_mistakes_are_named(
 
 @pytest.fixture(scope="module")
 def learned() -> Any:
-    """A tokenizer of the library, of bytes in pairs as GPT-2's."""
+    """A byte-level BPE tokenizer, as GPT-2's, of the tokenizers library."""
     fast = tokenizers.Tokenizer(tokenizers.models.BPE())
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
@@ -131,12 +131,12 @@ def loaded(tokenizer: dict[str, Any]) -> Any:
 
 
 def test_gpt2s_tokenizer_becomes_one_of_the_library(learned: Any) -> None:
-    """Its vocabulary alone is saved, in the order of its merges, which can be found again."""
+    """Only its vocabulary is saved, in the order of the merges, from which they are recovered."""
     assert learned.get_vocab_size() == 600
     names = sorted(learned.get_vocab(), key=learned.token_to_id)
     table = tokenizers.decoders.ByteLevel()
-    letters = {letter: byte for byte, letter in enumerate(_letters())}
-    words = [bytes(letters[letter] for letter in name) for name in names]
+    bytes_of = {letter: byte for byte, letter in enumerate(letters())}
+    words = [bytes(bytes_of[letter] for letter in name) for name in names]
     assert [table.decode([name]) for name in names[250:]] == [word.decode(errors="replace") for word in words[250:]]
     ranks = " ".join(base64.b64encode(word).decode() for word in words)
     made, end = tokenizer_json({"kind": "gpt2", "ranks": ranks})
@@ -154,7 +154,7 @@ def test_bytes_become_tokens_of_the_library() -> None:
     assert loaded(made).decode(list(TEXT.encode())) == TEXT
 
 
-def test_tokenizers_of_the_library_go_as_they_are() -> None:
+def test_tokenizers_of_the_library_are_exported_unchanged() -> None:
     assert tokenizer_json({"kind": "bpe", "eot": 0, "tokenizer": {"model": "m"}}) == ({"model": "m"}, 0)
     with pytest.raises(UserError, match="the kind words cannot be converted"):
         tokenizer_json({"kind": "words"})
@@ -167,7 +167,7 @@ def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None
     assert max(map(len, said.splitlines())) <= 120
 
 
-def test_weights_alone_are_a_checkpoint_too(save_run: SaveRun) -> None:
+def test_exported_weights_are_a_checkpoint(save_run: SaveRun) -> None:
     ours = save_run(Path("run"), "model=llama_debug", text=TEXT)
     assert main(["run=run", "form=checkpoint", "out=weights"]) == 0
     saved = find(Path("weights"))

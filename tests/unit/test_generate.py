@@ -1,4 +1,4 @@
-"""Generation: with a cache of keys and values the same tokens as without one, and the command that shows them."""
+"""Generation: the same tokens with a KV cache as without, and the command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS: dict[str, ModelConfig] = {
 
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> Transformer:
-    """A small model that is sure of what follows: its weights are far from their first values."""
+    """A small model with confident predictions: its weights are far from their initial values."""
     model = models.build(CONFIGS[request.param], V, seed=1)
     with torch.no_grad():
         for p in model.parameters():
@@ -57,7 +57,7 @@ def test_tokens_are_those_without_a_cache(model: Transformer, options: dict[str,
     """Three texts at once, far across the limit of block_size."""
     without = generate(lambda x: model(x, at=-1), tokens(T=T), 3 * BLOCK, block_size=BLOCK, seed=2, **options)
     cached = Cached(model)
-    assert cached(tokens(T=2)).shape == (3, V)  # of another text, which must leave nothing behind
+    assert cached(tokens(T=2)).shape == (3, V)  # another text, which must not affect the next
     assert generate(cached, tokens(T=T), 3 * BLOCK, block_size=BLOCK, seed=2, **options).equal(without)
     assert without[:, T:].unique().numel() > 5
 
@@ -113,7 +113,7 @@ def test_a_cache_returns_everything_appended_to_it() -> None:
         assert v.equal(values[:, :, :start])
 
 
-def test_tokens_are_handed_out_as_they_are_drawn(model: Transformer) -> None:
+def test_tokens_are_passed_on_as_they_are_sampled(model: Transformer) -> None:
     columns: list[torch.Tensor] = []
     reads: list[int] = []
 
@@ -126,18 +126,18 @@ def test_tokens_are_handed_out_as_they_are_drawn(model: Transformer) -> None:
     assert torch.stack(columns, 1).equal(text[:, 4:])
 
 
-# Which tokens are drawn
+# Sampling
 
 
 def drawn(probabilities: list[list[float]], top_k: int | None = None, top_p: float = 1.0) -> list[set[int]]:
-    """Return the tokens that 2000 draws from each of ``probabilities`` give."""
+    """Return the tokens that 2000 samples from each of ``probabilities`` contain."""
     stream = torch.Generator().manual_seed(1)
     logits = torch.tensor(probabilities).log()
     draws = torch.cat([draw(logits, top_k, top_p, stream) for _ in range(2000)], 1)
     return [set(row.tolist()) for row in draws]
 
 
-def test_the_fewest_likeliest_tokens_that_reach_top_p_are_drawn() -> None:
+def test_top_p_samples_from_the_smallest_set_that_reaches_it() -> None:
     rows = [[0.1, 0.5, 0.1, 0.3], [0.25, 0.2, 0.3, 0.25], [0.97, 0.01, 0.01, 0.01]]
     assert drawn(rows, top_p=0.4) == [{1}, {0, 2}, {0}]
     assert drawn(rows, top_p=0.6) == [{1, 3}, {0, 2, 3}, {0}]
@@ -145,8 +145,8 @@ def test_the_fewest_likeliest_tokens_that_reach_top_p_are_drawn() -> None:
     assert drawn(rows, top_p=1.0) == [{0, 1, 2, 3}] * 3
 
 
-def test_top_p_is_of_what_top_k_leaves() -> None:
-    # Of the likeliest two the first has 5 / 8.
+def test_top_p_applies_after_top_k() -> None:
+    # The more likely of the top two has 5 / 8.
     assert drawn([[0.1, 0.5, 0.1, 0.3]], top_k=2, top_p=0.6) == [{1}]
     assert drawn([[0.1, 0.5, 0.1, 0.3]], top_k=2, top_p=0.7) == [{1, 3}]
 
@@ -211,9 +211,7 @@ def test_the_checkpoint_is_chosen(run: Path, capsys: pytest.CaptureFixture[str])
     assert written(capsys, f"run={run}", "checkpoint=100", *words) != latest
 
 
-def test_the_other_precision_and_the_model_are_named_beside_the_text(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"run={run}", "length=2", "dtype=fp16"]) == 0
     said = capsys.readouterr()
     assert "dtype=fp16: this cpu would emulate it" in said.err
@@ -256,7 +254,7 @@ def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("by", ["ctrl-c", "head"])
-def test_text_is_shown_while_it_is_written_until_it_is_enough(run: Path, by: str, start: Start) -> None:
+def test_text_is_streamed_until_it_is_interrupted(run: Path, by: str, start: Start) -> None:
     words = [f"run={run}", "prompt=fox", "length=1000000"]
     process = start(sys.executable, "-m", "wordrun.generate", *words)
     assert process.stdout is not None
@@ -274,8 +272,8 @@ def test_text_is_shown_while_it_is_written_until_it_is_enough(run: Path, by: str
         assert "Traceback" not in err
 
 
-def test_a_character_is_shown_when_all_of_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens are bytes here, of which an umlaut takes two."""
+def test_a_character_is_printed_when_it_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens are bytes here; an umlaut takes two."""
     show = Screen(lambda tokens: np.array(tokens, dtype=np.uint8).tobytes().decode(errors="replace"))
     seen = []
     for byte in "aüb".encode() + b"\xc3":

@@ -75,7 +75,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize(("broken", "check", "state", "remedy"), BROKEN.values(), ids=BROKEN)
-def test_each_ailment_has_its_remedy(
+def test_each_problem_has_its_remedy(
     plan: LaunchPlan, broken: dict[str, Any], check: str, state: str, remedy: str
 ) -> None:
     bad = [finding for finding in doctor.of_ranks(plan, ranks(**broken), 0, "", SITE) if finding.state != "ok"]
@@ -90,7 +90,7 @@ def test_ranks_that_do_not_answer(plan: LaunchPlan) -> None:
     assert "task 3: Killed" in finding.found
 
 
-def test_a_rank_that_does_not_know_who_it_is(plan: LaunchPlan) -> None:
+def test_a_rank_that_cannot_identify_itself(plan: LaunchPlan) -> None:
     lost = {"host": "b", "rank": "3", "problems": ["the variables contradict"], "cores": 1, "devices": 0}
     findings = doctor.of_ranks(plan, [*ranks()[:3], lost], 0, "")
     assert [finding.found for finding in findings if finding.state == "wrong"] == ["the variables contradict"]

@@ -38,7 +38,7 @@ def test_faults_that_a_relaunch_can_cure(line: str, hosts: tuple[str, ...]) -> N
         "",
     ],
 )
-def test_faults_of_the_program_are_not_tried_again(line: str) -> None:
+def test_faults_of_the_program_are_not_retried(line: str) -> None:
     assert classify([line], 1) is None
 
 
@@ -62,7 +62,7 @@ FOUR = Job(
 )
 
 
-def test_spares_take_the_place_of_hosts_that_failed() -> None:
+def test_spares_replace_failed_hosts() -> None:
     assert hold_back(FOUR, 0) is FOUR
     assert hold_back(FOUR, 2).hosts == ("n1", "n2.x")
     after = hold_back(FOUR, 2, frozenset({"n2"}))

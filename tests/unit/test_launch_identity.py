@@ -42,7 +42,7 @@ def test_an_exported_name_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "../x", ".", "-n", "a b", "ä"])
-def test_a_name_that_is_none_for_files(name: str) -> None:
+def test_a_name_that_cannot_be_part_of_a_file_name(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"WORDRUN_RUN_ID={name}: ")):
         choose({"WORDRUN_RUN_ID": name}, ALONE, COMMAND, "/nowhere")
 
@@ -52,7 +52,7 @@ def record(folder: Path, name: str, **facts: object) -> None:
     path.write_text(json.dumps({"job": "17", "command": COMMAND, "restarts": 0, "run_id": name, **facts}))
 
 
-def test_a_requeued_job_goes_on_with_the_runs_that_it_began(tmp_path: Path) -> None:
+def test_a_requeued_job_resumes_its_runs(tmp_path: Path) -> None:
     def chosen(job: Job = AGAIN, words: list[str] = COMMAND) -> str:
         return choose({}, job, words, str(tmp_path)).run_id
 
@@ -85,7 +85,7 @@ def dry(env: Mapping[str, str], *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **env}).stdout
 
 
-def test_dry_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_shows_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "export WORDRUN_RUN_ID=mine  # WORDRUN_RUN_ID was exported\n" in dry({"WORDRUN_RUN_ID": "mine"})
     (tmp_path / "outputs" / "launches").mkdir(parents=True)

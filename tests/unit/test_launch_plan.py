@@ -190,7 +190,7 @@ def test_stale_variables_are_removed() -> None:
         ({"nodes": 1}, TWO_NODES, (2, 1, 2)),
     ],
 )
-def test_any_two_decide_the_third(asked: dict[str, int], job: Job, layout: tuple[int, int, int]) -> None:
+def test_any_two_determine_the_third(asked: dict[str, int], job: Job, layout: tuple[int, int, int]) -> None:
     ranks = decide_ranks(Options(**asked), job)
     assert (ranks.np, ranks.nodes, ranks.ppn) == layout
     assert ranks.why
@@ -209,7 +209,7 @@ def test_any_two_decide_the_third(asked: dict[str, int], job: Job, layout: tuple
         ({"ppn": 9}, TWO_NODES, "--ppn 8 would fit"),
     ],
 )
-def test_what_does_not_fit_says_what_would(asked: dict[str, int], job: Job, fits: str) -> None:
+def test_an_impossible_layout_is_refused_with_one_that_fits(asked: dict[str, int], job: Job, fits: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decide_ranks(Options(**asked), job)
     assert fits in str(caught.value)
@@ -260,7 +260,7 @@ def test_dry_run_and_info_as_json(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_info_says_how_much_time_is_left(tmp_path: Path) -> None:
+def test_info_shows_the_time_left(tmp_path: Path) -> None:
     end = time.time() + 5000
     stub = make(tmp_path / "squeue", time.strftime("#!/bin/sh\necho %Y-%m-%dT%H:%M:%S\n", time.localtime(end)))
     stub.chmod(0o755)
@@ -273,7 +273,7 @@ def test_info_says_how_much_time_is_left(tmp_path: Path) -> None:
         assert told["reasons"]["time_left"] == why
 
 
-def test_hosts_that_nobody_knows_are_found_without_waiting_for_those_that_nobody_answers_for() -> None:
+def test_unresolved_hosts_are_found_without_waiting_for_slow_answers() -> None:
     never = threading.Event()
     answers = {"a": lambda: False, "b": lambda: True, "slow": never.wait, "c": lambda: True}
     begin = time.monotonic()

@@ -131,7 +131,7 @@ def test_reports_a_failure_and_only_that(tmp_path: Path) -> None:
     assert (tmp_path / "5").read_text().startswith("137 ")
 
 
-def test_a_rank_that_has_saved_is_no_failure_for_its_launcher(tmp_path: Path) -> None:
+def test_a_rank_that_has_saved_does_not_fail_for_its_launcher(tmp_path: Path) -> None:
     env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_STATUS_DIR": str(tmp_path)}
     assert rank_env(env, "sh", "-c", "exit 75").returncode == 0
     assert (tmp_path / "5").read_text().startswith("75 ")
@@ -140,7 +140,7 @@ def test_a_rank_that_has_saved_is_no_failure_for_its_launcher(tmp_path: Path) ->
     assert rank_env(env, "sh", "-c", "exit 75").returncode == 75
 
 
-def test_stands_aside_where_nobody_listens() -> None:
+def test_replaces_itself_by_the_command_without_a_status_folder() -> None:
     env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra"}
     with subprocess.Popen(
         ["/bin/sh", RANK_ENV, "sh", "-c", "echo $$"], env={"PATH": "/usr/bin:/bin", **env}, stdout=subprocess.PIPE

@@ -29,10 +29,10 @@ case "$*" in *--steps*) echo "17.3 wordrun-1-aa"; echo "17.batch batch" ;; *) ec
         ("PREEMPTED", signal.SIGTERM, False),
         ("COMPLETING", signal.SIGKILL, True),
         ("RUNNING", signal.SIGUSR1, True),
-        ("", signal.SIGTERM, True),  # nobody knows
+        ("", signal.SIGTERM, True),  # unknown
     ],
 )
-def test_an_order_to_end_comes_once(
+def test_a_stop_request_arrives_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, number: signal.Signals, sent: bool
 ) -> None:
     job = Job(hosts=("n1",), cores=(4,), devices=(0,), slots=(1,), scheduler="slurm", id="17")

@@ -300,7 +300,7 @@ def test_open_mpi_hands_on_what_the_user_exported(cluster: Cluster) -> None:
     assert "HISTSIZE" not in text
 
 
-def test_an_interactive_shell_of_salloc_is_no_rank(cluster: Cluster) -> None:
+def test_an_interactive_shell_of_salloc_is_not_a_rank(cluster: Cluster) -> None:
     env = slurm(
         "nid001096", "128", SLURM_STEP_ID="4294967290", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0",
         SLURM_JOB_NAME="interactive", SLURM_GPUS_ON_NODE="4", NERSC_HOST="perlmutter",
@@ -349,7 +349,7 @@ def test_more_counts_than_nodes_are_cut_with_a_note(cluster: Cluster) -> None:
     assert "counts more than" in job.notes[0]
 
 
-def test_a_hostfile_with_a_stranger(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_hostfile_with_a_host_outside_the_job(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n1\nn9\n")
     with pytest.raises(ConfigError, match=r"n9 not in SLURM job 955500, which has n1, n2"):
         cluster.job(slurm("n[1-2]", "4(x2)"), "n1", hostfile=str(tmp_path / "hosts"))
@@ -479,7 +479,7 @@ def test_a_site_file_with_a_mistake(tmp_path: Path, text: str, says: list[str]) 
 
 
 @pytest.mark.parametrize(("text", "says"), BAD_FILES.items(), ids=range(len(BAD_FILES)))
-def test_a_file_that_is_no_site(tmp_path: Path, text: str, says: list[str]) -> None:
+def test_a_file_that_is_not_a_site(tmp_path: Path, text: str, says: list[str]) -> None:
     check_refused(tmp_path / "mine.yaml", text, says)
 
 

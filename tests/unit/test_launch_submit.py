@@ -200,7 +200,7 @@ def test_parts_of_a_sites_node(name: str, words: str, asked: list[str]) -> None:
     assert set(asked) <= set(directives(written(name, *words.split(), "--walltime", "0:30:00", "--account", "X")))
 
 
-def test_a_python_that_is_no_environment(tmp_path: Path) -> None:
+def test_a_python_outside_an_environment(tmp_path: Path) -> None:
     """A module's is the job's too; the system's would hide what the modules bring."""
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin", "python", "true")
@@ -221,7 +221,7 @@ def test_a_python_that_is_no_environment(tmp_path: Path) -> None:
 
 @pytest.fixture
 def conda(tmp_path: Path) -> Path:
-    """An environment of conda's kind whose python says that it has all that is needed."""
+    """A conda environment whose python claims to have everything needed."""
     prefix = tmp_path / "my envs" / "torch"
     (prefix / "conda-meta").mkdir(parents=True)
     (prefix / "bin").mkdir()
@@ -262,12 +262,14 @@ MARGINS = {
     "a short one": ("--walltime 0:05:00 -- /venv/bin/wordrun data=sample", 15),
     "as asked": ("--walltime 0:05:00 --walltime-margin 40 -- wordrun", 40),
     "none is asked for": ("--walltime 1:00:00 --walltime-margin 0 -- wordrun", 0),
+    "the command train": ("--walltime 1:00:00 -- wordrun train data=sample", 120),
+    "a command that does not train": ("--walltime 1:00:00 -- python -m wordrun prepare data=sample", None),
     "a program that may know no SIGUSR1": ("--walltime 1:00:00 -- python train.py wordrun.yaml", None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "seconds"), MARGINS.values(), ids=MARGINS)
-def test_who_is_told_before_the_walltime_ends(words: str, seconds: float | None) -> None:
+def test_default_margins_before_the_time_limit(words: str, seconds: float | None) -> None:
     options = parse(["--submit", *words.split()])
     assert margin(options) == seconds
     slurm = script(options, UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID)
@@ -277,8 +279,8 @@ def test_who_is_told_before_the_walltime_ends(words: str, seconds: float | None)
     assert re.findall(r"^launch --walltime-margin (\d+) --", pbs, re.MULTILINE) == ([str(seconds)] if seconds else [])
 
 
-def test_only_the_ranks_of_an_srun_are_told_by_slurm() -> None:
-    """It would tell the daemons of another launcher, who die of it; launch keeps the time there."""
+def test_slurm_signals_only_the_ranks_of_srun() -> None:
+    """It would signal the daemons of another launcher, which would be killed; launch keeps the time there."""
     words = "--walltime 1:00:00 --launcher hydra -n 2 -- wordrun"
     text = script(parse(["--submit", *words.split()]), UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID)
     assert "--signal" not in text

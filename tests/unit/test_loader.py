@@ -173,7 +173,7 @@ def test_a_mix_has_exactly_the_shares_that_were_asked_for() -> None:
     for period in range(3):
         counts = Counter(sources[period * MIX_PERIOD : (period + 1) * MIX_PERIOD])
         assert [counts[k] / MIX_PERIOD for k in range(3)] == pytest.approx([0.5, 0.3, 0.2], abs=1 / MIX_PERIOD)
-    assert sources[:MIX_PERIOD] != sources[MIX_PERIOD : 2 * MIX_PERIOD]  # shuffled anew
+    assert sources[:MIX_PERIOD] != sources[MIX_PERIOD : 2 * MIX_PERIOD]  # shuffled again
     assert max(len(run) for run in "".join(map(str, sources)).replace("1", " ").replace("2", " ").split()) < 40
 
 
@@ -285,7 +285,7 @@ def test_staging_copies_everything_once(prepared: Path, tmp_path: Path) -> None:
     assert stage.is_complete(prepared, to)
 
 
-def test_staging_goes_on_where_it_was_broken_off(prepared: Path, tmp_path: Path) -> None:
+def test_staging_continues_after_an_interruption(prepared: Path, tmp_path: Path) -> None:
     to = stage.target(prepared, str(tmp_path))
     stage.copy(prepared, to)
     (to / "manifest.json").unlink()

@@ -12,6 +12,7 @@ from wordrun.backend.base import StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.devices import DEVICES
 from wordrun.train.metrics import LEGEND, Meter, device_name, one_line, peak_flops
+from wordrun.train.state import TrainState
 
 CPU = torch.device("cpu")
 RESULT = StepResult(torch.tensor(2.5), torch.tensor(0.75))
@@ -59,7 +60,7 @@ def test_half_precision_is_faster_than_single() -> None:
 
 
 def meter(ranks: int = 1) -> Meter:
-    return Meter(CPU, torch.float32, 24, 64, flops_per_token=1000, ranks=ranks)
+    return Meter(CPU, torch.float32, ranks, 24, tokens_per_example=64, flops_per_example=64 * 1000)
 
 
 @pytest.fixture
@@ -72,14 +73,16 @@ def alone() -> object:
 
 def two_steps(figures: Meter) -> dict[str, float]:
     """Let ``figures`` see two steps of about 30 ms each, 10 of them forward and 20 backward."""
+    state = TrainState(step=7, position=7 * 24)
+    state.start_clock()
     for _ in range(2):
         figures.clock.start()
         time.sleep(0.01)
         figures.clock.lap("forward")
         time.sleep(0.02)
         figures.clock.lap("backward")
-        figures.count_step()
-    return figures.line(7, 7 * 24, RESULT, 0.001)
+        figures.add(RESULT, 0.001)
+    return figures.line(state)
 
 
 @pytest.mark.usefixtures("alone")
@@ -123,8 +126,8 @@ def test_a_line_starts_a_new_mean() -> None:
     figures.clock.start()
     for label in ("forward", "backward"):
         figures.clock.lap(label)
-    figures.count_step()
-    assert figures.line(8, 8 * 24, RESULT, 0.001)["dt"] < 0.01
+    figures.add(RESULT, 0.001)
+    assert figures.line(TrainState(step=8))["dt"] < 0.01
 
 
 def test_time_before_the_start_is_not_counted() -> None:

@@ -1,4 +1,4 @@
-"""The wheel: complete, and at work in an empty folder."""
+"""The wheel: complete, and working in an empty folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: its arithmetic beside what torch does, its advice, and its command line."""
+"""The plan: its arithmetic compared with torch, its advice, and its command line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def measured_peak(cfg: Config, vocab_size: int) -> int:
-    """Return the bytes that a forward and a backward pass allocate at their peak, gradients being there."""
+    """Return the peak of the bytes that a forward and a backward pass allocate, besides existing gradients."""
     model = models.build(cfg.model, vocab_size)
     prepare_blocks(model, cfg)
     tokens = torch.randint(vocab_size, (cfg.model.batch_size, cfg.model.block_size))
@@ -79,15 +79,15 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
         model = shapes_of(cfg.model, vocab_size)
         need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
-        # One process has buckets beside its gradients; both are there before.
+        # One process has buckets besides its gradients; both exist before.
         planned = need.total - need.parameters - need.optimizer - need.gradients - 4 * model.parameters
         assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
 
 
 @older
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
-def test_activations_are_so_on_a_processor_without_bf16(ranks: Command) -> None:
-    """There oneDNN multiplies bf16 in other copies, and the peak is another one."""
+def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
+    """Without bf16 instructions oneDNN makes other copies, so the peak differs."""
     tests = [__file__, "-k", "fifth and gpt2 and bf16", "-q", "--assert=plain", "-p", "no:cacheprovider"]
     done = ranks(1, "-m", "pytest", *tests, under="fork", ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.returncode == 0, done.stdout
@@ -130,7 +130,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert numel(read.stage([cfg.model.n_layer - 1])) == last.num_parameters()
 
 
-def test_the_largest_share_has_whole_rows() -> None:
+def test_the_largest_shard_has_complete_rows() -> None:
     assert ParameterShape((10, 4), tp_dim=0).numel(tp=3, shard=2) == 2 * 4
     assert ParameterShape((10, 4), tp_dim=1).numel(tp=2, shard=3) == 4 * 2
     assert ParameterShape((3,)).numel(shard=8) == 1
@@ -140,7 +140,7 @@ def test_the_largest_share_has_whole_rows() -> None:
 
 
 class Stage:
-    """Stands in for torch's PipelineStage, of which a schedule's order needs the numbers alone."""
+    """Replaces torch's PipelineStage: a schedule's order depends only on the numbers of stages."""
 
     def __init__(self, number: int, count: int, pp: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = number, count, 0, pp
@@ -205,7 +205,7 @@ def test_bytes_sent_are_those_of_the_papers() -> None:
     assert sent["FSDP like ZeRO-2"] == pytest.approx(ring * (2 + 4) * count)
 
 
-def test_zero_shares_what_its_stage_says() -> None:
+def test_zero_stages_shard_what_the_paper_says() -> None:
     rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
     whole, eighth = 124_439_808, 124_439_808 / 8
     for name, sizes in {
@@ -269,7 +269,7 @@ def test_nothing_fits() -> None:
         "model=gpt2_large train.backend=3D backend.pp=2 backend.tp=2 optimizer.gas=2 plan.devices=8",
     ],
 )
-def test_every_strategy_is_one_that_a_run_accepts(words: str) -> None:
+def test_a_run_accepts_every_strategy(words: str) -> None:
     report = plan(words.split())
     planner = report.planner
     ours = [word for word in words.split() if not word.startswith(("plan.", "train.backend", "backend.", "optimizer"))]
@@ -282,7 +282,7 @@ def test_every_strategy_is_one_that_a_run_accepts(words: str) -> None:
             assert layout.dp * cfg.model.batch_size * row.strategy.gas == planner.sequences
 
 
-def test_a_strategy_that_is_asked_for_comes_first() -> None:
+def test_the_configured_strategy_comes_first() -> None:
     words = ("model=gpt2", "train.backend=FSDP", "backend.shard=2", "backend.replicate=-1", "plan.devices=8")
     first = plan(words).rows[0]
     assert isinstance(first, Estimate)
@@ -290,7 +290,7 @@ def test_a_strategy_that_is_asked_for_comes_first() -> None:
     assert (first.strategy.layout.shard, first.strategy.layout.replicate) == (2, 4)
 
 
-def test_more_saving_needs_less() -> None:
+def test_more_checkpointing_needs_less_memory() -> None:
     for row in estimates("model=gpt2_medium", "plan.devices=16").values():
         none, selective, full = (row.memory[kind] for kind in ("none", "selective", "full"))
         assert none.activations > selective.activations > full.activations > 0, row.strategy.name
@@ -298,14 +298,14 @@ def test_more_saving_needs_less() -> None:
         assert math.isfinite(none.total)
 
 
-def test_aurora_whole_takes_seconds() -> None:
+def test_all_of_aurora_takes_seconds() -> None:
     found = advice("model=gpt3_175b", "plan.site=aurora", f"plan.devices={12 * 10624}")
     assert found.best
     assert found.best.strategy.name == "3D"
     assert found.best.strategy.layout.size == 127_488
 
 
-def test_what_the_plan_does_not_cover_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     class OtherBackend(BackendConfig):  # its name is DDP, so that only the plan can object
         pass
 
@@ -323,7 +323,7 @@ def test_what_the_plan_does_not_cover_is_shown_as_such(capsys: pytest.CaptureFix
     assert advise(planner, rows).why == ["There is no strategy to recommend, for the reasons above."]
 
 
-def test_a_batch_that_suits_no_strategy_is_no_crash() -> None:
+def test_a_batch_that_suits_no_strategy() -> None:
     found = advice("model=gpt3_13b", "plan.devices=16", "train.backend=3D", "backend.pp=4", "backend.tp=4")
     assert (found.best, found.why) == (None, ["There is no strategy to recommend, for the reasons above."])
 
@@ -408,7 +408,7 @@ def test_examples_of_the_help_run(line: str, capsys: pytest.CaptureFixture[str])
     assert "launch" in capsys.readouterr().out
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for word in ("plan.devices=null", "plan.reserve=0.1", "a100-40 (39.5)", "wordrun plan model=gpt2_xl"):

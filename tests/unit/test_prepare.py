@@ -1,7 +1,8 @@
-"""Preparation: the same result for any number of ranks, restarted where it was, one at a time, and never half."""
+"""Preparation: the same result for any number of ranks, continued after a kill, one at a time, never incomplete."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -23,7 +24,7 @@ import pytest
 from matplotlib.image import imread
 
 import wordrun
-from wordrun.config import BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, TokenizerConfig
+from wordrun.config import PARTS, BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data.corpus import open_prepared
 from wordrun.dist import World
@@ -35,6 +36,7 @@ from wordrun.prepare.sources.base import Source
 from wordrun.prepare.sources.download import DownloadSource
 from wordrun.prepare.sources.files import FileSource
 from wordrun.prepare.sources.sample import sample_text
+from wordrun.registry import Part
 
 if TYPE_CHECKING:
     from conftest import Command, Start
@@ -44,7 +46,7 @@ BYTE = TokenizerConfig("byte")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six files of documents, two of them one text, so that there are pieces to be shared out."""
+    """Six files of documents, two of them one text each, so that there are work items to distribute."""
     folder = tmp_path_factory.mktemp("texts")
     paragraphs = sample_text()[:120_000].split("\n\n")
     for number in range(4):
@@ -95,7 +97,7 @@ def test_any_number_of_ranks_and_processes_makes_the_same(
 ) -> None:
     made(texts, tmp_path / "1", tokenizer, workers=3)
     alone = content(tmp_path / "1")
-    assert len([name for name in alone if name.endswith(".bin")]) == 12  # of six pieces, for training and validation
+    assert len([name for name in alone if name.endswith(".bin")]) == 12  # six work items, two splits
     made(texts, tmp_path / "2", tokenizer, ranks=2, workers=1)
     assert content(tmp_path / "2") == alone
 
@@ -204,7 +206,7 @@ def test_a_shard_that_was_damaged_in_between_is_made_again(texts: Path, tmp_path
     assert run.begin(locate(other), BYTE, folder).todo["shards"] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_killed_preparation_goes_on(texts: Path, tmp_path: Path, start: Start, command: Command) -> None:
+def test_a_killed_preparation_is_continued(texts: Path, tmp_path: Path, start: Start, command: Command) -> None:
     """The command is killed without warning when some shards are there, and started again."""
     for number in range(20):
         (tmp_path / "in" / f"{number:02d}").mkdir(parents=True)
@@ -309,15 +311,15 @@ def test_ranks_that_find_nothing_prepared_have_one_of_them_prepare(
     assert "waiting for data=text to be prepared by process" in caplog.text
 
 
-def test_a_large_source_is_not_prepared_unasked(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obtain, "UNASKED", 1000)
+def test_a_run_does_not_prepare_a_large_source(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obtain, "AUTO_PREPARE", 1000)
     with pytest.raises(UserError, match=r"not prepared .* and is large .*launch python -m wordrun\.prepare data=text"):
         obtain.obtain(config(texts), World())
 
 
 def test_a_run_finds_what_the_command_has_prepared(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["data=text", f"data.path={texts}", "tokenizer=byte"]) == 0
-    monkeypatch.setattr(obtain, "UNASKED", 0)
+    monkeypatch.setattr(obtain, "AUTO_PREPARE", 0)
     assert len(obtain.obtain(config(texts), World()).train) > 100_000
     with pytest.raises(UserError, match="not prepared with these options"):
         obtain.obtain(config(texts, "data.val_fraction=0.2"), World())
@@ -376,7 +378,7 @@ def test_the_command_shows_what_is_there(texts: Path, tmp_path: Path, capfd: pyt
     assert f"{shard} is damaged" in capfd.readouterr().err
 
 
-def test_shards_of_others_are_written_anew(tmp_path: Path) -> None:
+def test_foreign_shards_are_rewritten(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     tokens = np.array([256, *b"first", 256, *b"second"] * 50)
     np.save(tmp_path / "theirs" / "fineweb_train_000001.npy", tokens)
@@ -456,19 +458,24 @@ def test_workers_count_what_they_have_done(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_ends_the_preparation_and_is_named(tmp_path: Path) -> None:
-    """A worker that waits for a pipe, as it would for a hanging file system, is killed as for want of memory."""
+    """A worker that reads a pipe, as slow as a file system may be, is killed as if memory had run out."""
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "abc"}\n' * 20)
-    (tmp_path / "c.jsonl.gz").write_bytes(b"not empty")
+    pipe = tmp_path / "c.jsonl.gz"
+    pipe.write_bytes(b"not empty")
     working = by_workers(tmp_path, tmp_path / "out")
-    (tmp_path / "c.jsonl.gz").unlink()
-    os.mkfifo(tmp_path / "c.jsonl.gz")
-    while next(working)[0] < 2:
-        pass
+    pipe.unlink()
+    os.mkfifo(pipe)
+    end = None
+    while end is None or next(working)[0] < 2:
+        with contextlib.suppress(OSError):  # no worker reads it yet
+            end = end or os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        next(working)
     for pid in children():
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(UserError, match=r"a worker process died .*c\.jsonl\.gz \(work item 2\)\. Run the same command"):
         list(working)
+    os.close(end)
     assert children() == set()
 
 
@@ -502,6 +509,40 @@ obtain(cfg, World())
     made(texts, tmp_path / "alone")
     shards = {name: digest for name, digest in content(tmp_path / "out").items() if name != "manifest.json"}
     assert shards.items() <= content(tmp_path / "alone").items()
+
+
+# A new kind of source
+
+
+def test_a_kind_of_source_is_a_class_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the worker processes, and in a module that is not part of wordrun."""
+    (tmp_path / "numerals.py").write_text("""
+from wordrun.prepare.sources.base import Document, Source, WorkItem
+
+class Numerals(Source):
+    @classmethod
+    def locate(cls, data):
+        return cls(data, None, "numerals")
+
+    def size(self):
+        return 0
+
+    def state(self):
+        return None
+
+    def items(self):
+        return [WorkItem(number, "numerals") for number in range(3)]
+
+    def documents(self, item):
+        return (Document(f"{item.number}{n}") for n in range(10))
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(PARTS["data"], "numerals", Part(DataConfig, "numerals:Numerals"))
+    words = ["data=text", "data.kind=numerals", "data.workers=2", "tokenizer=byte", "model.block_size=16"]
+    corpus = obtain.obtain(wordrun.compose(words), World())
+    expected = [f"{item}{n}" for item in range(3) for n in range(9)]
+    assert corpus.tokenizer.decode(corpus.train[:]).split("<|endoftext|>")[1:] == expected
+    assert corpus.origin == "numerals"
 
 
 # What earlier versions prepared is found and read

@@ -1,4 +1,4 @@
-"""``bin/setup.sh`` in bash and in zsh: finds the environment, says what is missing, leaves the shell as it was."""
+"""``bin/setup.sh`` in bash and in zsh: finds the environment, reports what is missing, leaves the shell unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(shell: str, script: str, cwd: Path, setup: Path = SETUP, **env: str) -> 
 
 @pytest.fixture
 def stub(tmp_path: Path) -> str:
-    """An environment whose python has all that is needed, and says so faster than torch can be imported."""
+    """An environment whose python claims to have everything needed, without importing torch."""
     path = tmp_path / "stub" / "bin" / "python"
     path.parent.mkdir(parents=True)
     path.write_text('#!/bin/sh\n[ "$1" = - ] || echo Python 3.12.0\n')

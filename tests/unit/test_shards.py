@@ -350,7 +350,7 @@ def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     assert 'was prepared with tokenizer="byte", not "char"' in second
 
 
-def test_ten_thousand_shards_are_opened_within_a_second_by_who_does_not_look(tmp_path: Path) -> None:
+def test_ranks_that_do_not_examine_open_ten_thousand_shards_within_a_second(tmp_path: Path) -> None:
     """Ranks other than the first of a node open no file at the start: the files need not even be there."""
     manifest = made(tmp_path)
     entries = [Entry(f"train_{n:06d}_00.bin", 10**8, 1, "0" * 64) for n in range(10_000)]

@@ -28,7 +28,7 @@ def test_host_lists_are_expanded(text: str, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a[1-", "a]1", "a[3-1]", "a[]", "a[1,]", "a[x-y]", "a[[1]]", "a b"])
-def test_what_is_no_host_list_is_refused(text: str) -> None:
+def test_an_invalid_host_list_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="SLURM_X"):
         expand_hosts(text, "SLURM_X")
 

@@ -364,7 +364,7 @@ def test_a_run_is_never_overwritten(small: Words, tmp_path: Path, capfd: pytest.
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     status, said = main(small(f"hydra.run.dir={tmp_path}/run"), capfd)
     assert status == 2
-    assert "holds a run already" in said
+    assert "already contains a run" in said
     assert len(said.splitlines()) == 1
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 

@@ -76,7 +76,7 @@ def test_without_a_key_it_is_offline(listening: str, monkeypatch: pytest.MonkeyP
 def test_online_without_a_key_is_refused_with_the_remedy() -> None:
     with pytest.raises(UserError) as caught:
         choose_mode(WandbConfig(mode="online"))
-    says = ("tracker.mode=online", "wandb login", "WANDB_API_KEY", "tracker.mode=offline")
+    says = ("tracker.wandb.mode=online", "wandb login", "WANDB_API_KEY", "tracker.wandb.mode=offline")
     assert [text for text in says if text not in str(caught.value)] == []
 
 
@@ -123,7 +123,7 @@ def test_behind_a_proxy_the_proxy_is_asked(listening: str, nobody: str, monkeypa
 def offline(small: Words, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run that W&B recorded offline."""
     folder = tmp_path_factory.mktemp("wandb") / "run"
-    words = small("tracker=wandb", "tracker.project=shakes", "tracker.tags=[a,b]", "train.log_interval=2")
+    words = small("tracker=wandb", "tracker.wandb.project=shakes", "tracker.wandb.tags=[a,b]", "train.log_interval=2")
     words.remove("tracker=jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WANDB_API_KEY", raising=False)
@@ -211,7 +211,7 @@ def test_a_continued_run_is_the_same_run_without_repeated_steps(
         file.write('{"step": 5, "loss": 1.0}\n')  # logged after the last checkpoint, before the run was killed
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    words = small("tracker=wandb", "tracker.project=shakes", "train.log_interval=1", "train.resume=auto")
+    words = small("tracker=wandb", "tracker.wandb.project=shakes", "train.log_interval=1", "train.resume=auto")
     words.remove("tracker=jsonl")
     with wordrun.Trainer(wordrun.compose([*words, "train.max_iters=7", f"hydra.run.dir={folder}"])) as trainer:
         trainer.train()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from wordrun import files
 from wordrun.config import DataConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data import shards, tokenizers
@@ -95,7 +95,7 @@ def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokeni
 
 def open_foreign(data: DataConfig, tokenizer: TokenizerConfig) -> Opened:
     """Return the contents of the folder data.path: shards of llm.c, nanoGPT's files, .npy files, or our own."""
-    folder = Path(os.path.expanduser(str(data.path))).absolute()
+    folder = files.absolute(str(data.path))
     if manifests.is_complete(folder):
         return open_prepared(folder, data, tokenizer)
     train, val = find_foreign(folder, data)

@@ -146,7 +146,7 @@ class Mix(Order):
     """The sequences of several orders, each in proportion to its share.
 
     Each order contributes a fixed number to every MIX_PERIOD sequences (its share, rounded by largest remainders), at
-    positions that are shuffled anew in each period. So the number of sequences of each order before any index follows
+    positions that are shuffled again in each period. So the number of sequences of each order before any index follows
     from the index.
     """
 

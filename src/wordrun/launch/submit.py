@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
 from wordrun.launch import identity, site_files
@@ -101,12 +102,13 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
 
 
 def margin(options: Options) -> float | None:
-    """Return --walltime-margin, or its default for wordrun; None for commands that may not handle SIGUSR1.
+    """Return --walltime-margin, or its default for wordrun's training; None for commands that may not handle SIGUSR1.
 
     SIGUSR1 ends a program that does not handle it.
     """
-    knows = any(os.path.basename(word) == "wordrun" for word in options.command)
-    if options.walltime_margin is not None or options.walltime is None or not knows:
+    following = [after for word, after in pairwise([*options.command, ""]) if os.path.basename(word) == "wordrun"]
+    trains = bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
+    if options.walltime_margin is not None or options.walltime is None or not trains:
         return options.walltime_margin
     return min(MARGIN_S, seconds(options.walltime) // MARGIN_PART)
 

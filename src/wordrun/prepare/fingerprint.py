@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from wordrun import files
 from wordrun.composer import data_home
 from wordrun.config import TokenizerConfig
 from wordrun.data.tokenizers import build
@@ -24,7 +24,7 @@ def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
     """Return the folder of the shards of ``source``: a different one for every text and every setting."""
     data = source.data
     if data.prepared or source.is_tokens:
-        return Path(os.path.expanduser(str(data.prepared or data.path))).absolute()
+        return files.absolute(str(data.prepared or data.path))
     content = json.dumps({**settings(source, tokenizer), "format": FORMAT}, sort_keys=True)
     digest = hashlib.blake2b(content.encode(), digest_size=5).hexdigest()
     return Path(data_home()).absolute() / "prepared" / f"{data.name}-{tokenizer.name}-{digest}"

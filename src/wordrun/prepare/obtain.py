@@ -28,9 +28,9 @@ from wordrun.prepare.sources import locate
 from wordrun.prepare.sources.base import Source, WorkItem
 
 IN_MEMORY = 2**26
-"""Bytes of a text up to which characters are not prepared: every rank encodes them in a second."""
-UNASKED = 2**30
-"""Bytes of a source up to which a run prepares it by itself."""
+"""Largest text in bytes that is not prepared for tokenizer=char: every rank encodes it in a second."""
+AUTO_PREPARE = 2**30
+"""Largest source in bytes that a run prepares by itself; larger ones need the command."""
 
 
 def obtain(cfg: Config, world: World) -> Corpus:
@@ -45,7 +45,7 @@ def obtain(cfg: Config, world: World) -> Corpus:
 
 
 def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: World, *, in_memory: bool = True) -> Corpus:
-    """Return the corpus of one data set; without ``in_memory`` always from shards."""
+    """Return the corpus of one data set, with ``in_memory=False`` always from shards."""
 
     def find() -> tuple[Source, WorkItem | None, Path]:
         source = locate(data)
@@ -97,7 +97,7 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
 
     def prepare() -> None:
         size = source.size()
-        if size is None or size > UNASKED:
+        if size is None or size > AUTO_PREPARE:
             how_large = "its size is known only to the hub" if size is None else f"is large ({size / 2**30:.1f} GiB)"
             raise UserError(
                 f"data={name} is not prepared with these options ({folder} is incomplete), and {how_large}. First: "

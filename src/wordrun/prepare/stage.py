@@ -13,6 +13,7 @@ from wordrun.data import manifest as manifests
 from wordrun.data import shards
 from wordrun.data.manifest import Entry
 from wordrun.errors import UserError
+from wordrun.files import absolute
 
 BLOCK = 2**22
 """Bytes of one read and write."""
@@ -21,7 +22,7 @@ BLOCK = 2**22
 def target(folder: Path, stage: str) -> Path:
     """Return the path of the copy of ``folder`` under the folder data.stage."""
     digest = hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
-    return Path(os.path.expanduser(stage)).absolute() / f"{folder.name}-{digest}"
+    return absolute(stage) / f"{folder.name}-{digest}"
 
 
 def is_complete(folder: Path, to: Path) -> bool:

@@ -1,6 +1,6 @@
-"""Processes that work on the items of one rank.
+"""The worker processes of one rank.
 
-They are spawned, so that neither MPI nor the threads of this process are copied into them.
+They are spawned, because forking a process that uses MPI or threads is not safe.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from wordrun.prepare.sources.base import Source, WorkItem
 REPORT_S = 0.2
 """Seconds between two reports of progress."""
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-"""A worker is one thread: there are as many workers as cores."""
+"""One thread per worker: there are as many workers as cores."""
 
 COLUMNS = 5
-"""Of the progress, one row per work item: whether it has begun, whether it is done, documents, tokens and bytes."""
+"""Of the table of progress, which has a row for each work item: begun, done, documents, tokens and bytes."""
 
 _progress: Any = None
-"""In a worker: the progress, shared with the process that started it."""
+"""In a worker: the table of progress, shared with the process that started it."""
 
 
 def number(data: DataConfig, world: World, items: int) -> int:
-    """Return the number of worker processes of this rank; 0: it works by itself, as there is one item in all."""
+    """Return the number of worker processes of this rank; 0: a single item is processed without any."""
     if items == 1:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -54,7 +54,7 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
         Work items, documents, tokens and bytes so far.
 
     Raises:
-        UserError: from a work item, or a worker died.
+        UserError: a work item failed, or a worker died.
     """
     if not items:
         return
@@ -89,14 +89,14 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
 
 
 class _Context(SpawnContext):
-    """Starts processes and keeps them: before Python 3.14 the executor itself has no way to kill them."""
+    """Starts processes and keeps track of them: before Python 3.14 the executor has no way to kill them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.processes: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        """Return a process that is going to be started."""
+        """Return a process that is not started yet."""
         self.processes.append(SpawnProcess(*args, **options))
         return self.processes[-1]
 
@@ -107,9 +107,9 @@ def _names(items: Sequence[WorkItem]) -> str:
 
 @contextlib.contextmanager
 def _as_worker_environment() -> Iterator[None]:
-    """Set the environment of processes that are started meanwhile, and keep them from importing ``__main__``.
+    """Set the environment that workers inherit, and hide ``__main__`` from them.
 
-    Spawned processes would import the caller's script, which may lack the guard of ``if __name__ == "__main__"``.
+    Spawned processes import the caller's script, which may lack the guard ``if __name__ == "__main__"``.
     """
     main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in ENVIRONMENT}
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -126,7 +126,7 @@ def _as_worker_environment() -> Iterator[None]:
 
 
 def _begin(shared: Any) -> None:
-    """Begin as a worker: leave Ctrl-C to the parent, and end when it is gone."""
+    """Initialise a worker: ignore Ctrl-C, which the parent handles, and exit when the parent does."""
     global _progress
     _progress = np.frombuffer(shared, dtype=np.int64).reshape(-1, COLUMNS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -145,7 +145,7 @@ def _work(index: int, task: str, item: WorkItem, source: Source, folder: Path) -
 
 
 def _process(row: Any, task: str, item: WorkItem, source: Source, folder: Path) -> None:
-    """Process ``item`` and note in ``row`` how far it is."""
+    """Process ``item`` and keep its progress in ``row``."""
 
     def report(documents: int, tokens: int, characters: int) -> None:
         row[2:] = documents, tokens, min(item.size, characters)

@@ -22,13 +22,16 @@ from wordrun.prepare.sources.base import WorkItem
 
 SHARD_TOKENS = 2**26
 """Tokens of a shard, at most, except to complete a document; the header's count would end at 2^31."""
+GROUP = 16
+"""Arrays of tokens that are converted and written at once."""
 
 
 class SplitWriter:
     """Writes the shards that a work item contributes to one split."""
 
     def __init__(self, name: str, item: WorkItem, tokenizer: Tokenizer, folder: Path) -> None:
-        self.name, self.item, self.folder, self.eot = name, item, folder, tokenizer.eot
+        self.name, self.item, self.folder = name, item, folder
+        self._eot = None if tokenizer.eot is None else np.array([tokenizer.eot])
         self.dtype = shards.dtype_for(tokenizer.vocab_size)
         self._entries: list[Entry] = []
         self._parts: list[Ids] = []
@@ -41,14 +44,14 @@ class SplitWriter:
             if self._count >= SHARD_TOKENS:
                 self._flush()
             self._starts.append(self._count)
-            if self.eot is not None:
-                self._append(np.array([self.eot]))
+            if self._eot is not None:
+                self._append(self._eot)
         self._append(tokens)
 
     def add_shard(self, tokens: Ids) -> None:
         """Write tokens that contain the end-of-text tokens already as a shard."""
-        if self.eot is not None:
-            self._starts += np.flatnonzero(tokens == self.eot).tolist()
+        if self._eot is not None:
+            self._starts += np.flatnonzero(tokens == self._eot).tolist()
         self._append(tokens)
         self._flush()
 
@@ -83,8 +86,9 @@ def write_shard(path: Path, parts: Sequence[Ids], dtype: str, starts: Sequence[i
     (kind,) = (key for key, value in shards.FORMATS.items() if value == dtype)
     header = np.zeros(shards.HEADER, dtype="<i4")
     header[:3] = (*kind, count)
-    # Part by part: one array of all tokens would be fresh memory, which costs more than the conversion.
-    converted = (part.astype(dtype, copy=False).data for part in parts)
+    # In groups: an array of all tokens would be fresh memory, which costs more than the conversion itself.
+    groups = (parts[i : i + GROUP] for i in range(0, len(parts), GROUP))
+    converted = (np.concatenate(group, dtype=dtype, casting="unsafe").data for group in groups)
     return Entry(path.name, count, len(starts), _write(path, chain([header.data], converted)))
 
 

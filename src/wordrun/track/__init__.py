@@ -1,5 +1,5 @@
-"""Where metrics, samples and the config of a run go."""
+"""Where the metrics and samples of a run go."""
 
-from wordrun.track.base import Kept, Tracker, build
+from wordrun.track.base import RunInfo, Tracker, build
 
-__all__ = ["Kept", "Tracker", "build"]
+__all__ = ["RunInfo", "Tracker", "build"]

@@ -1,60 +1,71 @@
-"""What a tracker is, and which ones a run has."""
+"""What a tracker is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from wordrun.config import Config, part_of
+from wordrun.config import PARTS, Config
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a continued run brings from its checkpoint."""
+class RunInfo:
+    """The run that trackers record."""
 
-    states: dict[str, Any] = field(default_factory=dict)
-    """What the trackers' ``state`` returned, all together."""
-    seen: int = -1
-    """The last step of which the trackers were told, which may be beyond the checkpoint."""
+    cfg: Config
+    path: Path
+    """The run directory, which exists."""
+    facts: dict[str, Any]
+    """What describes the run besides its config, such as the origin of its data."""
+    logged: int = -1
+    """The last step logged before the run was resumed, which may be after its checkpoint; -1: none."""
 
 
-class Tracker(Protocol):
-    """Receives what rank 0 reports. Other ranks have none."""
+class Tracker:
+    """Receives what rank 0 reports; other ranks have no trackers. A subclass needs ``log`` and no more.
+
+    Args:
+        options: the tracker's section of the config.
+        run: the run.
+        state: what ``state`` returned when the checkpoint was saved from which the run resumes; empty: it is new.
+    """
+
+    def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:
+        self.options, self.run = options, run
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Take one line of metrics, with its ``step``; figures that do not apply are None."""
-        ...
+        """Take one line of metrics with its ``step``; metrics that do not apply are None."""
+        raise NotImplementedError
 
     def sample(self, step: int, text: str) -> None:
         """Take a generated text."""
-        ...
 
-    def rewind(self, step: int, seen: int) -> None:
-        """Go on at ``step``, to which the run has gone back; it had come to step ``seen``."""
-        ...
+    def replay(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take the metrics of the run from which this one branches off."""
+        for line in lines:
+            self.log(line)
+
+    def rewind(self, step: int, logged: int) -> None:
+        """Continue from ``step``, to which the run has rolled back from step ``logged``."""
 
     def state(self) -> dict[str, Any]:
-        """Return what finds this record again, under the tracker's name, for the checkpoint."""
-        ...
+        """Return what continues this record when the run is resumed, ready for JSON."""
+        return {}
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Take the run's summary and close."""
-        ...
 
 
-def build(cfg: Config, run_dir: Path, facts: dict[str, Any], kept: Kept) -> list[Tracker]:
-    """Return the trackers of a run that writes to ``run_dir``; only rank 0 calls this.
+def build(run: RunInfo, states: dict[str, Any]) -> dict[str, Tracker]:
+    """Return the trackers that the config names; only rank 0 calls this.
 
     Args:
-        cfg: the config, which the trackers record.
-        run_dir: an existing directory.
-        facts: what else describes the run, such as its data source.
-        kept: what a continued run brings.
+        run: the run.
+        states: of the trackers of the run that this one continues, by name.
     """
-    from wordrun.track.jsonl import JsonlTracker
-
-    trackers: list[Tracker] = [JsonlTracker(run_dir)]
-    if cfg.tracker.name != "jsonl":
-        trackers.append(part_of("tracker", cfg.tracker).load()(cfg, run_dir, facts, kept))
-    return trackers
+    return {
+        name: PARTS["tracker"][name].load()(options, run, states.get(name, {}))
+        for name, options in run.cfg.tracker.items()
+    }

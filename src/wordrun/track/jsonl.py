@@ -1,56 +1,59 @@
-"""metrics.jsonl and samples.txt: plain files that every run has."""
+"""metrics.jsonl and samples.txt: plain files, which every run has."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from wordrun import files
+from wordrun.track.base import RunInfo, Tracker
 
 
-class JsonlTracker:
-    """Appends each line at once, so that nothing is lost when the run ends badly."""
+class JsonlTracker(Tracker):
+    """Appends each line immediately, so that nothing is lost when the run fails."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples = run_dir / "samples.txt"
+    def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:
+        super().__init__(options, run, state)
+        self._open()
+
+    def _open(self) -> None:
+        self._metrics = (self.run.path / "metrics.jsonl").open("a", encoding="utf-8")
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append one JSON object; a figure that is not finite becomes null, as JSON has no NaN."""
+        """Append one JSON object; non-finite numbers become null, since JSON has no NaN."""
         try:
             self._metrics.write(json.dumps(finite(metrics)) + "\n")
             self._metrics.flush()
         except OSError as error:
-            error.filename = self._metrics.name  # a write does not say where it failed
+            error.filename = self._metrics.name  # which errors of write lack
             raise
 
     def sample(self, step: int, text: str) -> None:
-        """Append the text under a headline with its step."""
-        with self._samples.open("a", encoding="utf-8") as file:
+        """Append the text below a header with its step."""
+        with (self.run.path / "samples.txt").open("a", encoding="utf-8") as file:
             file.write(f"--- step {step} ---\n{text}\n\n")
 
-    def rewind(self, step: int, seen: int) -> None:
-        """Leave out what comes after ``step``."""
-        self._metrics.close()
-        copy_until(self._run_dir, self._run_dir, step)
-        self._metrics = (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+    def replay(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Do nothing: a branch begins with copies of the files."""
 
-    def state(self) -> dict[str, Any]:
-        """Return nothing: the files are found by their names."""
-        return {}
+    def rewind(self, step: int, logged: int) -> None:
+        """Remove what comes after ``step``."""
+        self._metrics.close()
+        copy_until(self.run.path, self.run.path, step)
+        self._open()
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Close the file."""
         self._metrics.close()
 
 
-def finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return ``figures`` with None for what JSON cannot hold: NaN and the infinities."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+def finite(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return ``metrics`` with None in place of NaN and the infinities, which JSON lacks."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -62,20 +65,20 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 def copy_until(source: Path, target: Path, step: int) -> int:
     """Copy metrics.jsonl and samples.txt up to ``step`` from one run directory to another, which may be the same.
 
-    A last line that a killed run has left half written goes, too.
+    An incomplete last line, as a killed run leaves it, is dropped.
 
     Returns:
-        The last step that was there.
+        The last step in the source.
     """
     lines = []
-    seen = -1
+    last = -1
     if (source / "metrics.jsonl").exists():
         for line in (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             try:
                 at = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError):
                 continue
-            seen = max(seen, at)
+            last = max(last, at)
             if at <= step:
                 lines.append(f"{line}\n")
     files.replace(target / "metrics.jsonl", "".join(lines))
@@ -83,11 +86,11 @@ def copy_until(source: Path, target: Path, step: int) -> int:
         parts = re.split(r"^(?=--- step \d+ ---\n)", (source / "samples.txt").read_text(encoding="utf-8"), flags=re.M)
         kept = [part for part in parts if (match := re.match(r"--- step (\d+) ---", part)) and int(match[1]) <= step]
         files.replace(target / "samples.txt", "".join(kept))
-    return seen
+    return last
 
 
 def forget_steps(log: Path, step: int) -> None:
-    """Take the lines of steps after ``step`` out of the file ``log``, if there is one; what else happened stays."""
+    """Remove the lines of steps after ``step`` from the file ``log``, if it exists, and keep all other lines."""
     if log.exists():
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
         later = (re.search(r"\] INFO step (\d+)/", line) for line in lines)

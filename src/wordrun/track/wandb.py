@@ -1,4 +1,4 @@
-"""Weights & Biases: online where a key and the network are there, offline everywhere else, never a question."""
+"""Weights & Biases: online if there is a key and network access, offline otherwise, and never a prompt."""
 
 from __future__ import annotations
 
@@ -12,88 +12,89 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from wordrun.config import Config, WandbConfig
-from wordrun.errors import UserError, nearest
+from wordrun.config import WandbConfig
+from wordrun.errors import UserError, first_line, nearest
 from wordrun.log import LOGGER
-from wordrun.track.base import Kept
+from wordrun.track.base import RunInfo, Tracker
 
-# wandb's service gets this long at the end of a run to send what it still has.
+# At the end of a run, wandb's service has this long to send what remains.
 FINISH_TIMEOUT_S = 60
 MODES = ("online", "offline", "disabled", "dryrun", "shared")
 
 
-class WandbTracker:
-    """One W&B run, on rank 0."""
+class WandbTracker(Tracker):
+    """One W&B run."""
 
-    def __init__(self, cfg: Config, run_dir: Path, facts: dict[str, Any], kept: Kept) -> None:
-        options = cfg.tracker
-        assert isinstance(options, WandbConfig)
+    def __init__(self, options: WandbConfig, run: RunInfo, state: dict[str, Any]) -> None:
+        super().__init__(options, run, state)
         try:
             import wandb
         except ImportError as error:
-            raise UserError(f"tracker=wandb cannot import it ({error}): pip install wandb, or tracker=jsonl") from None
+            raise UserError(f"tracker=wandb: {error}; pip install wandb, or use tracker=jsonl") from None
         logging.getLogger("wandb").setLevel(logging.ERROR)
-        self.run_dir = run_dir
         self.mode = choose_mode(options)
         settings = {
             "project": options.project, "entity": options.entity, "group": options.group, "tags": options.tags,
-            "dir": str(run_dir), "name": run_dir.name, "config": {**asdict(cfg), **facts},
+            "dir": str(run.path), "name": run.path.name, "config": {**asdict(run.cfg), **run.facts},
         }  # fmt: skip
-        if "wandb" in kept.states:
-            settings |= {"id": kept.states["wandb"]["id"], "resume": "allow"}
-        # W&B keeps what it once got: steps that are taken again are not told it again.
-        self._seen = kept.seen if "wandb" in kept.states else -1
-        self.run = self._init(wandb, settings, fall_back=options.mode == "auto")
+        if state:
+            settings |= {"id": state["id"], "resume": "allow"}
+        # W&B keeps what it has received: steps that are repeated are not logged again.
+        self._logged = run.logged if state else -1
+        self._wandb_run = self._init(wandb, settings, fall_back=options.mode == "auto")
 
     def _init(self, wandb: Any, settings: dict[str, Any], fall_back: bool) -> Any:
-        limits = {"init_timeout": 30, "finish_timeout": FINISH_TIMEOUT_S}  # the latter not in old versions
+        limits = {"init_timeout": 30, "finish_timeout": FINISH_TIMEOUT_S}  # old versions lack the latter
         known = {name: limit for name, limit in limits.items() if name in wandb.Settings.model_fields}
         quiet = wandb.Settings(console="off", silent=True, **known)
-        (self.run_dir / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary folder
+        (self.run.path / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary directory
         try:
             return wandb.init(**settings, mode=self.mode, settings=quiet)
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             if not fall_back or self.mode != "online":
-                raise UserError(f"W&B cannot start ({reason}): tracker.mode=offline or tracker=jsonl") from error
-            LOGGER.warning("W&B refuses to go online (%s); recording offline", reason)
+                raise UserError(
+                    f"W&B failed to start ({reason}): tracker.wandb.mode=offline or tracker=jsonl"
+                ) from error
+            LOGGER.warning("W&B failed to go online (%s); recording offline", reason)
             self.mode = "offline"
             return wandb.init(**settings, mode=self.mode, settings=quiet)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Hand one line of metrics to wandb's own process."""
-        if metrics["step"] <= self._seen:
+        """Pass one line of metrics to wandb's own process."""
+        if metrics["step"] <= self._logged:
             return
-        self.run.log({name: value for name, value in metrics.items() if value is not None}, step=metrics["step"])
+        known = {name: value for name, value in metrics.items() if value is not None}
+        self._wandb_run.log(known, step=metrics["step"])
 
-    def rewind(self, step: int, seen: int) -> None:
-        """Go on at ``step``; what it was told up to step ``seen`` is not told again."""
-        self._seen = max(self._seen, seen)
+    def rewind(self, step: int, logged: int) -> None:
+        """Do not log again what has been logged up to step ``logged``."""
+        self._logged = max(self._logged, logged)
 
     def state(self) -> dict[str, Any]:
         """Return the run's id."""
-        return {"wandb": {"id": self.run.id}}
+        return {"id": self._wandb_run.id}
 
     def sample(self, step: int, text: str) -> None:
         """Keep the latest sample in the summary."""
-        self.run.summary["sample"] = text
+        self._wandb_run.summary["sample"] = text
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
-        """Close the run, and say where it is or how to upload it."""
-        self.run.summary.update(summary)
-        folder, url = Path(self.run.dir).parent, self.run.url if self.mode == "online" else None
-        self.run.finish(exit_code=exit_status)
+        """Close the run, and log where it is or how to upload it."""
+        self._wandb_run.summary.update(summary)
+        folder, url = Path(self._wandb_run.dir).parent, self._wandb_run.url if self.mode == "online" else None
+        self._wandb_run.finish(exit_code=exit_status)
         if self.mode == "offline":
-            LOGGER.info("W&B recorded offline; from a machine with a network: wandb sync %s", folder)
+            LOGGER.info("W&B recorded offline; to upload, on a machine with network access: wandb sync %s", folder)
         elif self.mode == "online":
             LOGGER.info("W&B: %s", url)
 
 
 def choose_mode(options: WandbConfig) -> str:
-    """Return online, offline or disabled: ``$WANDB_MODE`` first, then ``tracker.mode``, then what is possible.
+    """Return the mode: tracker.wandb.mode unless it is auto, then ``$WANDB_MODE``, then what is possible.
 
     Raises:
-        UserError: tracker.mode=online without a key.
+        UserError: tracker.wandb.mode=online without a key.
     """
     if options.mode == "auto" and os.environ.get("WANDB_MODE"):
         mode = os.environ["WANDB_MODE"]
@@ -108,7 +109,8 @@ def choose_mode(options: WandbConfig) -> str:
     if options.mode == "online":
         if not has_key:
             raise UserError(
-                "tracker.mode=online needs a key: run `wandb login`, export WANDB_API_KEY, or use tracker.mode=offline"
+                "tracker.wandb.mode=online needs a key: run `wandb login`, export WANDB_API_KEY, or use "
+                "tracker.wandb.mode=offline"
             )
         return "online"
     if not has_key:
@@ -128,7 +130,7 @@ def _has_key(host: str) -> bool:
 
 
 def _answers(target: tuple[str, int], seconds: float) -> bool:
-    """Say whether ``target`` accepts a connection. In a thread, because looking up a name has no time limit."""
+    """Say whether ``target`` accepts a connection. In a thread, because name resolution has no timeout."""
     reached = threading.Event()
 
     def connect() -> None:

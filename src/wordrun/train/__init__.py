@@ -1,1 +1,1 @@
-"""The training loop and what hangs off it."""
+"""The training loop, and the parts that it calls."""

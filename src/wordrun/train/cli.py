@@ -28,8 +28,8 @@ from omegaconf import DictConfig
 import wordrun
 from wordrun import dist, log
 from wordrun.arguments import shown
-from wordrun.composer import Tree, compose, register, to_config
-from wordrun.config import SCHEMAS, SECTIONS, Config, documentation
+from wordrun.composer import Tree, compose, register, renamed, to_config
+from wordrun.config import SCHEMAS, Config, documentation, parts_in
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
 
 USAGE = """\
@@ -153,7 +153,7 @@ def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None
 def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None]) -> int:
     """Pass the command line to Hydra's own application, which runs ``task`` for every point of a sweep."""
     register()
-    old, sys.argv = sys.argv, ["wordrun", *arguments]
+    old, sys.argv = sys.argv, ["wordrun", *map(renamed, arguments)]
     try:
         hydra_main(version_base="1.3", config_path="pkg://wordrun.conf", config_name="config")(task)()
     finally:
@@ -215,8 +215,7 @@ def _help(args: Namespace) -> int:
     print("Config groups and their files (choose a backend with train.backend=NAME):")
     for group, options in _groups().items():
         print(textwrap.fill(" ".join(options), 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
-    for section in SECTIONS:
-        node = getattr(cfg, section)
+    for section, node in parts_in(cfg).items():
         print(f"\n{section}: {type(node).__doc__}")
         for option in fields(node):
             setting = f"  {section}.{option.name}={_shortened(getattr(node, option.name))}"

@@ -1,9 +1,8 @@
-"""The figures of a run: their names, and how they are computed."""
+"""The metrics of a run: their names, and how they are computed."""
 
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import torch
@@ -12,29 +11,30 @@ from wordrun import devices
 from wordrun.backend import StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.dist.collectives import all_mean
+from wordrun.train.state import TrainState
 
 LEGEND = {
-    "step": "optimizer steps done",
+    "step": "optimizer steps so far",
     "loss": "training loss of this step, mean over all ranks [nats/token]",
     "val_loss": "mean loss over the fixed validation set [nats/token]",
     "lr": "learning rate of this step",
-    "grad_norm": "norm of all gradients before clipping",
-    "dt": "time of a step, mean since the last line [s]",
-    "dtf": "part of dt in forward passes, unless they mingle with the backward ones in a pipeline [s]",
-    "dtb": "part of dt in backward passes, with their communication [s]",
+    "grad_norm": "norm of all gradients together, before clipping",
+    "dt": "time per step, mean since the last line [s]",
+    "dtf": "forward time per step, unless interleaved with the backward passes (pipeline) [s]",
+    "dtb": "backward time per step, including communication [s]",
     "sps": "sequences per second, all ranks",
-    "sps_per_gpu": "sequences per second and rank",
+    "sps_per_gpu": "sequences per second per rank",
     "tps": "tokens per second, all ranks",
-    "tps_per_gpu": "tokens per second and rank",
-    "mfu": "share of the devices' peak FLOP/s that the model uses [%]",
-    "tokens": "tokens seen since the start, all ranks",
-    "time": "wall time since the start [s]",
+    "tps_per_gpu": "tokens per second per rank",
+    "mfu": "model FLOP/s utilization: share of the devices' peak FLOP/s [%]",
+    "tokens": "training tokens so far, all ranks",
+    "time": "wall time so far [s]",
 }
-"""Names in metrics.jsonl, in W&B and on the console."""
+"""Names in metrics.jsonl, in trackers and on the console, with their meaning."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a device in ``dtype``, or None where the table does not know it."""
+    """Return the peak FLOP/s of a device in ``dtype``, or None if it is unknown."""
     device = devices.find(device_name)
     if device is None:
         return None
@@ -51,58 +51,55 @@ def device_name(device: torch.device) -> str:
 
 
 class Meter:
-    """Turns steps into one line of metrics. Between lines it reads nothing from the device."""
+    """Turns steps into one line of metrics. Between lines it reads nothing from the device.
+
+    Args:
+        device: that computes.
+        dtype: precision of the computation.
+        ranks: number of ranks.
+        examples_per_step: examples in one step over all ranks.
+        tokens_per_example: tokens in an example.
+        flops_per_example: floating-point operations of an example's forward and backward pass.
+    """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, sequences_per_step: int, block_size: int,
-        flops_per_token: int, ranks: int, seconds: float = 0.0,
+        self, device: torch.device, dtype: torch.dtype, ranks: int, examples_per_step: int,
+        tokens_per_example: int, flops_per_example: int,
     ) -> None:  # fmt: skip
         self.clock = Stopwatch(device)
-        self.device = device
-        self.sequences_per_step, self.block_size = sequences_per_step, block_size
-        self.flops_per_token, self.ranks = flops_per_token, ranks
+        self.device, self.ranks = device, ranks
+        self.examples_per_step, self.tokens_per_example = examples_per_step, tokens_per_example
+        self.flops_per_example = flops_per_example
         self.peak = peak_flops(device_name(device), dtype)
-        self._begin = time.monotonic() - seconds  # a continued run's clock goes on
         self._steps = 0
+        self._last: tuple[StepResult, float]
 
-    def count_step(self) -> None:
-        """Count one step into the next line."""
+    def add(self, result: StepResult, lr: float) -> None:
+        """Add a step with its result and its learning rate to the next line."""
         self._steps += 1
+        self._last = result, lr
 
-    def seconds(self) -> float:
-        """Return the wall seconds since the start."""
-        return time.monotonic() - self._begin
-
-    def line(self, step: int, sequences: int, result: StepResult, lr: float) -> dict[str, Any]:
-        """Return the metrics of ``step`` and of the time since the last line; every rank must call this.
-
-        Args:
-            step: optimizer steps done.
-            sequences: that all ranks have seen since the start.
-            result: of the step.
-            lr: its learning rate.
-        """
+    def line(self, state: TrainState) -> dict[str, Any]:
+        """Return the metrics of the last step and of the time since the last line; every rank must call this."""
         seconds = self.clock.read()
-        steps, self._steps = max(1, self._steps), 0
+        result, lr = self._last
+        steps, self._steps = self._steps, 0
         passes = [seconds.get(name, math.nan) / steps for name in ("forward", "backward")]
-        figures = all_mean(
-            torch.tensor([result.loss.item(), sum(seconds.values()) / steps, *passes], device=self.device)
-        )
-        loss, dt, dtf, dtb = figures.tolist()
-        sps = self.sequences_per_step / dt
-        mfu = None
-        if self.peak:
-            mfu = 100 * sps * self.block_size * self.flops_per_token / (self.ranks * self.peak)
+        means = all_mean(torch.tensor([result.loss.item(), sum(seconds.values()) / steps, *passes], device=self.device))
+        loss, dt, dtf, dtb = means.tolist()
+        sps = self.examples_per_step / dt
+        tps = sps * self.tokens_per_example
         return {
-            "step": step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
+            "step": state.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
             "dt": dt, "dtf": dtf, "dtb": dtb, "sps": sps, "sps_per_gpu": sps / self.ranks,
-            "tps": sps * self.block_size, "tps_per_gpu": sps * self.block_size / self.ranks, "mfu": mfu,
-            "tokens": sequences * self.block_size, "time": self.seconds(),
+            "tps": tps, "tps_per_gpu": tps / self.ranks,
+            "mfu": 100 * sps * self.flops_per_example / (self.ranks * self.peak) if self.peak else None,
+            "tokens": state.position * self.tokens_per_example, "time": state.elapsed(),
         }  # fmt: skip
 
 
 def one_line(metrics: dict[str, Any], max_iters: int) -> str:
-    """Return ``metrics`` as a line for people."""
+    """Return ``metrics`` as a line for the log."""
     parts = [f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"lr {metrics['lr']:.2e}"]
     parts += [f"grad_norm {metrics['grad_norm']:.2f}"]
     times = ((name, metrics[name]) for name in ("dt", "dtf", "dtb"))

@@ -1,30 +1,102 @@
-"""Profilers: context managers around the training loop."""
+"""Profilers: each measures one rank's part of the training loop."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from wordrun.config import ProfilerConfig, PyinstrumentConfig
+from wordrun.config import Config, part_of
+from wordrun.dist import World
+from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
 
 
-@contextlib.contextmanager
-def profiled(cfg: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[None]:
-    """Profile the ``with`` block as ``profiler=NAME`` asks, on rank 0; the result lies in run_dir/profile/."""
-    if not isinstance(cfg, PyinstrumentConfig) or rank != 0:
-        yield
-        return
-    from pyinstrument import Profiler
+class Profiler:
+    """What all profilers do: nothing, which is profiler=none."""
 
-    profiler = Profiler(interval=cfg.interval_s)
-    try:
-        with profiler:
-            yield
-    finally:
-        folder = run_dir / "profile"
-        folder.mkdir(exist_ok=True)
-        (folder / "pyinstrument.html").write_text(profiler.output_html(), encoding="utf-8")
-        (folder / "pyinstrument.txt").write_text(profiler.output_text(unicode=True), encoding="utf-8")
-        LOGGER.info("profile: %s", folder / "pyinstrument.html")
+    def __init__(self, options: Any, folder: Path, rank: int) -> None:
+        self.options, self.folder, self.rank = options, folder, rank
+
+    def start(self) -> None:
+        """Start to measure, before the first step."""
+
+    def step(self) -> None:
+        """Note the end of a step."""
+
+    def stop(self) -> None:
+        """Stop, and write the result below ``self.folder``."""
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file called ``name``, marked with the rank except on rank 0; create its folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / name
+        return path.with_stem(f"{path.stem}-rank-{self.rank}") if self.rank else path
+
+    def __enter__(self) -> Profiler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class PyinstrumentProfiler(Profiler):
+    """Samples the Python stack of this rank, and writes HTML and text."""
+
+    def start(self) -> None:
+        """Start to sample."""
+        from pyinstrument import Profiler as Sampler
+
+        self._sampler = Sampler(interval=self.options.interval_s)
+        self._sampler.start()
+
+    def stop(self) -> None:
+        """Stop, and write the files."""
+        self._sampler.stop()
+        html = self.file("pyinstrument.html")
+        html.write_text(self._sampler.output_html(), encoding="utf-8")
+        self.file("pyinstrument.txt").write_text(self._sampler.output_text(unicode=True), encoding="utf-8")
+        LOGGER.info("profile: %s", html)
+
+
+class TorchProfiler(Profiler):
+    """Records operators and kernels of a few steps with torch.profiler, and writes a Chrome trace."""
+
+    def start(self) -> None:
+        """Start the schedule: wait, warm up, record."""
+        from torch.profiler import profile, schedule
+
+        options = self.options
+        steps = schedule(wait=options.wait, warmup=options.warmup, active=options.active, repeat=1)
+        self._profile = profile(schedule=steps, on_trace_ready=self._write)
+        self._profile.start()
+
+    def step(self) -> None:
+        """Advance the schedule."""
+        self._profile.step()
+
+    def stop(self) -> None:
+        """Stop; a run that ends while it is being recorded still writes its trace."""
+        self._profile.stop()
+
+    def _write(self, profile: Any) -> None:
+        trace = self.file("trace.json")
+        profile.export_chrome_trace(str(trace))
+        LOGGER.info("profile: %s (for chrome://tracing or ui.perfetto.dev)", trace)
+
+
+def build(cfg: Config, world: World) -> Profiler:
+    """Return the profiler that ``profiler=NAME`` chooses for this rank.
+
+    Raises:
+        ConfigError: profiler.ranks names a rank that this run does not have.
+    """
+    options = cfg.profiler
+    if max(options.ranks, default=0) >= world.size:
+        raise ConfigError(f"profiler.ranks={options.ranks} should be below the number of ranks, {world.size}")
+    kind = part_of("profiler", options).load() if world.rank in options.ranks else Profiler
+    profiler: Profiler = kind(options, Path(cfg.run_dir).resolve() / "profile", world.rank)
+    return profiler

@@ -1,4 +1,4 @@
-"""The run directory: who, with what, and how it ended."""
+"""The run directory: its record of what ran, with which versions, and how it ended."""
 
 from __future__ import annotations
 
@@ -27,124 +27,143 @@ from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
-from wordrun.track import Kept, Tracker, build
+from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps, read
 from wordrun.track.plots import draw
 
-# A run that was killed a moment ago may still be on its way out when it is continued.
+# A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
 LINK = ("start", "end", "exit_reason", "steps", "seconds", "world", "backend", "resumed_from")
-"""What run.json keeps of each earlier part of a run that was continued."""
+"""What run.json keeps of each earlier part of a resumed run."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins."""
+    """Where a run starts."""
 
     step: int = 0
     source: Path | None = None
-    """Run directory whose record up to ``step`` is this run's too; None: a fresh start."""
+    """The run directory whose record up to ``step`` this run continues; None: it is a new run."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """What the trackers need to go on."""
+    """States of that run's trackers, by name."""
     named: str = ""
-    """The checkpoint from which a branch begins."""
-    known: int = -1
-    """The step of the last checkpoint of that run when it was read."""
+    """The checkpoint from which a branch starts."""
+    newest: int = -1
+    """The step of that run's newest checkpoint when it was read."""
 
 
 class Run:
-    """What a run leaves behind. On rank 0 it writes; on the others the same calls do nothing."""
+    """The record of a run in its directory. On rank 0 it writes; on other ranks the same calls do nothing."""
 
-    def __init__(self, cfg: Config, world: World, facts: dict[str, Any], start: Start) -> None:
+    def __init__(self, cfg: Config, world: World) -> None:
+        self.cfg, self.world = cfg, world
         self.path = Path(cfg.run_dir).resolve()
-        self.trackers: list[Tracker] = []
+        self.trackers: dict[str, Tracker] = {}
         self.record: dict[str, Any] = {}
+        """What run.json says."""
         self._lock: IO[str] | None = None
-        if world.rank != 0:
+
+    def open(self, facts: dict[str, Any], start: Start) -> None:
+        """Make the run directory, or take it over from the part of the run before ``start``.
+
+        Args:
+            facts: what describes the run besides its config.
+            start: where the run starts.
+
+        Raises:
+            ConfigError: the directory cannot be written, or contains another run, or a run that is alive.
+        """
+        if self.world.rank != 0:
             return
-        if not cfg.run_dir:  # else it would be the current directory
-            raise ConfigError("the config names no run directory: make it by wordrun.compose(...), or set cfg.run_dir")
-        _make_directory(self.path, again=start.source is not None)
-        self._lock = _lock(self.path, patience_s=LOCK_PATIENCE_S if start.source is not None else 0)
+        if not self.cfg.run_dir:  # else it would be the current directory
+            raise ConfigError("the config has no run directory: create it by wordrun.compose(...), or set cfg.run_dir")
+        is_new, continues = start.source is None, start.source == self.path
+        _make_directory(self.path, again=not is_new)
+        self._lock = _lock(self.path, patience_s=0 if is_new else LOCK_PATIENCE_S)
         newest = max((each.step for each in folders.all_in(self.path)), default=-1)
-        if start.source == self.path and newest > start.known:
+        if continues and newest > start.newest:
             self._lock.close()
             raise ConfigError(
-                f"the run in {self.path} has gone on to step {newest} while this one was waiting for its end: "
+                f"the run in {self.path} has advanced to step {newest} while this one waited for it to end: "
                 "start this one again"
             )
         before = read_record(self.path)
-        kept = Kept()
+        logged = -1
         if start.source is not None:
-            seen = copy_until(start.source, self.path, start.step)
-            # A branch is a run of its own for the trackers, which are told what came before.
-            if start.source == self.path:
-                kept = Kept(start.trackers, seen)
-                forget_steps(self.path / "log.txt", start.step)
-        (self.path / "config.yaml").write_text(as_yaml(cfg), encoding="utf-8")
+            logged = copy_until(start.source, self.path, start.step)
+        if continues:
+            forget_steps(self.path / "log.txt", start.step)
+        (self.path / "config.yaml").write_text(as_yaml(self.cfg), encoding="utf-8")
         _adopt_launch_record(self.path)
         _point_latest_at(self.path)
         self.record = {
-            "versions": versions(), "git_commit": git_commit(), "start": _now(), "world": asdict(world),
+            "versions": versions(), "git_commit": git_commit(), "start": _now(), "world": asdict(self.world),
             **facts, "exit_reason": "running",
         }  # fmt: skip
         if start.source is not None:
+            # Starting a branch again, with the same train.resume, continues it.
+            named = before.get("resumed_from", {}).get("named") if continues else start.named
+            origin = {"run": str(start.source), "step": start.step, **({"named": named} if named else {})}
             links = before.pop("earlier", [])
-            origin = {"run": str(start.source), "step": start.step}
-            # What train.resume named when this run began: a branch that is begun again goes on instead.
-            named = before.get("resumed_from", {}).get("named") if start.source == self.path else start.named
-            self.record |= {"resumed_from": {**origin, **({"named": named} if named else {})}}
-            self.record["earlier"] = [*links, {name: before.get(name) for name in LINK if name in before}]
+            self.record |= {
+                "resumed_from": origin,
+                "earlier": [*links, {name: before.get(name) for name in LINK if name in before}],
+            }
         self._write_record()
         try:
-            self.trackers = build(cfg, self.path, facts, kept)
-            if start.source not in (None, self.path):
-                for line in read(self.path):
-                    for tracker in self.trackers[1:]:
-                        tracker.log(line)
+            # For trackers, a branch is a run of its own, which begins with the history of its origin.
+            info = RunInfo(self.cfg, self.path, facts, logged if continues else -1)
+            self.trackers = build(info, start.trackers if continues else {})
+            if start.source is not None and not continues:
+                for tracker in self.trackers.values():
+                    tracker.replay(read(self.path))
         except Exception as error:
             self.finish({}, f"{type(error).__name__}: {error}")
             raise
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Hand a line of metrics to the trackers."""
-        for tracker in self.trackers:
+        """Pass a line of metrics to the trackers."""
+        for tracker in self.trackers.values():
             tracker.log(metrics)
 
     def sample(self, step: int, text: str) -> None:
-        """Hand a generated text to the trackers."""
-        for tracker in self.trackers:
+        """Pass a generated text to the trackers."""
+        for tracker in self.trackers.values():
             tracker.sample(step, text)
 
     def rewind(self, step: int) -> None:
-        """Go back to ``step`` in all records: the steps after it will be taken again."""
+        """Return to ``step`` in all records: later steps will be repeated."""
         if self.trackers:
-            seen = max((line["step"] for line in read(self.path)), default=-1)
-            for tracker in self.trackers:
-                tracker.rewind(step, seen)
+            logged = max((line["step"] for line in read(self.path)), default=-1)
+            for tracker in self.trackers.values():
+                tracker.rewind(step, logged)
 
     def tracker_states(self) -> dict[str, Any]:
-        """Return what the trackers need to be continued."""
-        return {name: state for tracker in self.trackers for name, state in tracker.state().items()}
+        """Return what the trackers need to continue when the run is resumed, by name."""
+        return {name: state for name, tracker in self.trackers.items() if (state := tracker.state())}
 
     def note_failure(self, rank: int, step: int, report: str) -> None:
-        """Keep what went wrong on a rank, in a file of its own: that rank may be the only one to know."""
+        """Write a rank's traceback to a file of its own: other ranks may not know of it."""
         with contextlib.suppress(OSError):
             folder = self.path / "failures"
             folder.mkdir(exist_ok=True)
-            host = socket.gethostname()
-            text = f"rank {rank} on {host}, after {step} steps, {_now()}\n{report}"
+            text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {_now()}\n{report}"
             (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
 
-    def finish(self, summary: dict[str, Any], exit_reason: str) -> list[Path]:
-        """Write how the run ended, close the trackers, draw the plots; return the plots' files."""
+    def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
+        """Write how the run ended, close the trackers and draw the plots; return the plots' files.
+
+        Args:
+            summary: the result.
+            error: why the run ended early; empty: it is finished.
+        """
         if not self.record:
             return []
         try:
-            self.record |= {**summary, "exit_reason": exit_reason, "end": _now()}
+            self.record |= {**summary, "exit_reason": error or "finished", "end": _now()}
             self._write_record()
-            for tracker in self.trackers:
-                tracker.finish(summary, exit_status=0 if exit_reason == "finished" else 1)
+            for tracker in self.trackers.values():
+                tracker.finish(summary, exit_status=1 if error else 0)
             return draw(self.path, f"{self.path.parent.name}  {self.path.name}") if self.trackers else []
         finally:
             if self._lock is not None:
@@ -164,10 +183,10 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the commit that this code was checked out from, with ``-dirty`` if it was changed since."""
+    """Return the commit of this code, with ``-dirty`` if it has been changed since."""
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
-    # An installed wheel may lie in an environment inside somebody's repository, which is none of this code's.
+    # An installed wheel may be in an environment inside another project's repository.
     tracked = [*git, "ls-files", "--error-unmatch", here.name]
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -185,7 +204,7 @@ def _now() -> str:
 def _make_directory(path: Path, *, again: bool) -> None:
     if not again and (path / "run.json").exists():
         raise ConfigError(
-            f"hydra.run.dir={path} holds a run already: continue it by train.resume=auto, choose another directory, "
+            f"hydra.run.dir={path} already contains a run: resume it with train.resume=auto, choose another directory, "
             "or remove it"
         )
     try:
@@ -193,12 +212,12 @@ def _make_directory(path: Path, *, again: bool) -> None:
         (path / ".lock").touch()
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the run directory {path}: {error.strerror}. Choose another by hydra.run.dir=DIR"
+            f"cannot write to the run directory {path}: {error.strerror}. Choose another with hydra.run.dir=DIR"
         ) from None
 
 
 def _lock(path: Path, patience_s: float) -> IO[str]:
-    """Keep others out of a run directory as long as the returned file is open, and this process lives."""
+    """Lock a run directory until the returned file is closed or this process ends."""
     file = (path / ".lock").open("a+", encoding="utf-8")
     try:
         for _ in range(int(patience_s)):
@@ -213,10 +232,11 @@ def _lock(path: Path, patience_s: float) -> IO[str]:
         holder = file.read().strip() or "another process"
         file.close()
         if error.errno not in (errno.EAGAIN, errno.EACCES):  # a file system without locks
-            LOGGER.warning("%s cannot be locked (%s): see to it that no other run uses it", path, error.strerror)
+            LOGGER.warning("cannot lock %s (%s): make sure that no other run uses it", path, error.strerror)
             return (path / ".lock").open("a", encoding="utf-8")
         raise ConfigError(
-            f"the run directory {path} is in use by {holder}: wait for its end, or choose another by hydra.run.dir=DIR"
+            f"the run directory {path} is in use by {holder}: wait for it to end, or choose another with "
+            "hydra.run.dir=DIR"
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n")
@@ -225,7 +245,7 @@ def _lock(path: Path, patience_s: float) -> IO[str]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the run.json of the run so far, as far as there is one."""
+    """Return the run.json of a run directory; empty: there is none."""
     try:
         record: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -234,12 +254,12 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _adopt_launch_record(path: Path) -> None:
-    """Move launch.json from where ``launch`` put it into the run directory; ``launch`` follows the link at the end."""
+    """Move launch.json into the run directory, and leave a link through which ``launch`` completes it at the end."""
     record = Path(os.environ.get("WORDRUN_LAUNCH_RECORD", ""))
     if not record.is_file() or record.is_symlink():
         return
     try:
-        if (path / "launch.json").exists():  # of the launch that this one continues
+        if (path / "launch.json").exists():  # of the launch before
             number = 1 + len(list(path.glob("launch-*.json")))
             (path / "launch.json").rename(path / f"launch-{number}.json")
         shutil.move(record, path / "launch.json")
@@ -249,7 +269,7 @@ def _adopt_launch_record(path: Path) -> None:
 
 
 def _point_latest_at(path: Path) -> None:
-    """Make outputs/latest a link to the newest run below outputs/."""
+    """Point outputs/latest at this run, if it is below outputs/."""
     outputs = Path("outputs").absolute()
     if outputs not in path.parents:
         return

@@ -1,4 +1,4 @@
-"""Stopping early, at a step that all ranks agree on."""
+"""Stopping on a signal, at a step that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ import torch.distributed as dist
 
 from wordrun.errors import REQUEUE
 
-# How long a signal may wait to be noticed: the ranks compare notes about this often.
+# The ranks check for each other's signals about this often.
 AGREE_EVERY_S = 0.5
 
 
 class StopSignal:
-    """Notes SIGINT, SIGTERM and SIGUSR1, so that the run ends after a whole step with its files written.
+    """Records SIGINT, SIGTERM and SIGUSR1, so that the run ends after a complete step with its files written.
 
     Schedulers send the latter two before they end a job. A second SIGINT or SIGTERM after either of them, and a second
-    SIGUSR1, act as they always do; SIGUSR1 is a warning, after which SIGTERM still finds the run saving.
+    SIGUSR1, have their usual effect; after SIGUSR1, which is a warning, a first SIGTERM still lets the run save.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.signal: int = 0
-        self.every = 1
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Catch the signals for the length of a ``with`` block; only the main thread can."""
+        """Catch the signals within a ``with`` block, if this is the main thread; others cannot."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def record(number: int, frame: FrameType | None) -> None:
             self.signal = number
             for each in (number,) if number == signal.SIGUSR1 else (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, old[signal.Signals(each)])
 
         for number in old:
-            signal.signal(number, note)
+            signal.signal(number, record)
         try:
             yield
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
 
-    def pace(self, seconds_per_step: float) -> None:
-        """Compare notes every so many steps; ``seconds_per_step`` must be the same on every rank."""
-        self.every = max(1, int(AGREE_EVERY_S / seconds_per_step))
+    def agreed(self, step: int, seconds_per_step: float | None) -> bool:
+        """Say whether any rank has received a signal; every rank must call this before every step.
 
-    def agreed(self, step: int) -> bool:
-        """Say whether some rank has seen a signal; every rank must call this before every step."""
+        Args:
+            step: optimizer steps so far, the same on every rank.
+            seconds_per_step: the mean over all ranks, which sets how often they communicate; None: every step.
+        """
         if dist.get_world_size() > 1:
-            if step % self.every:
+            every = 1 if seconds_per_step is None else max(1, int(AGREE_EVERY_S / seconds_per_step))
+            if step % every:
                 return False
             seen = torch.tensor(self.signal, device=self.device)
             dist.all_reduce(seen, op=dist.ReduceOp.MAX)
@@ -68,7 +69,7 @@ class StopSignal:
 class Interrupted(KeyboardInterrupt):
     """A signal ended the run early, after its files were written.
 
-    ``exit_status`` is 75 where the run can be continued and a scheduler has asked for its end, else 128 + signal.
+    ``exit_status`` is 75 if a scheduler stopped the run and it can be resumed, else 128 + signal.
     """
 
     def __init__(self, number: int, *, saved: bool) -> None:

@@ -1,4 +1,4 @@
-"""The trainer: one readable loop, whatever the backend."""
+"""The trainer: one readable loop, whatever the task and the backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import math
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,40 +13,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from wordrun import backend as backends
 from wordrun import dist, log
-from wordrun.backend.base import StepResult
+from wordrun.backend import StepResult
 from wordrun.checks import accumulation, check
-from wordrun.config import Config, part_of
+from wordrun.config import PARTS, Config, part_of
 from wordrun.data.batch import Batch
-from wordrun.data.fixed_set import FixedSet
-from wordrun.data.loader import Loader
-from wordrun.data.order import eot_for, order_of_run
-from wordrun.dist.collectives import all_sum
 from wordrun.dist.setup import seed_everything
-from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.model import meta_model
-from wordrun.model.generate import generate
-from wordrun.prepare.obtain import obtain
-from wordrun.train import finite, resume, streams
+from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
-from wordrun.train.hooks import Bar, Checkpoint, Evaluate, Hook, Log, Sample
+from wordrun.train.evaluate import mean_loss
+from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log, Sample
+from wordrun.train.init_from import initial_weights
+from wordrun.train.language import LanguageTask
 from wordrun.train.metrics import Meter, device_name
-from wordrun.train.profile import profiled
-from wordrun.train.run import Run, Start
+from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
+from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
+from wordrun.train.training import Hook
 
-# After a failure the checkpoint that is being written gets so long; other ranks may be past helping with it.
+# After a failure, the checkpoint that is being written gets this long; other ranks may no longer respond.
 LAST_SAVE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """The result of a run."""
 
     steps: int
     tokens: int
@@ -61,8 +55,9 @@ class Summary:
 class Trainer:
     """Trains, evaluates and generates, as a config says.
 
-    Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own.
-    ``close`` (or a ``with`` block, or the garbage collector) takes back the process group and the log handlers.
+    Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own,
+    and before a checkpoint is saved.
+    ``close`` (or a ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
     """
 
     def __init__(
@@ -73,274 +68,220 @@ class Trainer:
         hooks: Sequence[Hook] = (),
     ) -> None:
         self.cfg = cfg
-        self.extra_hooks = hooks
-        outer_streams = streams.capture()
-        self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
-        self.log = log_handle or log.start(self.world.rank)
-        # A list, because the backend is not there yet and the finalizer must not know the trainer.
-        closers: list[Callable[[], None]] = [dist.cleanup, *([self.log.close] if log_handle is None else [])]
-        self.close = weakref.finalize(self, _close, closers)
-        self.step = 0
-        self.position = 0
-        """Sequences that the run has taken so far; the next step begins with this one."""
-        self.improved_at = -1
-        """The step of the best evaluation."""
-        self.start = Start()
-        self.seconds_before = 0.0
-        self.metrics: dict[str, Any] = {}
-        self.lr = 0.0
-        self.result: StepResult
-        self.run: Run
-        try:
-            resumed = resume.look(cfg, self.world)
-            self._build(fresh=resumed is None or resumed.folder is None)
-            closers[:0] = [self.loader.close, self.backend.close]
-            if resumed is not None:
-                resume.take_up(self, resumed)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            # This trainer's own streams: what others draw in the meantime changes nothing in its run, nor the reverse.
-            self.streams = streams.capture()
-            streams.restore(outer_streams)
+        self.state = TrainState()
+        # The run draws from RNG states of its own, so that the caller and other trainers do not change it.
+        with rng.swapped(self.state.rng):
+            self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
+            self.log = log_handle or log.start(self.world.rank)
+            # A list that grows, since the finalizer must not refer to the trainer.
+            closers: list[Callable[[], None]] = [dist.cleanup, *([self.log.close] if log_handle is None else [])]
+            self.close = weakref.finalize(self, _close, closers)
+            try:
+                self._build(hooks, closers)
+            except BaseException:
+                self.close()
+                raise
 
-    def _build(self, *, fresh: bool) -> None:
+    def _build(self, hooks: Sequence[Hook], closers: list[Callable[[], None]]) -> None:
+        """Make the parts of the trainer, in the order in which they need each other."""
         cfg, world = self.cfg, self.world
-        layout = check(cfg, world.size, world.local_size)
-        self.corpus = obtain(cfg, world)
-        vocab_size = self.corpus.tokenizer.vocab_size
-        if cfg.model.vocab_size is not None and cfg.model.vocab_size < vocab_size:
-            raise ConfigError(
-                f"model.vocab_size={cfg.model.vocab_size} is too small for data={cfg.data.name}, "
-                f"which has {vocab_size} tokens: leave it out, or use at least {vocab_size}"
-            )
-        self.outline = meta_model(cfg.model, vocab_size)
-        if self.outline.vocab_size % layout.tp:
-            raise ConfigError(
-                f"data={cfg.data.name} has a vocabulary of {vocab_size} tokens, which backend.tp={layout.tp} does not "
-                f"divide: use model.vocab_size={math.ceil(vocab_size / layout.tp) * layout.tp}"
-            )
-        try:
-            self.corpus.tokenizer.encode(cfg.train.sample_prompt)
-        except ConfigError as error:
-            raise ConfigError(f"train.sample_prompt: {error}") from None
-        make_model = partial(meta_model, cfg.model, vocab_size)
+        source = resume.find(cfg, world)
+        self.layout = check(cfg, world.size, world.local_size)
+        self.gas = accumulation(cfg, self.layout.dp)
+        self.task = LanguageTask(cfg, world, self.layout)
+        is_new = source is None or source.folder is None
+        weights = initial_weights(cfg, self.task.vocab_size, world) if is_new else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
-        weights = resume.first_weights(cfg, vocab_size, world) if fresh else None
-        self.backend = backends.build(backends.BackendSpec(cfg, world, layout, make_model, make_optimizer, weights))
-        self.layout, self.dp_rank = layout, layout.dp_index(world.rank)
-        self.gas = accumulation(cfg, layout.dp)
-        self.sequences = order_of_run(cfg, self.corpus)
-        eot = eot_for("mask_documents", cfg, self.corpus)
-        self.loader = Loader(
-            self.sequences, cfg.model.batch_size, self.gas, self.dp_rank, layout.dp, self.backend.device,
-            cfg.data.prefetch, eot,
+        self.backend = backends.build(
+            backends.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
+        )
+        self.loader = self.task.loader(self.gas, self.backend.device)
+        closers[:0] = [self.loader.close, self.backend.close]
+        count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
+        self.validation = self.task.validation_set(count)
+        self.meter = Meter(
+            self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
+            self.task.tokens_per_example, self.task.flops_per_example,
         )  # fmt: skip
-        wanted = cfg.train.eval_iters and cfg.train.eval_iters * self.sequences_per_step
-        self.validation = FixedSet(
-            self.corpus.val,
-            cfg.model.block_size,
-            cfg.model.batch_size,
-            wanted,
-            self.dp_rank,
-            layout.dp,
-            eot,
-            [(len(part.val), part.share) for part in self.corpus.mix],
-        )
-        # Of dropout, which strikes other elements on every rank: no two hold the same ones.
-        self.rank_seed = cfg.train.seed + 1 + world.rank
-        seed_everything(self.rank_seed)
+        self.result: StepResult
         self.stop = StopSignal(self.backend.device)
-
-    def save(self, *, best: bool = False) -> None:
-        """Make a checkpoint of the run as it is now; every rank must call this, inside of ``train``."""
-        streams_now = streams.to_tensor(streams.capture())
-        self.checkpoints.save(
-            self.step,
-            lambda: self.backend.begin_save({resume.own_streams(self): streams_now}),
-            partial(resume.manifest, self),
-            best=best,
-        )
+        self.profiler = profile.build(cfg, world)
+        configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
+        self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), Sample(), *configured, *hooks, Checkpoint()]
+        self.run = Run(cfg, world)
+        seed_everything(resume.rank_seed(cfg, world.rank))
+        self.start = resume.resume(self, source)
+        written = self.step if self.start.source == self.run.path else -1
+        self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer.to_json(), written)
 
     @property
-    def sequences_per_step(self) -> int:
-        """Sequences in one optimizer step over all ranks: the global batch size."""
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.state.step
+
+    @property
+    def position(self) -> int:
+        """Examples taken from the data so far, by all ranks together."""
+        return self.state.position
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The latest value of each metric."""
+        return self.state.metrics
+
+    @property
+    def examples_per_step(self) -> int:
+        """Examples in one optimizer step over all ranks: the global batch size."""
         return self.cfg.model.batch_size * self.layout.dp * self.gas
 
+    @property
+    def stop_reason(self) -> str:
+        """Why a hook wants the run to end before train.max_iters; empty: none does."""
+        return next((reason for hook in self.hooks if (reason := hook.stop_reason())), "")
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has taken its last step."""
+        return self.step >= self.cfg.train.max_iters or bool(self.stop_reason)
+
     def train(self) -> Summary:
-        """Train to the end and return how it went; every rank must call this.
+        """Train to the end and return the result; every rank must call this.
 
         Raises:
-            Interrupted: SIGINT, SIGTERM or SIGUSR1 came; the run directory is complete up to the last whole step, and
-                has a checkpoint of it.
+            Interrupted: by SIGINT, SIGTERM or SIGUSR1; the run directory is complete up to the last step, and has a
+                checkpoint of it.
         """
-        cfg = self.cfg
-        if self.step >= cfg.train.max_iters:
-            LOGGER.info(
-                "this run has done its %d steps: nothing is left to do (train.max_iters=N takes it further)", self.step
-            )
+        if self.done:
+            LOGGER.info("nothing to do at step %d: %s", self.step, self._why_done())
             return self.summary()
-        with self._session() as hooks, streams.swapped(self.streams):
-            while self.step < cfg.train.max_iters and not self.stop.agreed(self.step):
-                dp = self.layout.dp
-                self.lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, dp)
-                self.result = self._train_step()
-                self.position += self.sequences_per_step
-                if not finite.counts(self):
+        with self._session(), rng.swapped(self.state.rng):
+            while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
+                dp, end = self.layout.dp, self.cfg.train.max_iters
+                lr = learning_rate(self.cfg.optimizer, self.cfg.schedule, self.step, end, dp)
+                self.result = self._train_step(lr)
+                self.state.take(self.examples_per_step)
+                if not finite.counts(self, self.result):
                     continue
-                self.step += 1
-                for hook in hooks:
+                self.state.count_step()
+                self.meter.add(self.result, lr)
+                for hook in self.hooks:
                     hook.after_step(self)
-            if self.step < cfg.train.max_iters:
+                self.profiler.step()
+            if not self.done:
                 self._save_and_stop()
-            for hook in hooks:
+            for hook in self.hooks:
                 hook.at_end(self)
         return self.summary()
 
-    def _save_and_stop(self) -> None:
-        """Make a checkpoint of the last whole step, if the run makes any, and end the run."""
-        if self.cfg.train.checkpoint_interval:
-            self.checkpoints.wait()
-            # A step that was left out has changed nothing.
-            whole = self.step == self.start.step or self.left_out > 0 or finite.is_finite(self)
-            if whole and self.checkpoints.written != self.step:
-                LOGGER.info("stopping after %d steps; writing a checkpoint", self.step)
-                self.save()
-                self.checkpoints.wait()
-        raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
+    def _why_done(self) -> str:
+        return self.stop_reason or "the run is finished; increase train.max_iters to train further"
 
-    def _train_step(self) -> StepResult:
+    def _train_step(self, lr: float) -> StepResult:
         self.meter.clock.start()
         batches = self._micro_batches()
         self.meter.clock.lap("data")
         try:
-            return self.backend.train_step(batches, self.lr, self.meter.clock)
+            return self.backend.train_step(batches, lr, self.meter.clock)
         except Exception as error:
             if self.cfg.train.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 reason = first_line(error)
                 raise UserError(
-                    f"train.compile=true: torch.compile cannot compile the model here ({reason}): "
+                    f"train.compile=true: torch.compile failed to compile the model ({reason}): "
                     "install a C++ compiler (g++), or use train.compile=false"
                 ) from error
             raise
 
     def _micro_batches(self) -> list[Batch]:
-        """Return this rank's share of the step's sequences, a batch for each micro-step.
+        """Return this rank's share of the step's examples, a batch for each micro-step.
 
-        They are a function of ``position`` alone, which is therefore all that resuming needs.
+        They are a function of ``state.position`` alone, so that is all that resuming needs.
         """
-        return self.loader.step(self.position // self.sequences_per_step)
+        return self.loader.step(self.state.position // self.examples_per_step)
+
+    def _save_and_stop(self) -> None:
+        """Make a checkpoint of the last step, unless checkpoints are off, and end the run."""
+        if self.cfg.train.checkpoint_interval:
+            written = self.checkpoints.wait()
+            # A step that was skipped has changed nothing.
+            intact = self.step == self.start.step or self.state.skipped > 0
+            if (intact or finite.is_finite(self.result, self.backend.dtype)) and written != self.step:
+                LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
+                self.save()
+                self.checkpoints.wait()
+        raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
+
+    def save(self, *, best: bool = False) -> None:
+        """Make a checkpoint of the run as it is now; every rank must call this, during ``train``."""
+        rng_now = rng.to_tensor(rng.capture())
+        self.checkpoints.save(
+            self.step,
+            lambda: self.backend.begin_save({resume.rng_name(self.world.rank): rng_now}),
+            partial(resume.manifest, self),
+            best=best,
+        )
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
-        total = torch.zeros(2, dtype=torch.float64)
-        with self._evaluating():
-            for i in range(len(self.validation)):
-                batch, weights = self.validation[i]
-                losses = self.backend.losses(batch.to(self.backend.device))
-                total += torch.stack(((losses.cpu().double() * weights).sum(), weights.sum()))
-        loss_sum, count = all_sum(total.float().to(self.backend.device)).tolist()
-        return float(loss_sum / count)
+        return mean_loss(self.backend, self.validation)
 
-    def generate(
-        self, prompt: str | None = None, length: int | None = None, *, temperature: float | None = None,
-        top_k: int | None = None, seed: int | None = None,
-    ) -> str:  # fmt: skip
-        """Return ``prompt`` and what the model makes follow it; every rank must call this.
+    def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
+        """Return ``prompt`` and the text that the model continues it with; every rank must call this.
 
-        What is left out is as the config says: train.sample_prompt, sample_tokens, temperature, top_k, seed.
+        Further options are temperature, top_k and seed, see ``LanguageTask.generate``; the config has the defaults.
         """
-        train = self.cfg.train
-        prompt = train.sample_prompt if prompt is None else prompt
-        length = train.sample_tokens if length is None else length
-        temperature = train.temperature if temperature is None else temperature
-        top_k = train.top_k if top_k is None else top_k
-        if not prompt or length < 0 or not temperature > 0 or (top_k is not None and top_k < 1):
-            raise ConfigError(
-                f"cannot generate with prompt={prompt!r}, length={length}, temperature={temperature}, top_k={top_k}: "
-                "begin with something, such as a line break; length at least 0, temperature above 0, top_k at least 1"
-            )
-        tokens = torch.from_numpy(self.corpus.tokenizer.encode(prompt))[None].to(self.backend.device)
-        seed = train.seed if seed is None else seed
-        # Uncompiled: each length of the growing text would be compiled anew.
-        with self._evaluating(), torch.compiler.set_stance("force_eager"):
-            text = generate(
-                self.backend.logits, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
-                top_k=top_k, seed=seed,
-            )  # fmt: skip
-        return self.corpus.tokenizer.decode(text[0].cpu().numpy())
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Put the model into evaluation mode, and back into the one that it was in."""
-        training = self.backend.parts[0].training
-        for part in self.backend.parts:
-            part.eval()
-        yield
-        for part in self.backend.parts:
-            part.train(training)
+        return self.task.generate(self.backend, prompt, length, **options)
 
     def summary(self) -> Summary:
-        """Return how far the run has come."""
-        get = self.metrics.get
+        """Return the result so far."""
+        state = self.state
         return Summary(
-            steps=self.step, tokens=self.position * self.cfg.model.block_size,
-            seconds=self.meter.seconds() if hasattr(self, "meter") else self.seconds_before,
-            loss=get("loss"), val_loss=get("val_loss"), best_val_loss=get("best_val_loss"),
+            steps=state.step, tokens=state.position * self.task.tokens_per_example, seconds=state.elapsed(),
+            loss=state.metrics.get("loss"), val_loss=state.metrics.get("val_loss"), best_val_loss=state.best_loss,
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[list[Hook]]:
+    def _session(self) -> Iterator[None]:
         """Open what a training run needs, and close it however the run ends."""
         facts = self._facts()
-        self.run = Run(self.cfg, self.world, facts, self.start)
-        file = None
-        self.meter = Meter(
-            self.backend.device, self.backend.dtype, self.sequences_per_step, self.cfg.model.block_size,
-            self.outline.flops_per_token(), self.world.size, self.seconds_before,
-        )  # fmt: skip
-        self.checkpoints = Checkpoints(self.cfg, self.world, self.corpus.tokenizer.to_json())
-        if self.start.source == self.run.path:
-            self.checkpoints.written = self.step
-        self.rollbacks: Counter[int] = Counter()
-        self.left_out = 0
-        hooks: list[Hook] = [Log(), Bar(self), Evaluate(), Sample(), Checkpoint(), *self.extra_hooks]
-        reason = "finished"
+        self.run.open(facts, self.start)
+        log_file = None
+        error_text = ""
         for part in self.backend.parts:
             part.train()
         try:
             if self.world.rank == 0:
-                file = self.log.add_file(self.run.path / "log.txt")
+                log_file = self.log.add_file(self.run.path / "log.txt")
                 self._announce(facts)
-            with self.stop.listen(), profiled(self.cfg.profiler, self.run.path, self.world.rank):
-                for hook in hooks:
+            self.state.start_clock()
+            with self.stop.listen(), self.profiler:
+                for hook in self.hooks:
                     hook.at_start(self)
-                yield hooks
+                yield
         except BaseException as error:
-            reason = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+            error_text = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
             if isinstance(error, Exception):
-                self.checkpoints.give_time(LAST_SAVE_S if self.world.size > 1 else None)
+                self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
                 self.run.note_failure(self.world.rank, self.step, traceback.format_exc())
             raise
         finally:
-            for hook in hooks:
+            self.state.stop_clock()
+            for hook in self.hooks:
                 hook.close()
-            self._finish(reason)
-            if file is not None:
-                self.log.remove(file)
+            self._finish(error_text)
+            if log_file is not None:
+                self.log.remove(log_file)
 
-    def _finish(self, reason: str) -> None:
-        """Write how the run ended. A failure here must not hide the one that ended the run."""
+    def _finish(self, error: str) -> None:
+        """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
         try:
-            plots = self.run.finish(asdict(self.summary()), reason)
+            plots = self.run.finish(asdict(self.summary()), error)
         except OSError:
-            if reason == "finished":
+            if not error:
                 raise
             return
+        if error or self.stop_reason:
+            LOGGER.info("%s (after %d steps)", error or self.stop_reason, self.step)
         loss = self.metrics.get("val_loss")
-        if reason != "finished":
-            LOGGER.info("%s (after %d steps)", reason, self.step)
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
         for plot in plots:
@@ -348,39 +289,28 @@ class Trainer:
         LOGGER.info("run directory: %s", _relative(self.run.path))
 
     def _facts(self) -> dict[str, Any]:
-        corpus = self.corpus
+        seed = self.cfg.train.seed
         return {
-            "data": {
-                "origin": corpus.origin, "banner": corpus.banner, "vocab_size": corpus.tokenizer.vocab_size,
-                "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
-            },
-            "parameters": self.outline.num_parameters(),
+            **self.task.facts(),
             "device_name": device_name(self.backend.device),
             "dtype": str(self.backend.dtype).removeprefix("torch."),
-            "global_batch_size": self.sequences_per_step,
+            "global_batch_size": self.examples_per_step,
             "gradient_accumulation_steps": self.gas,
-            "seeds": {"weights": self.cfg.train.seed, "data": self.cfg.train.seed, "rank_0": self.cfg.train.seed + 1},
-        }  # fmt: skip
+            "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(self.cfg, 0)},
+        }
 
     def _announce(self, facts: dict[str, Any]) -> None:
-        cfg, world, data = self.cfg, self.world, facts["data"]
+        cfg, world = self.cfg, self.world
         LOGGER.info("%s %s, launcher %s (%s)", world, world.host, world.launcher, world.source)
         LOGGER.info(
             "%s: %s parameters, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
             facts["dtype"], facts["device_name"],
         )  # fmt: skip
         LOGGER.info(
-            "data %s: %s; %s training and %s validation tokens, vocabulary %d", cfg.data.name, data["origin"],
-            f"{data['train_tokens']:,}", f"{data['val_tokens']:,}", data["vocab_size"],
+            "batch: %d sequences = %d data-parallel ranks x %d x %d accumulation", self.examples_per_step,
+            self.layout.dp, cfg.model.batch_size, self.gas,
         )  # fmt: skip
-        LOGGER.info(
-            "a step takes %d sequences (%d data-parallel ranks x %d x %d micro-steps) of %d tokens; "
-            "%d steps are %.2f epochs",
-            self.sequences_per_step, self.layout.dp, cfg.model.batch_size, self.gas, cfg.model.block_size,
-            cfg.train.max_iters, self.sequences.epoch_of(cfg.train.max_iters * self.sequences_per_step),
-        )  # fmt: skip
-        if data["banner"]:
-            LOGGER.warning("%s\n%s\n%s", "*" * 80, data["banner"], "*" * 80)
+        self.task.announce(cfg.train.max_iters * self.examples_per_step)
         LOGGER.info("run directory: %s", _relative(self.run.path))
 
     def __enter__(self) -> Trainer:
@@ -389,7 +319,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error in a parallel run, leaving the group could wait for ranks that no longer answer.
+        # After an error in a parallel run, leaving the group could wait for ranks that no longer respond.
         if error is None or self.world.size == 1:
             self.close()
 

@@ -49,19 +49,19 @@ def _tokenizer(
 
 def _of_bytes(words: Sequence[bytes]) -> dict[str, Any]:
     """Return byte pair encoding with ``words`` in the order in which GPT-2 merges them, followed by END."""
-    letters = _letters()
-    shown = ["".join(letters[byte] for byte in word) for word in words]
+    table = letters()
+    shown = ["".join(table[byte] for byte in word) for word in words]
     ranks = {word: rank for rank, word in enumerate(words)}
     merges = [
-        ["".join(letters[byte] for byte in part) for part in _parts(word, ranks)] for word in words if len(word) > 1
+        ["".join(table[byte] for byte in part) for part in _parts(word, ranks)] for word in words if len(word) > 1
     ]
     model = {"type": "BPE", "vocab": {word: rank for rank, word in enumerate([*shown, END])}, "merges": merges}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return _tokenizer(model, level, level)
 
 
-def _letters() -> list[str]:
-    """Return the visible character that represents each byte: itself in Latin-1, or one from U+0100 on."""
+def letters() -> list[str]:
+    """Return the visible character as which GPT-2 writes each byte: itself in Latin-1, or one from U+0100 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]

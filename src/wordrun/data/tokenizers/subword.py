@@ -16,6 +16,7 @@ import numpy as np
 
 from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig
 from wordrun.data.tokenizers.base import END, Ids, Tokenizer
+from wordrun.data.tokenizers.huggingface import letters
 from wordrun.data.tokenizers.word_cache import WordCache
 from wordrun.errors import ConfigError, UserError, first_line
 
@@ -134,16 +135,12 @@ def _ranks_of_tiktoken(content: bytes) -> dict[bytes, int]:
 
 def _ranks_of_merges(content: bytes) -> dict[bytes, int]:
     """Return the vocabulary that is built from the 256 bytes by merging the two words of each line."""
-    # GPT-2 writes invisible bytes as the characters from U+0100 on; the visible ones come first.
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    order = [*visible, *(byte for byte in range(256) if byte not in visible)]
-    of_character = {chr(byte): byte for byte in visible}
-    of_character |= {chr(256 + number): byte for number, byte in enumerate(order[len(visible) :])}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(order)}
+    bytes_of = {letter: byte for byte, letter in enumerate(letters())}
+    ranks = {bytes([bytes_of[letter]]): rank for rank, letter in enumerate(sorted(bytes_of))}
     for line in content.decode().split("\n"):
         if not line or line.startswith("#version"):
             continue
-        left, right = (bytes(of_character[c] for c in part) for part in line.rstrip("\r").split(" "))
+        left, right = (bytes(bytes_of[letter] for letter in part) for part in line.rstrip("\r").split(" "))
         if left not in ranks or right not in ranks:
             raise ValueError(f"the line {line!r} merges words that no earlier line made")
         ranks[left + right] = len(ranks)

@@ -1,6 +1,6 @@
 """The word cache: byte pair encoding in GPT-2's style, with the library called once for each distinct word.
 
-Libraries encode every occurrence of a word anew. Splitting a text by a regular expression and looking its words up in a
+Libraries encode each occurrence of a word. Splitting a text by a regular expression and looking its words up in a
 dictionary is ten times as fast.
 """
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
+from wordrun import files
 from wordrun.config import PARTS, DataConfig
 from wordrun.data import manifest
 from wordrun.prepare.sources.base import Source
@@ -19,7 +17,7 @@ def locate(data: DataConfig) -> Source:
         UserError: it is neither on this machine nor can it be downloaded.
     """
     if data.prepared:
-        folder = Path(os.path.expanduser(data.prepared)).absolute()
+        folder = files.absolute(data.prepared)
         if manifest.is_complete(folder):
             return Source(data, str(folder), str(folder))
     source: Source = PARTS["data"][data.kind].load().locate(data)

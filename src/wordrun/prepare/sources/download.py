@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.files import absolute
 from wordrun.log import LOGGER
 from wordrun.prepare.sources.base import Source
 from wordrun.prepare.sources.files import FileSource
@@ -25,7 +25,7 @@ class DownloadSource(FileSource):
     def locate(cls, data: DataConfig) -> Source:
         """Return the file, or the sample in its place if data.offline allows that."""
         assert data.path is not None  # DataConfig.problems
-        path = Path(os.path.expanduser(data.path)).absolute()
+        path = absolute(data.path)
         if path.exists():
             _check_hash(path, data)
             return cls(data, str(path), str(path))

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, first_line
+from wordrun.files import absolute
 from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, size_of, state_of
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -34,7 +35,7 @@ class FileSource(Source):
     @classmethod
     def locate(cls, data: DataConfig) -> Source:
         """Return the files, which are read later."""
-        path = str(Path(os.path.expanduser(str(data.path))).absolute())
+        path = str(absolute(str(data.path)))
         return cls(data, path, path)
 
     def files(self) -> list[Path]:

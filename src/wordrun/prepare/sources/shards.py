@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from wordrun.config import DataConfig, TokenizerConfig
 from wordrun.data import corpus, shards
 from wordrun.data.manifest import SPLITS
 from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.files import absolute
 from wordrun.prepare.sources.base import Source, WorkItem, size_of, state_of
 
 
@@ -22,7 +22,7 @@ class ShardSource(Source):
     @classmethod
     def locate(cls, data: DataConfig) -> ShardSource:
         """Return the folder data.path."""
-        path = str(Path(os.path.expanduser(str(data.path))).absolute())
+        path = str(absolute(str(data.path)))
         return cls(data, path, path)
 
     @property

@@ -1,4 +1,4 @@
-"""The random streams of this process, as one thing that can be kept and put back."""
+"""The states of this process's random number generators (RNG), saved and restored together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's random streams, that of the current device included."""
+    """Return the RNG states of Python, NumPy and torch, including the current device's."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     for name in ("cuda", "xpu"):
         device: Any = getattr(torch, name)
@@ -23,7 +23,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put the random streams back to where ``capture`` found them."""
+    """Set the RNG states to what ``capture`` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -34,9 +34,13 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def swapped(state: dict[str, Any]) -> Iterator[None]:
-    """Draw from ``state`` in a ``with`` block, keep in it how far that went, and leave the caller's streams alone."""
+    """Run a ``with`` block on the RNG states in ``state``, update them at its end, and restore the caller's.
+
+    An empty ``state`` begins with the caller's.
+    """
     outer = capture()
-    restore(state)
+    if state:
+        restore(state)
     try:
         yield
     finally:
@@ -45,7 +49,7 @@ def swapped(state: dict[str, Any]) -> Iterator[None]:
 
 
 def to_tensor(state: dict[str, Any]) -> torch.Tensor:
-    """Return what ``capture`` returned as bytes, (N,) uint8."""
+    """Return what ``capture`` returned, serialised, (N,) uint8."""
     version, words, gauss = state["python"]
     kind, keys, position, has_gauss, cached = state["numpy"]
     plain = {
@@ -59,7 +63,7 @@ def to_tensor(state: dict[str, Any]) -> torch.Tensor:
 
 
 def from_tensor(data: torch.Tensor) -> dict[str, Any]:
-    """Undo ``to_tensor``."""
+    """Return the RNG states that ``to_tensor`` serialised."""
     plain: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     version, words, gauss = plain["python"]
     kind, keys, position, has_gauss, cached = plain["numpy"]

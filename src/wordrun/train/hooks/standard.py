@@ -1,0 +1,132 @@
+"""The hooks of every run: metrics, evaluation, samples, checkpoints and a progress bar."""
+
+from __future__ import annotations
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from wordrun.log import FOR_FILES, LOGGER
+from wordrun.train.checkpoint import SaveError
+from wordrun.train.metrics import LEGEND, one_line
+from wordrun.train.training import Hook, Training, due
+
+
+class Log(Hook):
+    """Logs a line of metrics every train.log_interval steps, and for the first and the last step."""
+
+    def at_start(self, trainer: Training) -> None:
+        """Explain the names."""
+        legend = "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
+        LOGGER.info("metrics, named alike in metrics.jsonl and in all trackers:\n%s", legend)
+
+    def after_step(self, trainer: Training) -> None:
+        """Reduce the metrics over the ranks and pass them to the trackers."""
+        state, train = trainer.state, trainer.cfg.train
+        if not (due(state.step, train.log_interval) or state.step in (1, train.max_iters)):
+            return
+        metrics = trainer.meter.line(state)
+        state.metrics.update(metrics)
+        trainer.run.log(metrics)
+        LOGGER.info(one_line(metrics, train.max_iters), extra=FOR_FILES)
+
+
+class Evaluate(Hook):
+    """Measures the validation loss every train.eval_interval steps and after the last."""
+
+    def after_step(self, trainer: Training) -> None:
+        """Evaluate on all ranks."""
+        state, train = trainer.state, trainer.cfg.train
+        if not train.eval_interval or not (due(state.step, train.eval_interval) or state.step == train.max_iters):
+            return
+        loss = trainer.evaluate()
+        state.record_evaluation(loss)
+        trainer.run.log({"step": state.step, "val_loss": loss})
+        best = float("inf") if state.best_loss is None else state.best_loss
+        LOGGER.info("step %d/%d  val_loss %.4f  best %.4f", state.step, train.max_iters, loss, best)
+
+
+class Sample(Hook):
+    """Generates a sample every train.sample_interval steps and at the end."""
+
+    def after_step(self, trainer: Training) -> None:
+        """Generate a sample, except after the last step: ``at_end`` makes that one."""
+        if due(trainer.step, trainer.cfg.train.sample_interval) and not trainer.done:
+            self._sample(trainer)
+
+    def at_end(self, trainer: Training) -> None:
+        """Generate the last sample and log it."""
+        text = self._sample(trainer)
+        if text:
+            LOGGER.info("sample at step %d:\n%s", trainer.step, text)
+
+    def _sample(self, trainer: Training) -> str:
+        if not trainer.cfg.train.sample_tokens:
+            return ""
+        text = trainer.generate()
+        trainer.run.sample(trainer.step, text)
+        return text
+
+
+class Checkpoint(Hook):
+    """Saves every train.checkpoint_interval steps, after the last step, and at each best evaluation.
+
+    It is the last hook, so that a checkpoint includes what the others did after the same step.
+    """
+
+    def after_step(self, trainer: Training) -> None:
+        """Begin to save, if it is due."""
+        train, state = trainer.cfg.train, trainer.state
+        if not train.checkpoint_interval:
+            return
+        trainer.checkpoints.raise_failure()
+        best = train.save_best and state.best_step == state.step
+        if best or due(state.step, train.checkpoint_interval) or trainer.done:
+            trainer.save(best=best)
+
+    def at_end(self, trainer: Training) -> None:
+        """Wait for the last checkpoint, which holds the result of the run."""
+        written = trainer.checkpoints.wait()
+        if trainer.cfg.train.checkpoint_interval and written != trainer.step:
+            raise SaveError(
+                f"the run is finished, but its last checkpoint could not be written; the newest is that of step "
+                f"{written}: free some space, and repeat the last steps with train.resume=auto"
+                if written >= 0
+                else "the run is finished, but none of its checkpoints could be written"
+            )
+
+
+class Bar(Hook):
+    """Shows a progress bar on a terminal."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def at_start(self, trainer: Training) -> None:
+        """Show it."""
+        screen = trainer.log.screen
+        if trainer.world.rank != 0 or not screen.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[tps]} tokens/s"), TimeRemainingColumn(),
+            console=screen, refresh_per_second=4, expand=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", tps="-")
+        self._progress.start()
+
+    def after_step(self, trainer: Training) -> None:
+        """Update it."""
+        if self._progress is None:
+            return
+        # A resumed run has no metrics until its first line.
+        loss, tps = (trainer.state.metrics.get(name) for name in ("loss", "tps"))
+        self._progress.update(
+            self._task, completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
+            tps="-" if tps is None else f"{tps:,.0f}",
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Leave it on the screen as it is."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,141 @@
+"""Language modelling as a task: text, its tokens, and the model that predicts the next one."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from wordrun.backend import Backend
+from wordrun.config import Config
+from wordrun.data.fixed_set import FixedSet
+from wordrun.data.loader import Loader
+from wordrun.data.order import eot_for, order_of_run
+from wordrun.dist import World
+from wordrun.dist.mesh import Layout
+from wordrun.errors import ConfigError
+from wordrun.log import LOGGER
+from wordrun.model import meta_model
+from wordrun.model.generate import generate
+from wordrun.prepare.obtain import obtain
+from wordrun.train.evaluate import evaluation_mode
+
+
+class LanguageTask:
+    """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
+
+    The trainer itself knows batches of examples and their losses; all that makes them text is here. Every rank must
+    make one.
+
+    Raises:
+        ConfigError: corpus, tokenizer and options do not fit together.
+    """
+
+    def __init__(self, cfg: Config, world: World, layout: Layout) -> None:
+        self.cfg, self.layout, self.dp_rank = cfg, layout, layout.dp_index(world.rank)
+        self.corpus = obtain(cfg, world)
+        self.tokenizer = self.corpus.tokenizer
+        self.vocab_size = self.tokenizer.vocab_size
+        self._check_vocabulary()
+        self.make_model = partial(meta_model, cfg.model, self.vocab_size)
+        self.meta_model = self.make_model()
+        self.sequences = order_of_run(cfg, self.corpus)
+        self.eot = eot_for("mask_documents", cfg, self.corpus)
+        self.tokens_per_example = cfg.model.block_size
+        self.flops_per_example = self.meta_model.flops_per_token() * cfg.model.block_size
+
+    def _check_vocabulary(self) -> None:
+        data, size = self.cfg.data.name, self.cfg.model.vocab_size or self.vocab_size
+        if size < self.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={size} is too small for data={data}, which has {self.vocab_size} tokens: "
+                f"leave it out, or use at least {self.vocab_size}"
+            )
+        if size % self.layout.tp:
+            raise ConfigError(
+                f"data={data} has a vocabulary of {size} tokens, which is not divisible by "
+                f"backend.tp={self.layout.tp}: use model.vocab_size={math.ceil(size / self.layout.tp) * self.layout.tp}"
+            )
+        try:
+            self.tokenizer.encode(self.cfg.train.sample_prompt)
+        except ConfigError as error:
+            raise ConfigError(f"train.sample_prompt: {error}") from None
+
+    def loader(self, gas: int, device: torch.device) -> Loader:
+        """Return this rank's training batches, ``gas`` micro-batches for each step."""
+        size, prefetch = self.cfg.model.batch_size, self.cfg.data.prefetch
+        return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch, self.eot)
+
+    def validation_set(self, count: int | None) -> FixedSet:
+        """Return this rank's share of ``count`` validation sequences (None: all)."""
+        parts = [(len(part.val), part.share) for part in self.corpus.mix]
+        model = self.cfg.model
+        return FixedSet(
+            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.eot, parts
+        )
+
+    def generate(
+        self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
+        temperature: float | None = None, top_k: int | None = None, seed: int | None = None,
+    ) -> str:  # fmt: skip
+        """Return ``prompt`` and the text that the model continues it with; every rank must call this.
+
+        Args:
+            backend: holds the model.
+            prompt: to be continued; None: train.sample_prompt.
+            length: number of tokens to generate; None: train.sample_tokens.
+            temperature: divides the logits; None: train.temperature.
+            top_k: sample from the k most likely tokens; None: train.top_k.
+            seed: random seed for sampling; None: train.seed.
+        """
+        train = self.cfg.train
+        prompt = train.sample_prompt if prompt is None else prompt
+        length = train.sample_tokens if length is None else length
+        temperature = train.temperature if temperature is None else temperature
+        top_k = train.top_k if top_k is None else top_k
+        if not prompt or length < 0 or not temperature > 0 or (top_k is not None and top_k < 1):
+            raise ConfigError(
+                f"cannot generate with prompt={prompt!r}, length={length}, temperature={temperature}, top_k={top_k}: "
+                "the prompt must not be empty (use a line break), length must be at least 0, temperature above 0 and "
+                "top_k at least 1"
+            )
+        tokens = torch.from_numpy(self.tokenizer.encode(prompt))[None].to(backend.device)
+        # Without compilation: it would run again for each length of the growing text.
+        with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
+            text = generate(
+                backend.logits, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
+                top_k=top_k, seed=train.seed if seed is None else seed,
+            )  # fmt: skip
+        return self.tokenizer.decode(text[0].cpu().numpy())
+
+    def facts(self) -> dict[str, Any]:
+        """Return what run.json says of the data and the model."""
+        corpus = self.corpus
+        return {
+            "data": {
+                "origin": corpus.origin, "banner": corpus.banner, "vocab_size": self.vocab_size,
+                "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
+            },
+            "parameters": self.meta_model.num_parameters(),
+        }  # fmt: skip
+
+    def fixed(self) -> dict[str, Any]:
+        """Return what a resumed run must share with its checkpoint, besides options."""
+        return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train)}
+
+    def manifest(self, position: int) -> dict[str, Any]:
+        """Return what a checkpoint's manifest says of the task after ``position`` examples."""
+        return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size}
+
+    def announce(self, examples: int) -> None:
+        """Log what the run trains on: ``examples`` of which data, in how many epochs."""
+        corpus = self.corpus
+        LOGGER.info(
+            "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
+            self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
+            self.vocab_size, self.sequences.epoch_of(examples), self.tokens_per_example,
+        )  # fmt: skip
+        if corpus.banner:
+            LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.banner, "*" * 80)

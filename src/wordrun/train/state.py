@@ -1,0 +1,98 @@
+"""What changes in the course of a run, besides the model and the optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+STORED = ("step", "position", "best_loss", "best_step", "evaluated_step", "skipped")
+"""Fields that a checkpoint stores as they are."""
+STORED_METRICS = ("loss", "val_loss")
+
+
+@dataclass
+class TrainState:
+    """The state of a run. Other objects read it, and change it through its methods alone.
+
+    A checkpoint stores it by ``state_dict``, and the RNG states as a tensor for each rank.
+    """
+
+    step: int = 0
+    """Optimizer steps that count: without skipped ones, and without those that a rollback has undone."""
+    position: int = 0
+    """Examples taken from the data by all ranks together, in order; the next step begins with this one."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The latest value of each metric."""
+    best_loss: float | None = None
+    """The lowest validation loss so far."""
+    best_step: int = -1
+    """The step at which it was measured."""
+    evaluated_step: int = -1
+    """The step of the last evaluation."""
+    skipped: int = 0
+    """Steps skipped in a row for non-finite gradients (train.on_nonfinite=skip)."""
+    rollbacks: dict[int, int] = field(default_factory=dict)
+    """Rollbacks so far, by the step of the checkpoint (train.on_nonfinite=rollback)."""
+    seconds: float = 0.0
+    """Training time until the clock was last started; ``elapsed`` includes the time since then."""
+    rng: dict[str, Any] = field(default_factory=dict, repr=False)
+    """RNG states of this process, where the run last stopped drawing from them; see ``wordrun.train.rng``."""
+    _started: float | None = field(default=None, repr=False)
+
+    def take(self, examples: int) -> None:
+        """Count ``examples`` as taken from the data, whether or not the step counts."""
+        self.position += examples
+
+    def count_step(self) -> None:
+        """Count an optimizer step."""
+        self.step += 1
+        self.skipped = 0
+
+    def skip_step(self) -> None:
+        """Count a step whose gradients were non-finite, and which changed nothing."""
+        self.skipped += 1
+
+    def record_evaluation(self, loss: float) -> None:
+        """Take the validation loss of this step; NaN is never the best."""
+        self.evaluated_step = self.step
+        self.metrics["val_loss"] = loss
+        if loss < (float("inf") if self.best_loss is None else self.best_loss):
+            self.best_loss, self.best_step = loss, self.step
+
+    def start_clock(self) -> None:
+        """Count the time from now on as training time."""
+        self._started = time.monotonic()
+
+    def stop_clock(self) -> None:
+        """Stop counting time."""
+        self.seconds, self._started = self.elapsed(), None
+
+    def elapsed(self) -> float:
+        """Return the seconds that the run has trained, earlier parts of it included."""
+        return self.seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint's manifest says of the state, ready for JSON."""
+        return {
+            **{name: getattr(self, name) for name in STORED}, "rollbacks": self.rollbacks, "seconds": self.elapsed(),
+            "metrics": {name: self.metrics[name] for name in STORED_METRICS if name in self.metrics},
+        }  # fmt: skip
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned, in this version or an earlier one."""
+        self.metrics = dict(stored["metrics"])
+        # Until 0.1 the best loss was one of the metrics.
+        self.best_loss = self.metrics.pop("best_val_loss", None)
+        for name in STORED:
+            setattr(self, name, stored.get(name, getattr(self, name)))
+        self.rollbacks = {int(step): count for step, count in stored.get("rollbacks", {}).items()}
+        self.seconds = stored["seconds"]
+
+    def roll_back(self, stored: Mapping[str, Any]) -> None:
+        """Return to what ``state_dict`` returned, but neither to the data taken nor to the time spent since."""
+        position, seconds, rollbacks = self.position, self.seconds, self.rollbacks
+        self.load_state_dict(stored)
+        self.position, self.seconds = position, seconds
+        self.rollbacks = {**rollbacks, self.step: rollbacks.get(self.step, 0) + 1}
