@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import warnings
 from typing import Any
@@ -37,6 +38,28 @@ def cpu_is_fast_at_bf16() -> bool:
     """Return whether the processor has instructions for bf16; if torch does not tell, False: the run is in fp32."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def without_outputs(schedule: Any) -> dict[str, bool]:
+    """Return what keeps ``schedule.step`` of a pipeline from returning the outputs, which nobody reads.
+
+    torch 2.8.0 has no such argument, and holds the logits of all micro-batches and a merged copy of them.
+    """
+    return {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+
+
+def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply ``tensors`` by ``factor`` in place, all on its device: at once, or where torch cannot, one by one."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Return whether torch.compile raised ``error``; if its modules have moved, False: the user sees the traceback."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def release_reducer(replica: Any) -> None:
