@@ -101,6 +101,8 @@ class Splitter:
             if self.options.cpu_offload
             else OffloadPolicy(),
         )
+        if self.spec.device.type == "cpu" and isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo of torch 2.8 sums where it should average
 
     def _prefetch(self, blocks: list[nn.Module]) -> None:
         """Let each block prefetch the parameters of the next ones, in both directions."""
