@@ -1,6 +1,6 @@
 """What wordrun uses of libraries without their promise to keep it: one function for each such name.
 
-Tried with torch 2.13.0 (the code is written for 2.8 and later) and DeepSpeed 0.19.8. Where a version lacks a name, each
+Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8 on the latter. Where a version lacks a name, each
 function says what happens instead; tests/unit/test_compat.py fails then and names the function to mend.
 """
 
