@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import warnings
 from typing import Any
@@ -37,6 +38,13 @@ def cpu_is_fast_at_bf16() -> bool:
     """Return whether the processor has instructions for bf16; if torch does not tell, False: the run is in fp32."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
+    """Run a step of a pipeline schedule; torch 2.8 cannot leave out its outputs, and keeps those of all micro-batches."""
+    if "return_outputs" in inspect.signature(schedule.step).parameters:
+        kwargs["return_outputs"] = False
+    schedule.step(*args, **kwargs)
 
 
 def release_reducer(replica: Any) -> None:

@@ -1,4 +1,4 @@
-"""``python -m wordrun.prepare [overrides]``: tokenise a data set into shards, on any number of ranks and processes."""
+"""``wordrun prepare [overrides]``: tokenise a data set into shards, on any number of ranks and processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from wordrun.prepare.sources import locate
 USAGE = """\
 Tokenise a data set into shards, which any number of ranks read without loading them into memory.
 
-  python -m wordrun.prepare data=text data.path='corpus/*.jsonl.gz' tokenizer=bpe tokenizer.vocab_size=16384
-  launch -n 8 python -m wordrun.prepare data=fineweb tokenizer=gpt2         in parallel, with the same result
-  python -m wordrun.prepare data=shards data.path=FOLDER data.prepared=OUT  rewrite shards from other projects
-  python -m wordrun.prepare data=sample --inspect                           show statistics, documents and sequences
-  python -m wordrun.prepare data=sample --verify                            compare every shard with its checksum
+  wordrun prepare data=text data.path='corpus/*.jsonl.gz' tokenizer=bpe tokenizer.vocab_size=16384
+  launch -n 8 wordrun prepare data=fineweb tokenizer=gpt2         in parallel, with the same result
+  wordrun prepare data=shards data.path=FOLDER data.prepared=OUT  rewrite shards from other projects
+  wordrun prepare data=sample --inspect                           show statistics, documents and sequences
+  wordrun prepare data=sample --verify                            compare every shard with its checksum
 
 It takes the options of a run (wordrun --help); only data.* and tokenizer.* matter. If it is killed, run it again: it
 continues with the missing shards. Runs with the same data and tokenizer options find the shards. See docs/data.md.
@@ -37,7 +37,7 @@ continues with the missing shards. Runs with the same data and tokenizer options
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    parser = argparse.ArgumentParser("python -m wordrun.prepare", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser("wordrun prepare", add_help=False, allow_abbrev=False)
     for flag in ("--help", "--inspect", "--verify"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("-h", action="store_true", dest="help")

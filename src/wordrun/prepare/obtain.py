@@ -91,7 +91,7 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
     if source.is_tokens and not source.data.prepared and not is_complete(folder):
         raise ConfigError(
             f"data.stage={source.data.stage} needs checksums, and {folder} has no manifest.json: create shards with a "
-            f"manifest by python -m wordrun.prepare data=shards data.path={folder} data.prepared=FOLDER, and train "
+            f"manifest by wordrun prepare data=shards data.path={folder} data.prepared=FOLDER, and train "
             "with the same options"
         )
 
@@ -101,7 +101,7 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
             how_large = "its size is known only to the hub" if size is None else f"is large ({size / 2**30:.1f} GiB)"
             raise UserError(
                 f"data={name} is not prepared with these options ({folder} is incomplete), and {how_large}. First: "
-                f"launch python -m wordrun.prepare data={name}, with this run's options for data and tokenizer"
+                f"launch wordrun prepare data={name}, with this run's options for data and tokenizer"
             )
         started = time.monotonic()
         LOGGER.info("preparing data=%s in %s", name, folder)

@@ -55,7 +55,7 @@ def check(ours: Mapping[str, Any], manifest: Mapping[str, Any], folder: Path) ->
         ConfigError: names each option with both values.
     """
     theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
-    # Before there were schedules, an option said so.
+    # Before there were schedules, an option of the optimizer chose between two of them.
     theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
     different = [
         f"  {name} is {theirs[name]} in the checkpoint and {value} here"

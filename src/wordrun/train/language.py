@@ -21,6 +21,8 @@ from wordrun.model import meta_model
 from wordrun.model.generate import generate
 from wordrun.prepare.obtain import obtain
 from wordrun.train.evaluate import evaluation_mode
+from wordrun.train.hooks.standard import Sample
+from wordrun.train.training import Hook
 
 
 class LanguageTask:
@@ -75,6 +77,10 @@ class LanguageTask:
         return FixedSet(
             self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.eot, parts
         )
+
+    def hooks(self) -> list[Hook]:
+        """Return the hooks of this task: samples."""
+        return [Sample()]
 
     def generate(
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,

@@ -18,7 +18,8 @@ from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import compatible, rng
-from wordrun.train.run import Start, read_record
+from wordrun.train.run import Start
+from wordrun.train.run_dir import read_record
 from wordrun.train.training import Training
 
 

@@ -25,7 +25,7 @@ from wordrun.log import LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluate import mean_loss
-from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log, Sample
+from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.init_from import initial_weights
 from wordrun.train.language import LanguageTask
 from wordrun.train.metrics import Meter, device_name
@@ -56,8 +56,8 @@ class Trainer:
     """Trains, evaluates and generates, as a config says.
 
     Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own,
-    and before a checkpoint is saved.
-    ``close`` (or a ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
+    and before a checkpoint is saved. ``close`` (or a ``with`` block, or garbage collection) leaves the process group
+    and removes the log handlers.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Trainer:
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
         configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
-        self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), Sample(), *configured, *hooks, Checkpoint()]
+        self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
         self.run = Run(cfg, world)
         seed_everything(resume.rank_seed(cfg, world.rank))
         self.start = resume.resume(self, source)
@@ -154,10 +154,10 @@ class Trainer:
         if self.done:
             LOGGER.info("nothing to do at step %d: %s", self.step, self._why_done())
             return self.summary()
+        cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng):
             while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
-                dp, end = self.layout.dp, self.cfg.train.max_iters
-                lr = learning_rate(self.cfg.optimizer, self.cfg.schedule, self.step, end, dp)
+                lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 self.result = self._train_step(lr)
                 self.state.take(self.examples_per_step)
                 if not finite.counts(self, self.result):

@@ -23,6 +23,10 @@ class Task(Protocol):
     flops_per_example: int
     """Floating-point operations of an example's forward and backward pass."""
 
+    def hooks(self) -> Sequence[Hook]:
+        """Return hooks that every run of this task has."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """Return what run.json says of the data and the model."""
         ...

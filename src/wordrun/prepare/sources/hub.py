@@ -159,7 +159,7 @@ def _unreachable(data: DataConfig, error: BaseException) -> UserError:
     subset = f" data.subset={data.subset}" if data.subset else ""
     return UserError(
         f"data={data.name}: the Hugging Face data set {data.dataset} could not be downloaded ({first_line(error)}). On "
-        "a machine with network access (a login node), with the same $WORDRUN_DATA_HOME: python -m wordrun.prepare "
+        "a machine with network access (a login node), with the same $WORDRUN_DATA_HOME: wordrun prepare "
         f"data={data.name}; or download it with: hf download --repo-type dataset {data.dataset} --local-dir DIR, and "
         f"prepare here with data.dataset=DIR{subset}."
     )
