@@ -41,7 +41,7 @@ def cpu_is_fast_at_bf16() -> bool:
 
 
 def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
-    """Run a step of a pipeline schedule; torch 2.8 cannot leave out its outputs, and keeps those of all micro-batches."""
+    """Run a step of a pipeline schedule without keeping its outputs, which torch 2.8 cannot do without."""
     if "return_outputs" in inspect.signature(schedule.step).parameters:
         kwargs["return_outputs"] = False
     schedule.step(*args, **kwargs)
