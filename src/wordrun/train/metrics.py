@@ -14,21 +14,21 @@ from wordrun.dist.collectives import all_mean
 from wordrun.train.state import TrainState
 
 LEGEND = {
-    "step": "optimizer steps so far",
-    "loss": "training loss of this step, mean over all ranks [nats/token]",
-    "val_loss": "mean loss over the fixed validation set [nats/token]",
-    "lr": "learning rate of this step",
-    "grad_norm": "norm of all gradients together, before clipping",
-    "dt": "time per step, mean since the last line [s]",
-    "dtf": "forward time per step, unless interleaved with the backward passes (pipeline) [s]",
+    "step": "number of optimizer steps so far",
+    "loss": "training loss at this step, averaged over all ranks [nats/token]",
+    "val_loss": "mean loss on the fixed validation set [nats/token]",
+    "lr": "learning rate at this step",
+    "grad_norm": "global gradient norm, before clipping",
+    "dt": "time per step, averaged since the previous line [s]",
+    "dtf": "forward time per step; not measured where forward and backward passes interleave (pipelines) [s]",
     "dtb": "backward time per step, including communication [s]",
     "sps": "sequences per second, all ranks",
     "sps_per_gpu": "sequences per second per rank",
     "tps": "tokens per second, all ranks",
     "tps_per_gpu": "tokens per second per rank",
-    "mfu": "model FLOP/s utilization: share of the devices' peak FLOP/s [%]",
-    "tokens": "training tokens so far, all ranks",
-    "time": "wall time so far [s]",
+    "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
+    "tokens": "training tokens processed so far, all ranks",
+    "time": "elapsed wall time [s]",
 }
 """Names in metrics.jsonl, in trackers and on the console, with their meaning."""
 
