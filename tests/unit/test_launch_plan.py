@@ -19,17 +19,14 @@ import pytest
 from wordrun.errors import ConfigError
 from wordrun.launch import show
 from wordrun.launch.address import free_port, is_free, unresolved
-from wordrun.launch.environment import is_stale, threads
 from wordrun.launch.host import count_cores, count_devices, find_command, local_host
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV, flavour
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import build
+from wordrun.launch.plan import LaunchPlan, build, is_stale, threads
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask, mask_words
-from wordrun.launch.request import Decided
+from wordrun.launch.request import Decided, Options
 from wordrun.launch.schedulers import find_job
 
 pytestmark = pytest.mark.unit

@@ -11,10 +11,10 @@ from dataclasses import replace
 import wordrun
 from wordrun.errors import REQUEUE, UserError
 from wordrun.launch.host import short
-from wordrun.launch.options import Options
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
 
 # After this long the ranks have met, and a port that is taken is one of their program's.
@@ -67,10 +67,10 @@ def _launch(options: Options) -> int:
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once with another port, and up to --retries times without failed hosts."""
-    from wordrun.launch.faults import classify, port_taken
-    from wordrun.launch.identity import Identity
+    from wordrun.launch.record import Identity
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
+    from wordrun.launch.tail import classify, port_taken
 
     for note in plan.job.notes:
         say(note)

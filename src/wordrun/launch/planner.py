@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import replace
 
 from wordrun.errors import ConfigError
-from wordrun.launch import address, identity
-from wordrun.launch.environment import FOR_RANKS, environment, is_stale
+from wordrun.launch import address, record
 from wordrun.launch.host import check_command, local_host, own_bin
-from wordrun.launch.identity import Identity
 from wordrun.launch.job import Job, hold_back
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import Launcher
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.ranks import Ranks, decide_ranks
-from wordrun.launch.record import mask_words
-from wordrun.launch.request import Decided, Request
+from wordrun.launch.plan import LaunchPlan, build
+from wordrun.launch.ranks import decide_ranks
+from wordrun.launch.request import Decided, Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
 
 
-def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Identity | None = None) -> LaunchPlan:
+def make_plan(
+    options: Options, left_out: frozenset[str] = frozenset(), same: record.Identity | None = None
+) -> LaunchPlan:
     """Return the plan that ``options`` lead to on this machine.
 
     Args:
@@ -64,41 +61,13 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     return job, site, ranks, choose(options.launcher, ranks.np, env, job, site)
 
 
-def build(
-    job: Job, options: Options, ranks: Ranks, launcher: Launcher, decided: Decided, env: Mapping[str, str],
-    site: Site = UNKNOWN,
-) -> LaunchPlan:  # fmt: skip
-    """Return the plan that starts ``options.command`` as ``ranks``; nothing is looked up here.
-
-    Raises:
-        ConfigError: the launcher cannot do what an option asks.
-    """
-    request = Request(job, options, ranks, decided, site)
-    unset = {name for name in env if is_stale(name) or name in site.unset}
-    known = {*site.env, *site.proxies}
-    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
-    env_set, reasons = environment(request, launcher, env)
-    request = replace(request, env=env_set, exported=tuple(exported))
-    argv = launcher.argv(request)
-    path = request.hosts_file
-    is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
-    return LaunchPlan(
-        **vars(request),
-        launcher=launcher,
-        argv=argv,
-        env_unset=tuple(sorted(unset - set(env_set))),
-        reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
-        files={path: launcher.hosts_text(request)} if is_named else {},
-    )
-
-
-def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity | None) -> Decided:
+def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: record.Identity | None) -> Decided:
     """Decide what all ranks must agree on."""
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     asked = dict(options.env)
     folder = os.path.join(os.getcwd(), "outputs", "launches")
-    run = same or identity.choose(os.environ, job, mask_words(options.command), folder)
-    name = identity.file_name(folder, run.run_id)
+    run = same or record.choose_run(os.environ, job, record.mask_words(options.command), folder)
+    name = record.file_name(folder, run.run_id)
     master, why = ("", "") if "MASTER_ADDR" in asked else _address(options, job, ranks, site)
     # Ranks on other hosts can report only through a folder that they share with this one.
     if ranks.nodes > 1 or not job.is_local:

@@ -14,8 +14,8 @@ from wordrun.launch.host import find_command, own_bin
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher
 from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.ranks import Ranks
 from wordrun.launch.record import facts, mask, mask_words
+from wordrun.launch.request import Ranks
 from wordrun.launch.site import Site
 
 # Longer lists of hosts are cut; --json has them all.

@@ -14,8 +14,7 @@ from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.host import is_runnable, own_bin
 from wordrun.launch.job import Job
-from wordrun.launch.options import Options
-from wordrun.launch.request import Request
+from wordrun.launch.request import Options, Request
 from wordrun.launch.site import Site
 
 RANK_ENV = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_env.sh")

@@ -14,14 +14,7 @@ from wordrun.launch.schedulers.pbs import PBS
 from wordrun.launch.schedulers.slurm import Slurm
 from wordrun.launch.site import UNKNOWN, Site
 
-SCHEDULERS: dict[str, Scheduler] = {
-    each.name: each
-    for each in (
-        PBS(),
-        Slurm(),
-        NoScheduler(),
-    )
-}
+SCHEDULERS: dict[str, Scheduler] = {each.name: each for each in (PBS(), Slurm(), NoScheduler())}
 """Name, as in --scheduler; their variables are looked for in this order."""
 SUBMITTERS = {name: each for name, each in SCHEDULERS.items() if each.submitter}
 """Those that take job scripts."""

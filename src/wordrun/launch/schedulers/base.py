@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from wordrun.launch.host import LocalHost
 from wordrun.launch.job import Job
-from wordrun.launch.options import Options
+from wordrun.launch.request import Options
 from wordrun.launch.site import Site
 
 
