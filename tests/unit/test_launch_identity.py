@@ -14,7 +14,7 @@ import pytest
 
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.record import choose_run, file_name
+from wordrun.launch.planner import choose_run, file_name
 
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 ALONE = Job(hosts=("box",), cores=(8,), devices=(0,), slots=(1,))

@@ -16,8 +16,7 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import address, site_files
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
+from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV
 from wordrun.launch.launchers.pals import cpu_binding

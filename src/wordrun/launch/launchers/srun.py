@@ -6,9 +6,8 @@ import signal
 from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import find_command
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, Search, rank_command
+from wordrun.launch.launchers.base import Launcher, Search, find_command, rank_command
 from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job, with_hostfile
+from wordrun.launch.job import Job, LocalHost, with_hostfile
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.schedulers.none import NoScheduler
 from wordrun.launch.schedulers.pbs import PBS

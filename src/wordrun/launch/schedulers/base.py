@@ -6,8 +6,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
+from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.request import Options
 from wordrun.launch.site import Site
 
