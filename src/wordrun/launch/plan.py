@@ -146,10 +146,8 @@ def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
     """Return the site's variables, except those that the user exported."""
     site = request.site
     words = {"devices": str(request.devices), "devices_reversed": ",".join(map(str, reversed(range(request.devices))))}
-    asked = {
-        **site.env,
-        **{name: (value, "compute nodes reach the internet by it") for name, value in site.proxies.items()},
-    }
+    proxies = {name: (value, "compute nodes reach the internet by it") for name, value in site.proxies.items()}
+    asked = {**site.env, **proxies}
     if not site.internet:
         asked["WANDB_MODE"] = ("offline", "compute nodes have no internet")
     return {

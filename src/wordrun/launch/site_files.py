@@ -18,13 +18,6 @@ OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sites")
 Kind = Callable[[Any], str]
 # The keys of a dict are free (ANY), names of variables (VARIABLE), or those listed.
 ANY, VARIABLE = "any name", "a variable"
-# The placeholders that are filled in in a site's texts. Other braces are kept, such as those of JSON in a variable.
-PLACEHOLDERS = {
-    "srun_args": ("devices",),
-    "master_addr": ("host",),
-    "env": ("devices", "devices_reversed"),
-    "submit.directives": ("devices",),
-}
 
 
 def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, str]:
@@ -56,7 +49,8 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
 
 def site_files(env: Mapping[str, str]) -> dict[str, str]:
     """Return the site files by name; the user's own override wordrun's."""
-    paths = [path for folder in (OWN, own_folder(env)) for path in _yaml(folder)]
+    patterns = (os.path.join(glob.escape(folder), "*.yaml") for folder in (OWN, own_folder(env)))
+    paths = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
     return {os.path.basename(path).removesuffix(".yaml"): path for path in paths}
 
 
@@ -101,10 +95,6 @@ def load(path: str, *, trusted: bool = False) -> Site:
     return Site(name=os.path.splitext(os.path.basename(path))[0], **{**content, **lists})
 
 
-def _yaml(folder: str) -> list[str]:
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.yaml")))
-
-
 def _should(words: str, holds: Callable[[Any], bool]) -> Kind:
     return lambda value: "" if holds(value) else f"should be {words}"
 
@@ -128,6 +118,11 @@ def _is_range(value: Any) -> bool:
 
 def _is_hours(value: Any) -> bool:
     return _whole(value, 1) or (isinstance(value, float) and value > 0)
+
+
+def _is_limit(value: Any) -> bool:
+    table = value if isinstance(value, dict) and value else {1: value}
+    return all(_whole(most, 1) and _is_hours(hours) for most, hours in table.items())
 
 
 def _pattern(value: Any) -> str:
@@ -158,47 +153,26 @@ def _unfilled(text: str, known: Sequence[str], *, slips_only: bool = False) -> s
     return ""
 
 
-def _filled(key: str, kind: Kind) -> Kind:
-    return lambda value: kind(value) or _unfilled(str(value), PLACEHOLDERS[key])
+def _with_devices(kind: Kind) -> Kind:
+    return lambda value: kind(value) or _unfilled(str(value), ["devices"])
 
 
 def _address(value: Any) -> str:
-    return (
-        TEXT(value)
-        or _unfilled(value, PLACEHOLDERS["master_addr"])
-        or ("" if "{host}" in value else "should hold {host}, a node's short name")
-    )
+    complaint = TEXT(value) or _unfilled(value, ["host"])
+    return complaint or ("" if "{host}" in value else "should hold {host}, a node's short name")
 
 
 def _reasoned(value: Any) -> str:
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)):
         return "should be [value, reason], both of them text (numbers in quotes)"
     # A value may contain other braces, such as JSON.
-    return _unfilled(value[0], PLACEHOLDERS["env"], slips_only=True)
+    return _unfilled(value[0], ["devices", "devices_reversed"], slips_only=True)
 
 
 QUOTED = "text (in quotes, where it looks like a number)"
 TEXT = _text(QUOTED)
-WORD = _should("text", lambda value: isinstance(value, str) or _whole(value, 0))
-LINE = _text("one line of text, in quotes where it holds ': '", r"[^\n]+")
-DIRECTIVE = _text("an option with its value, such as -l place=scatter", r"-[^\n]+")
 FLAG = _should("true or false", lambda value: isinstance(value, bool))
-FROM_0 = _should("a whole number from 0 up", lambda value: _whole(value, 0))
 FROM_1 = _should("a whole number from 1 up", lambda value: _whole(value, 1))
-HOURS = _should(
-    "a number above 0, or {most nodes: hours, ...}",
-    lambda value: (
-        all(map(_is_hours, value.values())) and all(_whole(most, 1) for most in value)
-        if isinstance(value, dict) and value
-        else _is_hours(value)
-    ),
-)
-QUEUE = {
-    "nodes": _should("[least, most] nodes, such as [1, 2]", _is_range),
-    "hours": HOURS,
-    "rerunnable": FLAG,
-    "device_per_rank": FLAG,
-}  # fmt: skip
 # What each key may hold; a list means a list of that kind.
 SHAPES: dict[str, Any] = {
     "description": TEXT,
@@ -206,29 +180,36 @@ SHAPES: dict[str, Any] = {
     "scheduler": _one_of(*(name for name, each in SCHEDULERS.items() if each.variable)),
     "launcher": _one_of(*(name for name, each in LAUNCHERS.items() if each.in_sites)),
     "launcher_paths": [TEXT],
-    "devices": FROM_0,
+    "devices": _should("a whole number from 0 up", lambda value: _whole(value, 0)),
     "device": TEXT,
     "count_devices": FLAG,
     "ranks_per_node": FROM_1,
     "cores": FROM_1,
     "cores_near_device": [_cores],
     "pals_binding": TEXT,
-    "srun_args": [_filled("srun_args", WORD)],
+    "srun_args": [_with_devices(_should("text", lambda value: isinstance(value, str) or _whole(value, 0)))],
     "master_addr": _address,
     "env": {VARIABLE: _reasoned},
     "unset": {VARIABLE: TEXT},
     "proxies": {VARIABLE: TEXT},
     "internet": FLAG,
-    "modules": [LINE],
+    "modules": [_text("one line of text, in quotes where it holds ': '", r"[^\n]+")],
     "submit": {
         "filesystems": TEXT,
         "select": TEXT,
         "account_needed": FLAG,
         "queue_needed": FLAG,
         "queue_option": _text("an option of sbatch, such as --partition", r"--[a-z-]+"),
-        "directives": [_filled("submit.directives", DIRECTIVE)],
+        "directives": [_with_devices(_text("an option with its value, such as -l place=scatter", r"-[^\n]+"))],
     },
-    "queues": {ANY: QUEUE},
+    "queues": {
+        ANY: {
+            "nodes": _should("[least, most] nodes, such as [1, 2]", _is_range),
+            "hours": _should("a number above 0, or {most nodes: hours, ...}", _is_limit),
+            "rerunnable": FLAG,
+            "device_per_rank": FLAG,
+        }
+    },
 }
 
 
