@@ -89,12 +89,11 @@ class Trainer(Training):
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Make the parts of the trainer, in the order in which they need each other."""
         cfg, world = self.cfg, self.world
-        source = resume.find(cfg, world)
+        self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.task = LanguageTask(cfg, world, self.layout)
-        is_new = source is None or source.folder is None
-        weights = initial_weights(cfg, self.task.vocab_size, world) if is_new else None
+        weights = None if self.start.folder else initial_weights(cfg, self.task.vocab_size, world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         self.backend = backends.build(
             backends.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
@@ -115,7 +114,7 @@ class Trainer(Training):
         self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
         self.run = Run(cfg, world)
         seed_everything(resume.rank_seed(cfg, world.rank))
-        self.start = resume.resume(self, source)
+        resume.resume(self, self.start)
         written = self.step if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer.to_json(), written)
 
