@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from pathlib import Path
@@ -12,14 +14,29 @@ import torch.distributed
 from wordrun import dist
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
-from wordrun.config import Config, to_plain
+from wordrun.config import RENAMED, Config, to_plain
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.train import compatible, rng
+from wordrun.train import rng
 from wordrun.train.run import Start
 from wordrun.train.run_dir import read_record
 from wordrun.train.training import Training
+
+FREE = {
+    "model": {"name", "batch_size"},
+    "data": {"path", "url", "offline", "prepared", "workers", "stage", "prefetch"},
+    "tokenizer": {"path", "train_mb"},
+    "optimizer": {"gas", "decay_lr"},
+    "train": {
+        "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
+        "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "activation_checkpointing", "device",
+        "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save", "on_save_error",
+        "on_nonfinite", "resume", "init_from",
+    },
+    "backend": None, "tracker": None, "profiler": None, "hooks": None,
+}  # fmt: skip
+"""Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
 
 
 def find(cfg: Config, world: dist.World) -> Start:
@@ -104,11 +121,49 @@ def resume(trainer: Training, start: Start) -> None:
     if start.folder is None:
         return
     path = start.folder.path
-    ours = {**compatible.fixed(trainer.cfg), **_facts(trainer)}
-    compatible.check(ours, start.manifest, path)
+    check_options({**fixed_options(trainer.cfg), **_facts(trainer)}, start.manifest, path)
     load(trainer, path, start.manifest)
     trainer.state.load_state_dict(start.manifest)
     LOGGER.info("resumed from %s at step %d", path, trainer.step)
+
+
+def fixed_options(cfg: Config) -> dict[str, Any]:
+    """Return the options that a resumed run must share with its checkpoint, by their names."""
+    return {
+        f"{section}.{name}": value
+        for section, values in to_plain(cfg).items()
+        if (free := FREE.get(section, set())) is not None
+        for name, value in values.items()
+        if name not in free
+    }
+
+
+def check_options(ours: dict[str, Any], manifest: dict[str, Any], folder: Path) -> None:
+    """Refuse to resume with options that contradict the checkpoint.
+
+    Args:
+        ours: the options of this run, and what else has to be the same, by names that people know.
+        manifest: of the checkpoint; options that are newer than it have their defaults in both.
+        folder: the checkpoint.
+
+    Raises:
+        ConfigError: names each option with both values.
+    """
+    theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
+    # Before there were schedules, an option of the optimizer chose between two of them.
+    theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
+    different = [
+        f"  {name} is {theirs[name]} in the checkpoint and {value} here"
+        for name, value in ours.items()
+        if name in theirs and theirs[name] != value
+    ]
+    if different:
+        raise ConfigError(
+            "\n".join([
+                f"the options contradict the checkpoint {folder}:", *different,
+                f"use the checkpoint's options, or only its weights: train.init_from={folder}",
+            ])
+        )  # fmt: skip
 
 
 def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
@@ -141,11 +196,12 @@ def rng_name(rank: int) -> str:
 
 def manifest(trainer: Training) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the run, besides its files."""
-    cfg = trainer.cfg
+    cfg, fixed = trainer.cfg, fixed_options(trainer.cfg)
     return {
         **trainer.state.state_dict(), **trainer.task.manifest(trainer.state.position), "time": time.time(),
         "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
-        "config": to_plain(cfg), "config_hash": compatible.config_hash(cfg), "fixed": compatible.fixed(cfg),
+        "config": to_plain(cfg), "fixed": fixed,
+        "config_hash": hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16],
         "facts": _facts(trainer), "trackers": trainer.run.tracker_states(),
         "hooks": {type(hook).__name__: state for hook in trainer.hooks if (state := hook.state_dict())},
     }  # fmt: skip

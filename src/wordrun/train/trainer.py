@@ -23,11 +23,9 @@ from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
-from wordrun.train.evaluate import mean_loss
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.init_from import initial_weights
 from wordrun.train.language import LanguageTask
-from wordrun.train.metrics import Meter, device_name
+from wordrun.train.metrics import Meter, device_name, mean_loss
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
@@ -93,7 +91,7 @@ class Trainer(Training):
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.task = LanguageTask(cfg, world, self.layout)
-        weights = None if self.start.folder else initial_weights(cfg, self.task.vocab_size, world)
+        weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         self.backend = backends.build(
             backends.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
