@@ -50,7 +50,7 @@ MAY_USE: dict[str, set[str]] = {
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},
-    "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments"},
+    "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments", "compat"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
     "arguments": {"errors", "config"},
