@@ -9,13 +9,14 @@ import ast
 import inspect
 import math
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
 from wordrun.errors import UserError
 from wordrun.registry import Part
-from wordrun.validation import fractions, not_negative, one_of, positive
+from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -28,7 +29,7 @@ DTYPES = {
 class Section:
     """A section of the config."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone, a message each; ``wordrun.checks`` compares sections."""
         return []
 
@@ -54,19 +55,17 @@ class ModelConfig(Section):
     vocab_size: int | None = None
     """Vocabulary size (rows of the embedding); null: the tokenizer's."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
-        if not problems and self.n_embd % self.n_head:
+        yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+        yield from fractions("model", self, "dropout")
+        if self.n_head > 0 and self.n_embd > 0 and self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             fits = f"{below} or {below + self.n_head}" if below else f"{self.n_head}"
-            problems.append(
+            yield (
                 f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: "
                 f"with {self.n_head} heads use n_embd={fits}"
             )
-        if not 0 <= self.dropout < 1:
-            problems.append(f"model.dropout={self.dropout} should be at least 0 and less than 1")
-        return problems
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -82,9 +81,9 @@ class GPTConfig(ModelConfig):
     gelu: str = "none"
     """GELU approximation in the MLP: none (exact) or tanh (as in GPT-2)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return super().problems() + one_of("model.gelu", self.gelu, ["none", "tanh"])
+        return [*super().problems(), *one_of("model.gelu", self.gelu, ["none", "tanh"])]
 
 
 @dataclass
@@ -106,26 +105,24 @@ class LlamaConfig(ModelConfig):
     tie: bool = False
     """Tie the output layer's weights to the token embedding."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + positive("model", self, "n_kv_head", "n_hidden", "rope_factor")
-        for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"model.{name}={getattr(self, name)} should be a number above 0")
+        yield from super().problems()
+        yield from positive("model", self, "n_kv_head", "n_hidden", "rope_factor")
+        yield from above_zero("model", self, "rope_theta", "norm_eps")
         if self.n_head < 1:
-            return problems
+            return
         if self.n_kv_head is not None and self.n_kv_head > 0 and self.n_head % self.n_kv_head:
             fits = max(n for n in range(1, self.n_kv_head) if self.n_head % n == 0)
-            problems.append(
+            yield (
                 f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
                 f"use model.n_kv_head={fits}, or another model.n_head"
             )
         if self.n_embd // self.n_head % 2:
-            problems.append(
+            yield (
                 f"model.n_embd={self.n_embd} and model.n_head={self.n_head} make heads of {self.n_embd // self.n_head} "
                 f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
             )
-        return problems
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -178,39 +175,40 @@ class DataConfig(Section):
     prefetch: int = 2
     """Number of steps whose batches a background thread prepares in advance; 0: none."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
-        problems += one_of("data.offline", self.offline, ["error", "sample"])
+        yield from one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
+        yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind in ("file", "download") and not self.path:
-            problems.append(f"data={self.name} needs data.path=FILE, a text file")
+            yield f"data={self.name} needs data.path=FILE, a text file"
         if self.kind == "shards" and not self.path:
-            problems.append(f"data={self.name} needs data.path=FOLDER, a folder of .bin or .npy files")
-        if self.kind == "download" and not (self.url and self.sha256):
-            problems.append("data.kind=download needs data.url and data.sha256")
+            yield f"data={self.name} needs data.path=FOLDER, a folder of .bin or .npy files"
         if self.kind == "hf" and not self.dataset:
-            problems.append(f"data={self.name} needs data.dataset=NAME of a Hugging Face dataset, or a FOLDER")
+            yield f"data={self.name} needs data.dataset=NAME of a Hugging Face dataset, or a FOLDER"
+        if self.kind == "download" and not (self.url and self.sha256):
+            yield "data.kind=download needs data.url and data.sha256"
         if not 0 < self.val_fraction < 1:
-            problems.append(f"data.val_fraction={self.val_fraction} should be between 0 and 1")
-        problems += positive("data", self, "shard_mb", "workers") + not_negative("data", self, "prefetch")
-        return problems + self._mix_problems()
+            yield f"data.val_fraction={self.val_fraction} should be between 0 and 1"
+        yield from positive("data", self, "shard_mb", "workers")
+        yield from not_negative("data", self, "prefetch")
+        yield from self._mix_problems()
 
-    def _mix_problems(self) -> list[str]:
+    def _mix_problems(self) -> Iterable[str]:
         if self.kind != "mix":
-            return [f"data.mix is for data=mix, not data={self.name}: omit one of the two"] if self.mix else []
+            if self.mix:
+                yield f"data.mix is for data=mix, not data={self.name}: omit one of the two"
+            return
         if not self.mix:
-            return ["data=mix needs data.mix, the weight of each dataset, such as 'data.mix={fineweb: 3, yelp: 1}'"]
-        problems = [
-            f"data.mix.{name}={weight:g} should be a number above 0"
-            for name, weight in self.mix.items()
-            if not 0 < weight < math.inf
-        ]
+            yield "data=mix needs data.mix, the weight of each dataset, such as 'data.mix={fineweb: 3, yelp: 1}'"
         least = sum(self.mix.values()) / MIX_PERIOD
-        return problems or [
-            f"data.mix.{name}={weight:g} is less than 1/{MIX_PERIOD} of the total: omit it, or raise it to {least:g}"
-            for name, weight in self.mix.items()
-            if weight < least
-        ]
+        for name, weight in self.mix.items():
+            if not 0 < weight < math.inf:
+                yield f"data.mix.{name}={weight:g} should be a number above 0"
+            elif weight < least < math.inf:
+                yield (
+                    f"data.mix.{name}={weight:g} is less than 1/{MIX_PERIOD} of the total: omit it, or raise it "
+                    f"to {least:g}"
+                )
 
 
 MIX_PERIOD = 4096
@@ -224,7 +222,7 @@ class TokenizerConfig(Section):
     name: str = "char"
     """char, byte, gpt2, bpe or hf."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return one_of("tokenizer.name", self.name, PARTS["tokenizer"])
 
@@ -252,14 +250,12 @@ class BPETokenizerConfig(TokenizerConfig):
     path: str | None = None
     """An existing tokenizer.json; null: train one."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + positive("tokenizer", self, "train_mb")
+        yield from super().problems()
+        yield from positive("tokenizer", self, "train_mb")
         if self.vocab_size < 257:
-            problems.append(
-                f"tokenizer.vocab_size={self.vocab_size} should be at least 257: 256 bytes and the end-of-text token"
-            )
-        return problems
+            yield f"tokenizer.vocab_size={self.vocab_size} should be at least 257: 256 bytes and the end-of-text token"
 
 
 @dataclass
@@ -271,12 +267,11 @@ class HFTokenizerConfig(TokenizerConfig):
     path: str | None = None
     """Folder of the model, which contains tokenizer.json."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems()
+        yield from super().problems()
         if not self.path:
-            problems.append("tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json")
-        return problems
+            yield "tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json"
 
 
 @dataclass
@@ -306,10 +301,10 @@ class DDPConfig(BackendConfig):
     compress: str = "none"
     """Gradient compression for the all-reduce: none, or bf16 (half the traffic)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("backend", self, "bucket_cap_mb")
-        return problems + one_of("backend.compress", self.compress, ["none", "bf16"])
+        yield from positive("backend", self, "bucket_cap_mb")
+        yield from one_of("backend.compress", self.compress, ["none", "bf16"])
 
 
 @dataclass
@@ -334,10 +329,10 @@ class FSDPConfig(BackendConfig):
     prefetch: int = 1
     """Number of blocks whose parameters are gathered ahead of use; 0: gather on demand."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
-        return problems + not_negative("backend", self, "prefetch")
+        yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
+        yield from not_negative("backend", self, "prefetch")
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout."""
@@ -378,10 +373,11 @@ class PPConfig(FSDPConfig):
     microbatches: int | None = None
     """Number of micro-batches per micro-step; null: one per rank of the pipeline if possible."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + one_of("backend.schedule", self.schedule, SCHEDULES)
-        return problems + positive("backend", self, "stages_per_rank", "microbatches")
+        yield from super().problems()
+        yield from one_of("backend.schedule", self.schedule, SCHEDULES)
+        yield from positive("backend", self, "stages_per_rank", "microbatches")
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout."""
@@ -431,18 +427,16 @@ class DeepSpeedConfig(BackendConfig):
     config: str | None = None
     """A ds_config file (JSON) with further settings; a file that contradicts the run's options is rejected."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("backend", self, "bucket_elements") + not_negative("backend", self, "keep_below")
+        yield from positive("backend", self, "bucket_elements")
+        yield from not_negative("backend", self, "keep_below")
         if not 0 <= self.stage <= 3:
-            problems.append(f"backend.stage={self.stage} should be 0, 1, 2 or 3")
+            yield f"backend.stage={self.stage} should be 0, 1, 2 or 3"
         if self.offload_optimizer and self.stage == 0:
-            problems.append("backend.offload_optimizer=true needs sharded optimizer state: backend.stage=1 to 3")
+            yield "backend.offload_optimizer=true needs sharded optimizer state: backend.stage=1 to 3"
         if self.offload_params and self.stage != 3:
-            problems.append(
-                f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
-            )
-        return problems
+            yield f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
 
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -477,15 +471,14 @@ class OptimizerConfig(Section):
     gas: int | None = None
     """Gradient accumulation: micro-steps per optimizer step; null: 1, or as required by train.global_batch_size."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("optimizer", self, "gas", "lr_decay_iters")
-        problems += not_negative("optimizer", self, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
-        if not 0 < self.learning_rate < float("inf"):
-            problems.append(f"optimizer.learning_rate={self.learning_rate} should be a number above 0")
+        yield from positive("optimizer", self, "gas", "lr_decay_iters")
+        yield from not_negative("optimizer", self, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
+        yield from above_zero("optimizer", self, "learning_rate")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
-            problems.append(f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}")
-        return problems + one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
+            yield f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}"
+        yield from one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
 
 
 @dataclass
@@ -497,9 +490,9 @@ class AdamWConfig(OptimizerConfig):
     beta2: float = 0.99
     """Decay rate of the running mean of the squared gradients."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return super().problems() + fractions("optimizer", self, "beta1", "beta2")
+        return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
 
 
 @dataclass
@@ -513,12 +506,12 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool = False
     """Use Nesterov momentum."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + fractions("optimizer", self, "momentum")
+        yield from super().problems()
+        yield from fractions("optimizer", self, "momentum")
         if self.nesterov and not self.momentum:
-            problems.append("optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false")
-        return problems
+            yield "optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false"
 
 
 @dataclass
@@ -538,7 +531,7 @@ class LinearScheduleConfig(ScheduleConfig):
     decay_iters: int | None = None
     """Number of decay steps; null: all steps after the warm-up."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return positive("schedule", self, "decay_iters")
 
@@ -603,37 +596,32 @@ class TrainConfig(Section):
     """Where to load the initial weights from: a run directory, a checkpoint, or a Hugging Face model (hf:DIRECTORY or
     hf:NAME)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
-        problems += not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
+        yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
+        yield from positive("train", self, "keep_checkpoints")
+        yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
+        yield from not_negative("train", self, "checkpoint_interval")
+        yield from above_zero("train", self, "temperature")
         for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
             if getattr(self, name) > most:
-                problems.append(f"train.{name}={getattr(self, name)} should be at most {most}")
-        problems += one_of("train.dtype", self.dtype, DTYPES)
-        problems += self._save_problems()
+                yield f"train.{name}={getattr(self, name)} should be at most {most}"
+        yield from one_of("train.dtype", self.dtype, DTYPES)
+        yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
+        yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing
         if not (checkpointing.isdecimal() and int(checkpointing)):
-            problems += one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
-        problems += one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
-        if not 0 < self.temperature < float("inf"):
-            problems.append(f"train.temperature={self.temperature} should be a number above 0")
+            yield from one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
         if not self.sample_prompt:
-            problems.append("train.sample_prompt is empty: set a prompt, such as a line break")
-        return problems
-
-    def _save_problems(self) -> list[str]:
-        problems = not_negative("train", self, "checkpoint_interval") + positive("train", self, "keep_checkpoints")
-        problems += one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
-        problems += one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
+            yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
-            problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
+            yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
         if self.init_from and self.resume not in (None, "auto"):
-            problems.append(
+            yield (
                 f"train.resume={self.resume} resumes a run and train.init_from={self.init_from} starts a new one: "
                 "choose one"
             )
-        return problems
 
 
 @dataclass
@@ -658,10 +646,10 @@ class WandbConfig(TrackerConfig):
     probe_s: float = 3.0
     """Seconds to wait for the server before recording offline (mode=auto)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("tracker.wandb.mode", self.mode, ["auto", "online", "offline"])
-        return problems + not_negative("tracker.wandb", self, "probe_s")
+        yield from one_of("tracker.wandb.mode", self.mode, ["auto", "online", "offline"])
+        yield from not_negative("tracker.wandb", self, "probe_s")
 
 
 @dataclass
@@ -678,10 +666,9 @@ class EarlyStopConfig(HookConfig):
     min_delta: float = 0.0
     """Smallest decrease in validation loss that counts as an improvement, in nats per token."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("hooks.early_stop", self, "patience")
-        return problems + not_negative("hooks.early_stop", self, "min_delta")
+        return [*positive("hooks.early_stop", self, "patience"), *not_negative("hooks.early_stop", self, "min_delta")]
 
 
 @dataclass
@@ -693,9 +680,10 @@ class ProfilerConfig(Section):
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks to profile; each writes its own files under profile/ in the run directory."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return [f"profiler.ranks={self.ranks} should not be negative"] if min(self.ranks, default=0) < 0 else []
+        if min(self.ranks, default=0) < 0:
+            yield f"profiler.ranks={self.ranks} should not be negative"
 
 
 @dataclass
@@ -707,12 +695,9 @@ class PyinstrumentConfig(ProfilerConfig):
     interval_s: float = 0.001
     """Sampling interval in seconds."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems()
-        return (
-            problems if self.interval_s > 0 else [*problems, f"profiler.interval_s={self.interval_s} should be above 0"]
-        )
+        return [*super().problems(), *above_zero("profiler", self, "interval_s")]
 
 
 @dataclass
@@ -728,10 +713,11 @@ class TorchProfilerConfig(ProfilerConfig):
     active: int = 3
     """Number of steps to record."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + not_negative("profiler", self, "wait", "warmup")
-        return problems + positive("profiler", self, "active")
+        yield from super().problems()
+        yield from not_negative("profiler", self, "wait", "warmup")
+        yield from positive("profiler", self, "active")
 
 
 @dataclass

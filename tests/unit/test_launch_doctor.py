@@ -17,11 +17,9 @@ from wordrun.launch import doctor
 from wordrun.launch.address import free_port
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import build
+from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided
+from wordrun.launch.request import Decided, Options
 from wordrun.launch.site import Site
 
 JOB = Job(

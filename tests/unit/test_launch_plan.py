@@ -17,19 +17,15 @@ from typing import Any
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import show
+from wordrun.launch import record
 from wordrun.launch.address import free_port, is_free, unresolved
-from wordrun.launch.environment import is_stale, threads
-from wordrun.launch.host import count_cores, count_devices, find_command, local_host
-from wordrun.launch.job import Job
+from wordrun.launch.job import Job, count_cores, count_devices, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
-from wordrun.launch.launchers.base import RANK_ENV, flavour
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import build
+from wordrun.launch.launchers.base import RANK_ENV, find_command, flavour
+from wordrun.launch.plan import LaunchPlan, build, is_stale, threads
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask, mask_words
-from wordrun.launch.request import Decided
+from wordrun.launch.request import Decided, Options
 from wordrun.launch.schedulers import find_job
 
 pytestmark = pytest.mark.unit
@@ -233,8 +229,8 @@ def test_secrets_are_hidden(name: str, hidden: bool) -> None:
 def test_dry_run_hides_secrets_and_can_be_pasted() -> None:
     options = Options(np=2, command=("sh", "-c", "exit 0", "API_KEY=hush"), env=(("HF_TOKEN", "hush"), ("A", "b c")))
     found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {"RANK": "3"})
-    text = show.dry_run(found, as_json=False)
-    assert "hush" not in text + show.dry_run(found, as_json=True)
+    text = record.dry_run(found, as_json=False)
+    assert "hush" not in text + record.dry_run(found, as_json=True)
     assert "unset RANK" in text
     assert "export A='b c'  # --env" in text
     pasted = "\n".join([*text.splitlines()[:-1], 'echo "$A|$HF_TOKEN|$MASTER_PORT|${RANK-}"'])

@@ -84,11 +84,10 @@ def _launcher_path() -> str:
     path = os.environ.get("WORDRUN_LAUNCHER_PATH")
     if path:
         return path
-    try:
-        parent = Path(f"/proc/{os.getppid()}/exe").resolve(strict=True)
-    except OSError:
-        parent = None
-    return f"{parent} (parent process)" if parent else f"{shutil.which('mpiexec')} (first mpiexec in PATH)"
+    parent = f"/proc/{os.getppid()}/exe"
+    if os.path.exists(parent):
+        return f"{os.path.realpath(parent)} (parent process)"
+    return f"{shutil.which('mpiexec')} (first mpiexec in PATH)"
 
 
 def _library_path() -> str:

@@ -159,17 +159,12 @@ def guard(world: World) -> Iterator[None]:
     except UserError as error:
         _report(world, str(error))
         abort(world, error.exit_status)
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            _report(world, f"failed on host {world.host}\n{traceback.format_exc().rstrip()}")
-        else:
-            where = error.filename or "the run directory"
-            _report(
-                world, f"cannot write to {where} on {world.host}: {error.strerror}. What was written before is intact."
-            )
-        abort(world, 1)
-    except Exception:
-        _report(world, f"failed on host {world.host}\n{traceback.format_exc().rstrip()}")
+    except Exception as error:
+        message = f"failed on host {world.host}\n{traceback.format_exc().rstrip()}"
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            what = f"cannot write to {error.filename or 'the run directory'} on {world.host}: {error.strerror}"
+            message = f"{what}. What was written before is intact."
+        _report(world, message)
         abort(world, 1)
 
 

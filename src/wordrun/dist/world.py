@@ -136,11 +136,8 @@ def discover(env: Mapping[str, str] | None = None) -> World:
         _check_agents(env)
         return _read(TORCHRUN, env)
     named = env.get("WORDRUN_LAUNCHER", "")
-    for family in (LOCAL, *FAMILIES):
-        if family.launcher == named and family.present(env):
-            _check_others(family, env)
-            return _read(family, env)
-    for family in FAMILIES:
+    by_launch = [family for family in (LOCAL, *FAMILIES) if family.launcher == named]
+    for family in (*by_launch, *FAMILIES):
         if family.present(env):
             _check_others(family, env)
             return _read(family, env)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import short
+from wordrun.launch.job import short
 from wordrun.launch.site import Site, fill
 from wordrun.ports import PORTS, pick
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import wordrun
 from wordrun.errors import REQUEUE, UserError
-from wordrun.launch.host import short
-from wordrun.launch.options import Options
+from wordrun.launch.job import short
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
 
 # After this long the ranks have met, and a port that is taken is one of their program's.
@@ -58,19 +58,19 @@ def _launch(options: Options) -> int:
         return submit.main(options)
     plan = make_plan(options)
     if options.dry_run:
-        from wordrun.launch import show
+        from wordrun.launch import record
 
-        print(show.dry_run(plan, as_json=options.json))
+        print(record.dry_run(plan, as_json=options.json))
         return 0
     return _run(options, plan)
 
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once with another port, and up to --retries times without failed hosts."""
-    from wordrun.launch.faults import classify, port_taken
-    from wordrun.launch.identity import Identity
+    from wordrun.launch.planner import Identity
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
+    from wordrun.launch.tail import classify, port_taken
 
     for note in plan.job.notes:
         say(note)
@@ -105,7 +105,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
 
 
 def _info(options: Options) -> int:
-    from wordrun.launch import show
+    from wordrun.launch import record
 
     job, site, ranks, launcher = look_around(options)
     if job.ends_at is None:
@@ -113,5 +113,5 @@ def _info(options: Options) -> int:
         end = scheduler.end_time(job.id, within_s=3)
         if end is not None:
             job = replace(job, ends_at=end, reasons={**job.reasons, "time_left": scheduler.end_query[0]})
-    print(show.info(job, site, ranks, launcher, as_json=options.json))
+    print(record.info(job, site, ranks, launcher, as_json=options.json))
     return 0

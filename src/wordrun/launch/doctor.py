@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wordrun.launch import site_files
-from wordrun.launch.environment import is_stale
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.plan import LaunchPlan, is_stale
 from wordrun.launch.planner import make_plan
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, numbers
 from wordrun.launch.submit import inner

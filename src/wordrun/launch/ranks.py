@@ -3,40 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.options import Options
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks and their hosts."""
-
-    layout: tuple[int, ...]
-    """Ranks on each of the first hosts of the job."""
-    why: str
-
-    @property
-    def np(self) -> int:
-        """Total number of ranks."""
-        return sum(self.layout)
-
-    @property
-    def nodes(self) -> int:
-        """Number of hosts that have ranks."""
-        return len(self.layout)
-
-    @property
-    def ppn(self) -> int:
-        """Most ranks on a host."""
-        return max(self.layout)
-
-    @property
-    def even(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
-        return len(set(self.layout)) == 1
+from wordrun.launch.request import Options, Ranks
 
 
 def decide_ranks(options: Options, job: Job) -> Ranks:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
-from wordrun.launch import identity, site_files
-from wordrun.launch.options import Options, seconds
+from wordrun.launch import planner, site_files
 from wordrun.launch.parser import INNER
+from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
@@ -261,7 +261,7 @@ def main(options: Options) -> int:
     root = os.path.abspath(__file__).removesuffix(os.path.join("src", "wordrun", "launch", "submit.py"))
     setup = os.path.join(root, "bin", "setup.sh")
     origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
-    run_id = identity.exported_id(os.environ) or new_run_id()
+    run_id = planner.exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
     path = os.path.join("outputs", "jobs", f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh")
     jobs: list[str] = []

@@ -16,7 +16,7 @@ from wordrun.config import Config
 from wordrun.data import manifest as manifests
 from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.order import Sequences
-from wordrun.data.shards import examine
+from wordrun.data.shards import Tokens, examine
 from wordrun.data.tokenizers.base import Tokenizer
 
 LONGEST = 5
@@ -70,7 +70,7 @@ def frequencies(folder: Path, manifest: Manifest) -> tuple[NDArray[np.int64], in
     tokens = manifests.split(folder, manifest, "train", examine=False)
     counts, counted = np.zeros(manifest.vocab_size, dtype=np.int64), 0
     for shard in tokens.shards[::step]:
-        content = shard.open()[: max(1, COUNTED - counted)]
+        content = Tokens([shard])[: COUNTED - counted]
         counts += np.bincount(content, minlength=manifest.vocab_size)
         counted += len(content)
         if counted >= COUNTED:
@@ -89,7 +89,7 @@ def _common(counts: NDArray[np.int64], counted: int, tokenizer: Tokenizer) -> Ta
 def _longest(folder: Path, manifest: Manifest, lengths: list[tuple[int, Entry, int]], tokenizer: Tokenizer) -> Table:
     table = Table("tokens", "shard", "position", "beginning", title="longest documents", title_justify="left")
     for size, entry, start in sorted(lengths, key=lambda found: -found[0])[:LONGEST]:
-        shard = examine(folder / entry.file, entry.tokens).open()
+        shard = Tokens([examine(folder / entry.file, entry.tokens)])
         table.add_row(f"{size:,}", entry.file, f"{start:,}", _text(tokenizer, shard[start : start + min(size, SHOWN)]))
     return table
 

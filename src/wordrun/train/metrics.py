@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from wordrun import devices
-from wordrun.backend import StepResult
+from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.dist.collectives import all_mean
+from wordrun.data.fixed_set import FixedSet
+from wordrun.dist.collectives import all_mean, all_sum
 from wordrun.train.state import TrainState
 
 LEGEND = {
@@ -108,3 +111,26 @@ def one_line(metrics: dict[str, Any], max_iters: int) -> str:
     if metrics["mfu"] is not None:
         parts.append(f"mfu {metrics['mfu']:.1f}%")
     return "  ".join(parts)
+
+
+@contextlib.contextmanager
+def evaluation_mode(backend: Backend) -> Iterator[None]:
+    """Put the model into evaluation mode within a ``with`` block."""
+    training = backend.parts[0].training
+    for part in backend.parts:
+        part.eval()
+    yield
+    for part in backend.parts:
+        part.train(training)
+
+
+def mean_loss(backend: Backend, validation: FixedSet) -> float:
+    """Return the mean loss over ``validation`` on all ranks; every rank must call this."""
+    total = torch.zeros(2, dtype=torch.float64)
+    with evaluation_mode(backend):
+        for i in range(len(validation)):
+            batch, weights = validation[i]
+            losses = backend.losses(batch.to(backend.device))
+            total += torch.stack(((losses.cpu().double() * weights).sum(), weights.sum()))
+    loss_sum, count = all_sum(total.float().to(backend.device)).tolist()
+    return float(loss_sum / count)

@@ -6,16 +6,15 @@ import glob
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
-from wordrun.launch.host import is_runnable, own_bin
 from wordrun.launch.job import Job
-from wordrun.launch.options import Options
-from wordrun.launch.request import Request
+from wordrun.launch.request import Options, Request
 from wordrun.launch.site import Site
 
 RANK_ENV = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_env.sh")
@@ -198,6 +197,30 @@ class Search:
         """Return the error message."""
         asked = f"--launcher {self.wanted}: " if self.wanted else ""
         return f"{asked}{what}: " + "; ".join(filter(None, ["none beside python or in PATH", *why]))
+
+
+def own_bin() -> str:
+    """Return the directory of this environment's commands, such as ``launch`` and ``python``."""
+    return os.path.join(sys.prefix, "bin")
+
+
+def is_runnable(path: str) -> bool:
+    """Say whether ``path`` is a file that this user may execute."""
+    return os.path.isfile(path) and os.access(path, os.X_OK)
+
+
+def find_command(word: str, path: str) -> tuple[str, str]:
+    """Return the file that ``word`` runs, and else a file of that name that is not executable (or two "").
+
+    Args:
+        word: first word of the command.
+        path: the PATH in which it will be looked for.
+    """
+    folders = [""] if "/" in word else path.split(os.pathsep)
+    files = [os.path.join(folder, word) for folder in folders]
+    runnable = next((file for file in files if is_runnable(file)), "")
+    plain = next((file for file in [word, *files] if os.path.isfile(file)), "")
+    return runnable, plain
 
 
 def candidates(env: Mapping[str, str], *, own_first: bool) -> Iterator[tuple[str, str]]:

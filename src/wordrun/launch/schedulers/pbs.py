@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import LocalHost, short
-from wordrun.launch.job import Job, read_hosts
-from wordrun.launch.options import Options
+from wordrun.launch.job import Job, LocalHost, read_hosts, short
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
 from wordrun.launch.site import Site
 

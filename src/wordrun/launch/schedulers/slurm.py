@@ -9,9 +9,8 @@ import time
 from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
-from wordrun.launch.options import Options
+from wordrun.launch.job import Job, LocalHost
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
 from wordrun.launch.site import Site, fill
 from wordrun.slurm import expand_counts, expand_hosts, is_task

@@ -16,15 +16,12 @@ from typing import IO, Any
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, first_line
-from wordrun.files import absolute
-from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, size_of, state_of
+from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Files that are read from a folder."""
 MAX_LINE = 2**20
 """Bytes after which a text without line breaks is cut anyway."""
-
-
 Part = tuple[str, str, int, int, int]
 """Kind, path, start, stop and size of a work item."""
 
@@ -32,23 +29,9 @@ Part = tuple[str, str, int, int, int]
 class FileSource(Source):
     """The files that data.path names."""
 
-    @classmethod
-    def locate(cls, data: DataConfig) -> Source:
-        """Return the files, which are read later."""
-        path = str(absolute(str(data.path)))
-        return cls(data, path, path)
-
     def files(self) -> list[Path]:
         """Return the files in the order of their names."""
         return find(str(self.path))
-
-    def size(self) -> int:
-        """Return the size of all files."""
-        return size_of(self.files())
-
-    def state(self) -> str | None:
-        """Return a hash of the names, sizes and times of the files."""
-        return state_of(self.files(), Path("/"))
 
     def items(self) -> list[WorkItem]:
         """Return work items of about data.shard_mb each; a compressed file is one."""
@@ -199,10 +182,7 @@ def _unpacked(path: str) -> Any:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        try:
-            import pyarrow
-        except ImportError:
-            raise ConfigError(f"{path} needs pyarrow: pip install 'wordrun[hf]'") from None
+        pyarrow = optional("pyarrow", path)
         # Unlike zstandard's own, this reader detects a truncated file.
         return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), 2**18)
     return open(path, "rb")
@@ -237,14 +217,10 @@ def _row_groups(path: Path, most: int, data: DataConfig) -> list[Part]:
 
 def _parquet(path: str | Path, data: DataConfig) -> Any:
     """Return the open file at ``path``, once its column has been checked."""
+    parquet = optional("pyarrow.parquet", str(path))
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"{path} needs pyarrow: pip install 'wordrun[hf]'") from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        file = parquet.ParquetFile(path)
+    except (ValueError, OSError) as error:  # of the library
         raise ConfigError(f"{path} is a damaged .parquet ({first_line(error)}): copy it again") from None
     kinds = {field.name: str(field.type) for field in file.schema_arrow}
     if kinds.get(data.text_key) not in ("string", "large_string", "string_view"):
@@ -253,13 +229,11 @@ def _parquet(path: str | Path, data: DataConfig) -> Any:
     return file
 
 
-def _of_rows(item: WorkItem, data: DataConfig) -> Iterator[str]:
+def _of_rows(item: WorkItem, data: DataConfig) -> Iterator[str | None]:
     file = _parquet(item.path, data)
-    import pyarrow
-
     try:
         for group in range(item.start, item.stop):
             for batch in file.iter_batches(row_groups=[group], columns=[data.text_key]):
-                yield from (text for text in batch.column(0).to_pylist() if text)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+                yield from batch.column(0).to_pylist()
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{item.path} is a damaged .parquet ({first_line(error)}): copy it again") from None

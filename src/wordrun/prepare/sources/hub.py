@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, size_of, state_of
+from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional, state_of
 
 PROBE_S = 5
 """Seconds to wait for an answer of the hub."""
@@ -29,15 +29,15 @@ class HubSource(Source):
         parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
         return cls(data, None, "Hugging Face dataset " + ", ".join(part for part in parts if part))
 
-    def size(self) -> int | None:
-        """Return the size of a local folder; only the hub knows that of other data sets."""
+    def files(self) -> list[Path] | None:
+        """Return the files in a local folder."""
         folder = _folder(self.data)
-        return size_of(folder.rglob("*")) if folder else None
+        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else None
 
     def state(self) -> str | None:
-        """Return a hash of the files in a local folder."""
-        folder = _folder(self.data)
-        return state_of(sorted(p for p in folder.rglob("*") if p.is_file()), folder) if folder else None
+        """Return a hash of the files in a local folder, whose own path does not matter."""
+        folder, files = _folder(self.data), self.files()
+        return state_of(files, folder) if folder and files is not None else None
 
     def revision(self) -> str | None:
         """Return the commit that data.revision currently names; without access to the hub, data.revision itself."""
@@ -84,10 +84,7 @@ def open_dataset(data: DataConfig) -> Any:
     Raises:
         UserError: it is neither local nor reachable; the message says what to do on a login node.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(f"data={data.name} needs datasets: pip install 'wordrun[hf]'") from None
+    datasets = optional("datasets", f"data={data.name}")
     datasets.disable_progress_bars()
     folder = _folder(data)
     if folder is None and not reachable():
@@ -98,9 +95,7 @@ def open_dataset(data: DataConfig) -> Any:
     try:
         if folder is not None and any(folder.glob("**/state.json")):
             table = datasets.load_from_disk(str(folder))
-            if isinstance(table, datasets.DatasetDict):
-                table = table[data.split]
-            return table
+            return table[data.split] if isinstance(table, datasets.DatasetDict) else table
         return datasets.load_dataset(
             str(folder or data.dataset), name=data.subset, split=data.split, revision=None if folder else data.revision,
             streaming=True,
@@ -113,7 +108,7 @@ def open_dataset(data: DataConfig) -> Any:
         raise _unreachable(data, error) from None
 
 
-def _texts(item: WorkItem, data: DataConfig) -> Iterator[str]:
+def _texts(item: WorkItem, data: DataConfig) -> Iterator[str | None]:
     dataset = open_dataset(data)
     if hasattr(dataset, "__len__"):
         part = dataset.select_columns([data.text_key]).select(range(item.start, item.stop))
@@ -126,7 +121,7 @@ def _texts(item: WorkItem, data: DataConfig) -> Iterator[str]:
                 raise ConfigError(
                     f"data.dataset={data.dataset}: data.text_key={data.text_key} holds {type(text).__name__}, not text"
                 )
-            yield text or ""
+            yield text
     except UserError:
         raise
     except Exception as error:
