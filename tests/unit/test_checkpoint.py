@@ -482,7 +482,7 @@ def test_a_full_disk_may_stop_the_run(full_disk: Path, small: Words, capfd: pyte
         cli.main(words)
     captured = capfd.readouterr()
     assert "the checkpoint of step 6 could not be written" in captured.out + captured.err
-    assert "to train on without it, use train.on_save_error=continue" in captured.out + captured.err
+    assert "to continue without it, use train.on_save_error=continue" in captured.out + captured.err
     assert find(full_disk).step == 3
 
 

@@ -101,10 +101,12 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
     mode = plan.env.get("WANDB_MODE", env.get("WANDB_MODE", ""))
     if not known.internet:
         wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
-        return _check("internet", wrong, "unset WANDB_MODE, and launch sets offline", known.way_out, "warning")
+        return _check("internet", wrong, "unset WANDB_MODE: launch then sets it to offline", known.way_out, "warning")
     missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
     wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
-    return _check("internet", wrong, f"unset {' '.join(missing)}, and launch sets the site's", known.way_out, "warning")
+    return _check(
+        "internet", wrong, f"unset {' '.join(missing)}, so that launch sets the site's", known.way_out, "warning"
+    )
 
 
 def of_ranks(
@@ -123,8 +125,8 @@ def of_ranks(
     if len(ranks) < count or status:
         missing = sorted({*range(count)} - {rank.get("rank") for rank in ranks})
         last = " | ".join(errors.strip().splitlines()[-3:])
-        found = f"{len(ranks)} of {count} answered, missing {missing[:8]}; status {status}: {last}"
-        remedy = "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)"
+        found = f"{len(ranks)} of {count} answered, missing ranks {missing[:8]}; exit status {status}: {last}"
+        remedy = "run the command of `launch --dry-run true` by hand, starting with one rank (-n 1)"
         return [Finding("ranks", "wrong", found, remedy)]
     hosts = len({rank["host"] for rank in ranks})
     answered = {1: "the rank", 2: "both ranks"}.get(count, f"all {count} ranks")
@@ -152,10 +154,10 @@ def of_ranks(
 def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
-        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that meet by address")
+        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that connect through MASTER_ADDR")
     return _check(
         "MPI", "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}",
-        "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
+        "the launcher and the MPI library that mpi4py loads do not match: use the library's own mpiexec, "
         "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py",
         f"sees {count} ranks, as {launcher} does",
     )  # fmt: skip
@@ -166,7 +168,7 @@ def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     return _check(
         "address", "; ".join(unmet[:3]),
         "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach",
-        f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}",
+        f"can connect to {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}",
     )  # fmt: skip
 
 
@@ -174,7 +176,7 @@ def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
     hosts = len(plan.hosts)
     return _check(
-        "sockets", f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else "",
+        "sockets", f"rank 0 cannot connect to {'; '.join(unreached[:3])}" if unreached else "",
         "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
         "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
         f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host",
@@ -185,7 +187,7 @@ def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
     have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
     return _check(
-        "cores", f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else "",
+        "cores", f"each rank is limited to 1 core, although {have} per rank are available" if least == 1 < have else "",
         "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
         f"{least} per rank",
     )  # fmt: skip
@@ -194,8 +196,9 @@ def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     many = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
     return _check(
-        "threads", f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else "",
-        "unset OMP_NUM_THREADS, and launch divides the cores", f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning",
+        "threads", f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores per rank" if many else "",
+        "unset OMP_NUM_THREADS: launch sets it to the cores per rank",
+        f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning",
     )  # fmt: skip
 
 
@@ -208,8 +211,8 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     seen = sorted({rank["devices"] for rank in ranks})
     return _check(
         "devices", f"torch sees {seen} devices on different ranks" if len(seen) > 1 else "",
-        "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile",
-        f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs",
+        "a node has lost a device, or the launcher assigns them unevenly: exclude that node with --hostfile",
+        f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks run on CPUs",
     )  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def check_options(ours: dict[str, Any], manifest: dict[str, Any], folder: Path) 
     if different:
         raise ConfigError(
             "\n".join([
-                f"the options contradict the checkpoint {folder}:", *different,
+                f"the options differ from those of the checkpoint {folder}:", *different,
                 f"use the checkpoint's options, or only its weights: train.init_from={folder}",
             ])
         )  # fmt: skip
