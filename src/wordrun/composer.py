@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir, initialize_config_module
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
@@ -19,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from wordrun.checks import check
-from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SECTIONS, SEVERAL, Config, ScheduleConfig
+from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SEVERAL, Config, ScheduleConfig, parts_in
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.run_id import new_run_id
@@ -166,13 +165,13 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     backup = GlobalHydra.instance().hydra  # the caller may be a Hydra application itself
     GlobalHydra.instance().clear()
     start = (
-        initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
+        hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
         if tree.path
-        else initialize_config_module("wordrun.conf", version_base="1.3")
+        else hydra.initialize_config_module("wordrun.conf", version_base="1.3")
     )
     try:
         with start:
-            return hydra_compose(tree.name, overrides, return_hydra_config=True)
+            return hydra.compose(tree.name, overrides, return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = backup
 
@@ -189,13 +188,10 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
         declared = {f.name for f in fields(cls)} if is_dataclass(cls) else None
         for key in node:
             name = f"{prefix}{key!s}"
-            if name == "hydra":
-                continue
-            if declared is not None and key not in declared:
+            unset = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
+            if declared is not None and key not in declared and name != "hydra":
                 yield f"unknown option '{name}'{nearest(name, known)}"
-            elif OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key)):
-                continue
-            elif isinstance(node[key], DictConfig):
+            elif name != "hydra" and not unset and isinstance(node[key], DictConfig):
                 yield from walk(node[key], f"{name}.")
 
     yield from walk(composed, "")
@@ -203,11 +199,8 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
 
 def _keys(composed: DictConfig) -> Iterator[str]:
     """Yield the names of all options that the chosen parts have."""
-    for section in SECTIONS:
-        nodes = composed[section].items() if section in SEVERAL else [("", composed[section])]
-        for name, node in nodes:
-            prefix = f"{section}.{name}".rstrip(".")
-            yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
+    for prefix, node in parts_in(composed).items():
+        yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
 
 
 def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | None, per_node: int | None) -> list[str]:

@@ -204,6 +204,7 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
 def _help(args: Namespace) -> int:
     """Print the groups with their choices, and every option with its value and meaning."""
     cfg = compose(args.overrides, tree=_tree(args))
+    disposition = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `wordrun --help | head` ends without a traceback
     print(USAGE)
     print("Config groups and their files (choose a backend with train.backend=NAME):")
     for group, options in _groups().items():
@@ -211,7 +212,11 @@ def _help(args: Namespace) -> int:
     for section, node in parts_in(cfg).items():
         print(f"\n{section}: {type(node).__doc__}")
         print("\n".join(describe(node, f"{section}.", width=35)))
-    print("\nA run writes to hydra.run.dir, by default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest.")
+    print(
+        "\nA run writes to hydra.run.dir, by default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest.",
+        flush=True,
+    )
+    signal.signal(signal.SIGPIPE, disposition)
     return 0
 
 
