@@ -25,7 +25,7 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"errors", "files", "slurm", "ports", "run_id", "log"}
-CONFIG = BASE | {"dist", "config", "registry", "ds_config", "checks", "composer"}
+CONFIG = BASE | {"dist", "config", "registry", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
