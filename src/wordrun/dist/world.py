@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wordrun.errors import WorldError
@@ -82,11 +82,7 @@ TORCHRUN = Family(
     needs=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="GROUP_RANK",
 )  # fmt: skip
-LOCAL = Family(
-    "local",
-    needs=("WORDRUN_LAUNCHER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="NODE_RANK",
-)  # fmt: skip
+LOCAL = replace(TORCHRUN, launcher="local", needs=("WORDRUN_LAUNCHER", *TORCHRUN.needs[:4]), node="NODE_RANK")
 FAMILIES = (
     Family(
         "srun",

@@ -47,8 +47,7 @@ def main(options: Options) -> int:
     words = [sys.executable, "-m", "wordrun.launch", *inner(probe, SCHEDULERS[plan.job.scheduler])[1:]]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)
-        output, status = done.stdout, done.returncode
-        errors = done.stderr
+        output, errors, status = done.stdout, done.stderr, done.returncode
     except subprocess.TimeoutExpired as late:
         output, errors, status = _text(late.stdout), _text(late.stderr), 124
     ranks = [json.loads(line.partition(PREFIX)[2]) for line in output.splitlines() if PREFIX in line]
@@ -84,13 +83,9 @@ def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) 
         findings.append(_internet(plan, env, known))
     scratch = plan.env.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
-        writable = os.access(folder, os.W_OK)
-        findings.append(
-            _check(
-                name, "" if writable else f"cannot write to {folder}", "launch from another folder, or export TMPDIR",
-                f"{folder} is writable",
-            )
-        )  # fmt: skip
+        wrong = "" if os.access(folder, os.W_OK) else f"cannot write to {folder}"
+        remedy = "launch from another folder, or export TMPDIR"
+        findings.append(_check(name, wrong, remedy, f"{folder} is writable"))
     if len(scratch) > LONG_TMPDIR and findings[-1].state == "ok":
         found = f"{scratch} has {len(scratch)} characters; a socket's path in it may be too long"
         findings[-1] = Finding("TMPDIR", "warning", found, "export TMPDIR=/tmp")
@@ -129,8 +124,8 @@ def of_ranks(
     hosts = len({rank["host"] for rank in ranks})
     answered = {1: "the rank", 2: "both ranks"}.get(count, f"all {count} ranks")
     findings = [Finding("ranks", "ok", f"{answered} answered ({hosts} host{'s' * (hosts > 1)})")]
-    for problem in dict.fromkeys(text for rank in ranks for text in rank["problems"]):
-        findings.append(Finding("ranks", "wrong", problem))
+    problems = dict.fromkeys(text for rank in ranks for text in rank["problems"])
+    findings += [Finding("ranks", "wrong", problem) for problem in problems]
     if not all("unreached" in rank for rank in ranks):  # some did not find out who they are, and looked no further
         return findings
     slowest = max(rank["torch_s"] for rank in ranks)
@@ -219,27 +214,22 @@ def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) ->
     near = known.cores_near_device
     # The numbers of a core's two hardware threads differ by half of all.
     half = known.cores // 2 if known.cores else sys.maxsize
-    wrong, remedy = "", ""
     for rank in ranks:
         where = f"rank {rank['rank']} on {rank['host']}"
         name, device = rank.get("device_id") or rank.get("device"), rank.get("device")
         if name is not None and rank["local_size"] <= min(plan.job.devices):
             owner = owners.setdefault((rank["host"], str(name)), rank["rank"])
             if owner != rank["rank"]:
-                wrong = wrong or f"{where} has the same device as rank {owner}: {name}"
-                remedy = remedy or (
-                    "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none), or one of "
-                    "its own"
-                )
+                found = f"{where} has the same device as rank {owner}: {name}"
+                remedy = "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none)"
+                return [Finding("device order", "wrong", found, f"{remedy}, or one of its own")]
         bound = {core % half for core in rank["affinity"]}
         if device is not None and device < len(near) and bound and not bound & numbers(near[device]):
-            wrong = (
-                wrong or f"{where} has device {device}, which is next to cores {near[device]}, but none of these cores"
-            )
-            remedy = remedy or "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
-    if not (owners or wrong):
-        return []
-    return [_check("device order", wrong, remedy, "each rank has its own" + (", next to its cores" if near else ""))]
+            found = f"{where} has device {device}, which is next to cores {near[device]}, but none of these cores"
+            remedy = "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
+            return [Finding("device order", "wrong", found, remedy)]
+    ok = "each rank has its own" + (", next to its cores" if near else "")
+    return [Finding("device order", "ok", ok)] if owners else []
 
 
 def _show(findings: Sequence[Finding]) -> None:
@@ -250,8 +240,7 @@ def _show(findings: Sequence[Finding]) -> None:
     colours = {"ok": "green", "warning": "yellow", "wrong": "red"}
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
+        state = f"[{colours[finding.state]}]{finding.state}[/]"
         remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
-        table.add_row(
-            f"[{colours[finding.state]}]{finding.state}[/]", finding.check, escape(f"{finding.found}{remedy}")
-        )
+        table.add_row(state, finding.check, escape(f"{finding.found}{remedy}"))
     Console(highlight=False).print(table)

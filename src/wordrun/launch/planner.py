@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address
@@ -18,7 +18,7 @@ from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask_words
-from wordrun.launch.request import Decided, Options, Ranks
+from wordrun.launch.request import Decided, Identity, Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
 from wordrun.run_id import new_run_id
@@ -30,17 +30,6 @@ class CommandError(UserError):
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
         self.exit_status = exit_status
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The run's name, and whether it may have a state to resume from."""
-
-    run_id: str
-    why: str = ""
-    """Where the name comes from; empty: it is new."""
-    resume: str = ""
-    """Why the ranks should resume (WORDRUN_RESUME=auto); empty: no reason to."""
 
 
 def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Identity | None = None) -> LaunchPlan:
@@ -98,9 +87,7 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity
         status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
         launch_id=launch_id,
-        run_id=run.run_id,
-        run_why=run.why,
-        resume_why=run.resume,
+        run=run,
         name=name,
         port=address.usable_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else address.free_port(),
         cwd=os.getcwd(),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
-from wordrun.launch.request import Options
+from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
 from wordrun.launch.site import Site
 
@@ -69,8 +69,7 @@ class PBS(Scheduler):
     def read_end(self, text: str) -> float:
         """Return the start of the job plus its walltime."""
         (facts,) = json.loads(text)["Jobs"].values()
-        hours, minutes, seconds = map(int, facts["Resource_List"]["walltime"].split(":"))
-        return time.mktime(time.strptime(facts["stime"])) + 3600 * hours + 60 * minutes + seconds
+        return time.mktime(time.strptime(facts["stime"])) + seconds(facts["Resource_List"]["walltime"])
 
     def directives(self, options: Options, site: Site) -> list[str]:
         """Return qsub's options."""
