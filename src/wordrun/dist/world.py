@@ -167,13 +167,12 @@ def _check_agents(env: Mapping[str, str]) -> None:
 
 
 def _both(one: Family, other: Family, env: Mapping[str, str]) -> str:
-    says = [
-        f"{'launch' if family is LOCAL else family.launcher} says "
-        + " ".join(f"{name}={env[name]}" for name in family.identity if env.get(name))
-        for family in (one, other)
-    ]
+    def says(family: Family) -> str:
+        values = " ".join(f"{name}={env[name]}" for name in family.identity if env.get(name))
+        return f"{'launch' if family is LOCAL else family.launcher} says {values}"
+
     return (
-        f"{says[0]}, but {says[1]}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
+        f"{says(one)}, but {says(other)}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
         "step or job: launch --scheduler none), or unset the variables of the one that did not start this process."
     )
 

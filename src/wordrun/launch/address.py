@@ -113,10 +113,8 @@ def usable_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise ConfigError(f"--env MASTER_PORT={text}: a port is a number from 1 to 65535")
     if not is_free(int(text)):
-        raise ConfigError(
-            f"port {text} (--env MASTER_PORT) is in use by another process, or reserved; leave MASTER_PORT out, and "
-            "launch finds a free one"
-        )
+        taken = f"port {text} (--env MASTER_PORT) is in use by another process, or reserved"
+        raise ConfigError(f"{taken}; leave MASTER_PORT out, and launch finds a free one")
     return int(text)
 
 

@@ -148,50 +148,44 @@ def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
         return Finding("MPI", "ok", f"not used: {launcher} starts ranks that meet by address")
-    return _check(
-        "MPI", "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}",
+    wrong = "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}"
+    remedy = (
         "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
-        "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py",
-        f"sees {count} ranks, as {launcher} does",
-    )  # fmt: skip
+        "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py"
+    )
+    return _check("MPI", wrong, remedy, f"sees {count} ranks, as {launcher} does")
 
 
 def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
-    return _check(
-        "address", "; ".join(unmet[:3]),
-        "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach",
-        f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}",
-    )  # fmt: skip
+    remedy = "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach"
+    ok = f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}"
+    return _check("address", "; ".join(unmet[:3]), remedy, ok)
 
 
 def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
     hosts = len(plan.hosts)
-    return _check(
-        "sockets", f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else "",
-        "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
-        "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
-        f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host",
-    )  # fmt: skip
+    wrong = f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else ""
+    another = "name another by --env GLOO_SOCKET_IFNAME=NAME (and NCCL_SOCKET_IFNAME)"
+    remedy = f"ports between the hosts are closed on this network: {another}, or ask the site which ports are open"
+    ok = f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host"
+    return _check("sockets", wrong, remedy, ok)
 
 
 def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
     have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
-    return _check(
-        "cores", f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else "",
-        "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
-        f"{least} per rank",
-    )  # fmt: skip
+    wrong = f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else ""
+    remedy = "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run"
+    return _check("cores", wrong, remedy, f"{least} per rank")
 
 
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     many = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
-    return _check(
-        "threads", f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else "",
-        "unset OMP_NUM_THREADS, and launch divides the cores", f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning",
-    )  # fmt: skip
+    wrong = f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else ""
+    remedy = "unset OMP_NUM_THREADS, and launch divides the cores"
+    return _check("threads", wrong, remedy, f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning")
 
 
 def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
@@ -201,11 +195,10 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
             found = f"{sharing} ranks share {count} devices on {rank['host']}"
             return Finding("devices", "warning", found, f"--ppn {count}")
     seen = sorted({rank["devices"] for rank in ranks})
-    return _check(
-        "devices", f"torch sees {seen} devices on different ranks" if len(seen) > 1 else "",
-        "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile",
-        f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs",
-    )  # fmt: skip
+    wrong = f"torch sees {seen} devices on different ranks" if len(seen) > 1 else ""
+    remedy = "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile"
+    ok = f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs"
+    return _check("devices", wrong, remedy, ok)
 
 
 def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:

@@ -66,13 +66,10 @@ def build(
     path = request.hosts_file
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
     return LaunchPlan(
-        **vars(request),
-        launcher=launcher,
-        argv=argv,
-        env_unset=tuple(sorted(unset - set(env_set))),
+        **vars(request), launcher=launcher, argv=argv, env_unset=tuple(sorted(unset - set(env_set))),
         reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
         files={path: launcher.hosts_text(request)} if is_named else {},
-    )
+    )  # fmt: skip
 
 
 def is_stale(name: str) -> bool:

@@ -192,10 +192,9 @@ class Supervisor:
         process end.
         """
         launcher = self.plan.launcher
-        looked, ranks = False, processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
-        for rank in ranks:
-            looked = _spy(rank) or looked
-        if looked:
+        ranks = processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
+        shown = [_spy(rank) for rank in ranks]
+        if any(shown):
             self.give_up()
             return
         say("py-spy is not installed or not permitted, so each rank prints its stacks and aborts (SIGABRT)")
@@ -236,10 +235,9 @@ class Supervisor:
 def _spy(pid: int) -> bool:
     """Print a process's stacks with py-spy; say whether that was possible."""
     program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
+    command = [program, "dump", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=30, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     if done.returncode == 0:
