@@ -97,8 +97,7 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
         WorldError: the ranks cannot meet, or the device is not there.
     """
     if _joined.world is None:
-        world = world or identify()
-        _join(world, device, timeout_s)
+        _join(world or identify(), device, timeout_s)
         atexit.register(_leave)
     elif device not in ("auto", _joined.world.device.partition(":")[0]):
         joined = f"this process has joined its group with {_joined.world.device}"
@@ -187,7 +186,7 @@ def _report(world: World, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
         return
     if _joined.store is None:
-        # There is no store yet to find out who was first. This early all ranks usually fail alike, so rank 0 reports.
+        # Without a store nobody can tell who was first. This early all ranks usually fail alike, so rank 0 reports.
         time.sleep(1.0 if world.rank else 0.0)
     else:
         try:

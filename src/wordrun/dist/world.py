@@ -224,18 +224,15 @@ def _size(family: Family, env: Mapping[str, str], local_size: int) -> tuple[int,
     if env.get(family.size):
         size = _number(family.size, env)
         if by_launch and env.get("WORDRUN_LAUNCHER") == family.launcher and _number("WORDRUN_WORLD_SIZE", env) != size:
-            raise WorldError(
-                f"launch started {by_launch} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}: "
-                "another launcher runs inside this one; start the inner command without it"
-            )
+            differ = f"launch started {by_launch} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}"
+            remedy = "start the inner command without it"
+            raise WorldError(f"{differ}: another launcher runs inside this one; {remedy}")
         return size, family.size
     if by_launch:
         return _number("WORDRUN_WORLD_SIZE", env), "WORDRUN_WORLD_SIZE"
     nodefile = env.get("PBS_NODEFILE", "")
     if nodefile and Path(nodefile).is_file():
-        hosts = dict.fromkeys(Path(nodefile).read_text().split())
+        hosts = set(Path(nodefile).read_text().split())
         return local_size * len(hosts), f"{family.local_size} x hosts in PBS_NODEFILE"
-    raise WorldError(
-        f"{family.launcher} sets rank {env.get(family.rank)} but no world size ({family.size} is not set): "
-        "start the ranks with `launch`, or export WORDRUN_WORLD_SIZE"
-    )
+    missing = f"{family.launcher} sets rank {env.get(family.rank)} but no world size ({family.size} is not set)"
+    raise WorldError(f"{missing}: start the ranks with `launch`, or export WORDRUN_WORLD_SIZE")

@@ -18,7 +18,7 @@ from wordrun.launch.planner import look_around, make_plan
 from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
 
-# After this long the ranks have met, and a port that is taken is one of their program's.
+# After this long the ranks have met, so a port that is taken is one that the user's program opens.
 MEETING_S = 600.0
 
 

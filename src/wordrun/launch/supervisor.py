@@ -148,21 +148,15 @@ class Supervisor:
         if number not in STOPPING:
             self.deliver(number)
             return
-        again = self.stopped_by != 0
+        self.interrupts += number == signal.SIGINT
+        repeated = self.stopped_by and not self.interrupts
         self.stopped_by = self.stopped_by or number
-        if number == signal.SIGINT:
-            self.interrupts += 1
-            if self.interrupts == 1:
-                say("Ctrl-C: passed on; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
-            if self.interrupts > 2:
-                self.kill()
-                return
-            self.deliver(signal.SIGINT if self.interrupts == 1 else signal.SIGTERM)
-        elif again and self.interrupts == 0:
+        if repeated or self.interrupts > 2:
             self.kill()
             return
-        else:
-            self.deliver(number)
+        if number == signal.SIGINT and self.interrupts == 1:
+            say("Ctrl-C: passed on; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
+        self.deliver(signal.SIGTERM if self.interrupts == 2 else number)
         self.patience(STOP_PATIENCE_S if self.plan.job.is_local else JOB_PATIENCE_S, self.kill)
 
     def warn_before_end(self, margin: float) -> None:

@@ -166,7 +166,7 @@ class Search:
     job: Job
     site: Site
     launchers: Mapping[str, type[Launcher]]
-    """All of them."""
+    """Every launcher by its name."""
 
     def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
         """Return the first mpiexec of one of these kinds, and those that were passed over for it, with their kinds.

@@ -66,7 +66,7 @@ class Srun(Launcher):
         )  # fmt: skip
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return those of every launcher, and srun's own."""
+        """Return the variables of every launcher, and srun's own."""
         cores = str(self.cores_per_rank(request))
         why = "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal"
         ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why)}

@@ -50,7 +50,7 @@ class Slurm(Scheduler):
                 devices, devices_why = int(gpus[1]), name
                 break
         listed = (1,) * count
-        # Without -n, SLURM_TASKS_PER_NODE is the number of CPUs, which is not a wish for as many ranks.
+        # Without -n, SLURM_TASKS_PER_NODE is the number of CPUs, which is not a request for that many ranks.
         if not (site.ranks_per_node or devices) and env.get("SLURM_NTASKS") and env.get("SLURM_TASKS_PER_NODE"):
             listed = _per_host("SLURM_TASKS_PER_NODE", env, count, notes)
         end, restarts = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_RESTART_COUNT", "")
