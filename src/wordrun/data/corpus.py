@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wordrun import files
 from wordrun.config import DataConfig, TokenizerConfig
@@ -101,7 +102,8 @@ def open_foreign(data: DataConfig, tokenizer: TokenizerConfig) -> Opened:
     train, val = find_foreign(folder, data)
     found = foreign_tokenizer(folder, tokenizer)
     for split, tokens in zip(manifests.SPLITS, (train, val), strict=True):
-        _check_range(folder, split, tokens, found, tokenizer)
+        for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
+            check_range(part, found, f"the {split} shards in {folder}")
     return found, train, val
 
 
@@ -144,12 +146,15 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     return tokenizers.build(cfg)
 
 
-def _check_range(folder: Path, split: str, tokens: Tokens, tokenizer: Tokenizer, cfg: TokenizerConfig) -> None:
-    """Refuse tokens outside the vocabulary, as far as the beginning and the end of the split show them."""
-    for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
-        if len(part) and (int(part.max()) >= tokenizer.vocab_size or int(np.min(part)) < 0):
-            wrong = int(part.max()) if int(part.max()) >= tokenizer.vocab_size else int(np.min(part))
+def check_range(tokens: NDArray[np.integer], tokenizer: Tokenizer, what: str) -> None:
+    """Refuse tokens outside the vocabulary; ``what`` names them in the message.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for token in (int(tokens.max(initial=0)), int(tokens.min(initial=0))):
+        if not 0 <= token < tokenizer.vocab_size:
             raise ConfigError(
-                f"tokenizer={cfg.name} has {tokenizer.vocab_size:,} tokens, but the {split} shards in {folder} have "
-                f"token {wrong:,}: choose the tokenizer with which they were made"
+                f"tokenizer={tokenizer.kind} has {tokenizer.vocab_size:,} tokens, but {what} have token {token:,}: "
+                "choose the tokenizer with which they were made"
             )

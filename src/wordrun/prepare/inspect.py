@@ -33,7 +33,8 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
     """Show the statistics of the prepared data set in ``folder`` on ``screen``, and draw histograms beside it."""
     manifest = manifests.load(folder)
     tokenizer = manifests.tokenizer(folder, manifest)
-    lengths = documents(folder, manifest)
+    found = documents(folder, manifest)
+    sizes = np.array([size for size, _, _ in found])
     counts, counted = frequencies(folder, manifest)
     used = int((counts > 0).sum())
     print_ = screen.print
@@ -41,17 +42,16 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
         f"\nvocabulary: {manifest.vocab_size:,} tokens, of which {used:,} occur among the {counted:,} that were counted"
     )
     print_(_common(counts, counted, tokenizer))
-    if len(lengths):
-        sizes = np.array([size for size, _, _ in lengths])
+    if found:
         low, middle, high = np.percentile(sizes, [5, 50, 95])
         print_(
             f"training documents: {len(sizes):,}, {sizes.min():,} to {sizes.max():,} tokens, median {middle:,.0f}, "
             f"90 % between {low:,.0f} and {high:,.0f}"
         )
-        print_(_longest(folder, manifest, lengths, tokenizer))
+        print_(_longest(folder, found, tokenizer))
     print_(_sequences(folder, manifest, cfg, tokenizer))
     picture = (folder if os.access(folder, os.W_OK) else Path.cwd()) / "inspect.png"
-    draw(picture, manifest, counts, np.array([size for size, _, _ in lengths]))
+    draw(picture, manifest, counts, sizes)
     print_(f"histograms: {picture}", soft_wrap=True)
 
 
@@ -86,9 +86,9 @@ def _common(counts: NDArray[np.int64], counted: int, tokenizer: Tokenizer) -> Ta
     return table
 
 
-def _longest(folder: Path, manifest: Manifest, lengths: list[tuple[int, Entry, int]], tokenizer: Tokenizer) -> Table:
+def _longest(folder: Path, found: list[tuple[int, Entry, int]], tokenizer: Tokenizer) -> Table:
     table = Table("tokens", "shard", "position", "beginning", title="longest documents", title_justify="left")
-    for size, entry, start in sorted(lengths, key=lambda found: -found[0])[:LONGEST]:
+    for size, entry, start in sorted(found, key=lambda document: -document[0])[:LONGEST]:
         shard = Tokens([examine(folder / entry.file, entry.tokens)])
         table.add_row(f"{size:,}", entry.file, f"{start:,}", _text(tokenizer, shard[start : start + min(size, SHOWN)]))
     return table

@@ -13,8 +13,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from wordrun import files
 from wordrun.config import BPETokenizerConfig, TokenizerConfig
@@ -114,10 +114,9 @@ def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
 def _is_done(folder: Path, item: WorkItem) -> bool:
     """Say whether the shards of ``item`` exist, as its record says."""
     try:
-        record = _record(folder, "shards", item)
-        entries = [Entry(**entry) for split in manifests.SPLITS for entry in record[split]]
+        entries = chain.from_iterable(_entries(folder, item).values())
         return all(shards.examine(folder / entry.file, entry.tokens) for entry in entries)
-    except (OSError, ValueError, ConfigError):
+    except (OSError, ValueError):
         return False
 
 
@@ -136,11 +135,11 @@ def execute(preparation: Preparation, world: World, show: Show = lambda progress
     if world.rank == 0 and not ready.exists():
         LOGGER.info("making tokenizer=%s from the text", cfg.name)
         writer.write_text(ready, _tokenizer(preparation).to_json())
-    _wait(ready.exists)
+    _wait(ready)
     _do_share("shards", preparation, world, show)
     if world.rank == 0:
         _finish(preparation)
-    _wait((folder / manifests.NAME).exists)
+    _wait(folder / manifests.NAME)
 
 
 def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> None:
@@ -167,20 +166,13 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
 
     counts = [0, 0, 0, 0]
     processes = workers.number(preparation.source.data, world, len(items))
-    for counts in workers.work_on(
-        task, preparation.source, preparation.folder, todo[world.rank :: world.size], processes
-    ):
+    mine = todo[world.rank :: world.size]
+    for counts in workers.work_on(task, preparation.source, preparation.folder, mine, processes):
         report(counts)
     files.replace(work / f"rank-{world.rank}.{task}.done", json.dumps(counts))
     if world.rank == 0:
-        waiting = [work / f"rank-{rank}.{task}.done" for rank in range(1, world.size)]
-
-        def all_done() -> bool:
-            report(counts)
-            waiting[:] = [path for path in waiting if not path.exists()]
-            return not waiting
-
-        _wait(all_done)
+        for rank in range(1, world.size):
+            _wait(work / f"rank-{rank}.{task}.done", lambda: report(counts))
         last = 0.0
         report(counts)
 
@@ -188,8 +180,8 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
 def _tokenizer(preparation: Preparation) -> Tokenizer:
     cfg = preparation.tokenizer
     if cfg.name == "char":
-        records = (_record(preparation.folder, "characters", item) for item in preparation.items)
-        return CharTokenizer("".join(record["characters"] for record in records))
+        records = (record_of(preparation.folder, "characters", item.number) for item in preparation.items)
+        return CharTokenizer("".join(json.loads(path.read_text("utf-8"))["characters"] for path in records))
     assert isinstance(cfg, BPETokenizerConfig)
     return tokenizers.build(cfg, _sample(preparation, cfg.train_mb * 2**20))
 
@@ -212,11 +204,8 @@ def _sample(preparation: Preparation, size: int) -> Iterator[str]:
 def _finish(preparation: Preparation) -> None:
     """Write the manifest from the records of all work items."""
     folder, source = preparation.folder, preparation.source
-    entries: dict[str, list[Entry]] = {split: [] for split in manifests.SPLITS}
-    for item in preparation.items:
-        record = _record(folder, "shards", item)
-        for split in manifests.SPLITS:
-            entries[split] += [Entry(**entry) for entry in record[split]]
+    by_item = [_entries(folder, item) for item in preparation.items]
+    entries = {split: [entry for found in by_item for entry in found[split]] for split in manifests.SPLITS}
     remedies = {"train": "more text", "val": f"a larger data.val_fraction than {source.data.val_fraction}"}
     for split, remedy in remedies.items():
         if not entries[split]:
@@ -232,9 +221,10 @@ def _finish(preparation: Preparation) -> None:
     shutil.rmtree(folder / "work", ignore_errors=True)
 
 
-def _record(folder: Path, task: str, item: WorkItem) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(record_of(folder, task, item.number).read_text(encoding="utf-8"))
-    return record
+def _entries(folder: Path, item: WorkItem) -> dict[str, list[Entry]]:
+    """Return the shards of ``item`` by split, as its record says."""
+    record = json.loads(record_of(folder, "shards", item.number).read_text(encoding="utf-8"))
+    return {split: [Entry(**entry) for entry in record[split]] for split in manifests.SPLITS}
 
 
 def _counts(path: Path) -> list[int]:
@@ -245,8 +235,9 @@ def _counts(path: Path) -> list[int]:
     return counts
 
 
-def _wait(until: Callable[[], bool]) -> None:
-    """Return once ``until`` is true, at most 5 % late: thousands of ranks may ask the same disk."""
+def _wait(path: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Return once ``path`` exists, at most 5 % late: thousands of ranks may ask the same disk."""
     started = time.monotonic()
-    while not until():
+    while not path.exists():
+        meanwhile()
         time.sleep(min(1.0, max(0.01, 0.05 * (time.monotonic() - started))))

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.data import shards
+from wordrun.data.corpus import check_range
 from wordrun.data.manifest import SPLITS, TOKENIZER
 from wordrun.data.shards import Tokens
 from wordrun.data.tokenizers import from_json
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import distinct
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import UserError
 from wordrun.prepare import writer
 from wordrun.prepare.sources.base import Document, Source, WorkItem
 from wordrun.prepare.writer import SplitWriter
@@ -99,11 +100,7 @@ def _rewrite(item: WorkItem, split: SplitWriter, tokenizer: Tokenizer, report: R
     source = Tokens([shards.examine(item.path)])
     for start in range(item.start, item.stop, writer.SHARD_TOKENS):
         part = source[start : min(item.stop, start + writer.SHARD_TOKENS)]
-        if int(part.max()) >= tokenizer.vocab_size or int(part.min()) < 0:
-            raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the shard {item.path} has token "
-                f"{int(part.max()):,}: choose the tokenizer with which it was made"
-            )
+        check_range(part, tokenizer, f"the tokens of the shard {item.path}")
         split.add_shard(part)
         report(0, start - item.start + len(part), 0)
 

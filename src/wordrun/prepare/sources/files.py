@@ -101,19 +101,16 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
         path: for the message.
         at: their position in the file.
     """
+    if b"\0" in content:
+        zero = at + content.index(b"\0")
+        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {zero}): name a text in UTF-8")
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        if b"\0" in content[:4096]:
-            raise ConfigError(f"data.path={path} is a binary file: name a text in UTF-8") from None
         raise ConfigError(
             f"data.path={path} is not UTF-8 text (byte {at + error.start}): convert it, for example by "
             f"iconv -f latin1 -t utf-8 {path}"
         ) from None
-    if "\0" in text:
-        position = at + len(text[: text.index("\0")].encode())
-        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {position}): name a text in UTF-8")
-    return text
 
 
 def extent(item: WorkItem) -> tuple[int, int]:
