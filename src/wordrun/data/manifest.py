@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wordrun.data import shards
-from wordrun.data.shards import Shard, Tokens
 from wordrun.data.tokenizers import from_json
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.errors import ConfigError
@@ -102,7 +101,7 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     return from_json(content.decode())
 
 
-def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) -> Tokens:
+def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) -> shards.Tokens:
     """Return the tokens of the split ``name``.
 
     Args:
@@ -115,9 +114,9 @@ def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) 
     dtype = shards.dtype_for(manifest.vocab_size)
     entries = getattr(manifest, name)
     if examine:
-        return Tokens([shards.examine(folder / entry.file, entry.tokens) for entry in entries])
+        return shards.Tokens([shards.examine(folder / entry.file, entry.tokens) for entry in entries])
     offset = 4 * shards.HEADER
-    return Tokens([Shard(str(folder / entry.file), dtype, offset, entry.tokens) for entry in entries])
+    return shards.Tokens([shards.Shard(str(folder / entry.file), dtype, offset, entry.tokens) for entry in entries])
 
 
 def verify(folder: Path, manifest: Manifest) -> list[str]:

@@ -209,7 +209,12 @@ class Tokens:
                     path, zero, dtype = self._locations[number]
                     file = self._files.get(path) or self._open(path)
                     count = min(width - filled, self._ends[number] - position, MOST_READ)
-                    row[filled : filled + count] = _read(file, path, zero + position * dtype.itemsize, count, dtype)
+                    content = os.pread(file.number, count * dtype.itemsize, zero + position * dtype.itemsize)
+                    if len(content) != count * dtype.itemsize:
+                        raise ConfigError(
+                            f"the shard {path} has been truncated since it was opened: copy or prepare it again"
+                        )
+                    row[filled : filled + count] = np.frombuffer(content, dtype=dtype)
                     filled += count
         return out
 
@@ -240,18 +245,6 @@ def _location(shard: Shard, end: int) -> tuple[str, int, np.dtype[Any]]:
     return shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype
 
 
-def _read(file: _File, path: str, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[np.integer]:
-    content = os.pread(file.number, count * dtype.itemsize, at)
-    if len(content) != count * dtype.itemsize:
-        raise _truncated(path)
-    return np.frombuffer(content, dtype=dtype)
-
-
 def _unreadable(path: str, error: OSError) -> ConfigError:
-    if error.errno == errno.EMFILE:
-        return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Raise the limit by ulimit -n")
-    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Prepare the data again")
-
-
-def _truncated(path: str) -> ConfigError:
-    return ConfigError(f"the shard {path} has been truncated since it was opened: copy or prepare it again")
+    remedy = "Raise the limit by ulimit -n" if error.errno == errno.EMFILE else "Prepare the data again"
+    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. {remedy}")

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from wordrun.config import Config
 from wordrun.data import manifest as manifests
-from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.order import Sequences
 from wordrun.data.shards import Tokens, examine
 from wordrun.data.tokenizers.base import Tokenizer
@@ -55,7 +54,7 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
     print_(f"histograms: {picture}", soft_wrap=True)
 
 
-def documents(folder: Path, manifest: Manifest) -> list[tuple[int, Entry, int]]:
+def documents(folder: Path, manifest: manifests.Manifest) -> list[tuple[int, manifests.Entry, int]]:
     """Return the length, shard and first token of every training document, as far as that shard contains it."""
     found = []
     for entry in manifest.train:
@@ -64,7 +63,7 @@ def documents(folder: Path, manifest: Manifest) -> list[tuple[int, Entry, int]]:
     return found
 
 
-def frequencies(folder: Path, manifest: Manifest) -> tuple[NDArray[np.int64], int]:
+def frequencies(folder: Path, manifest: manifests.Manifest) -> tuple[NDArray[np.int64], int]:
     """Return how often each token occurs in a part of the training data, and the number of tokens in that part."""
     step = max(1, -(-manifest.tokens("train") // COUNTED))
     tokens = manifests.split(folder, manifest, "train", examine=False)
@@ -86,7 +85,7 @@ def _common(counts: NDArray[np.int64], counted: int, tokenizer: Tokenizer) -> Ta
     return table
 
 
-def _longest(folder: Path, found: list[tuple[int, Entry, int]], tokenizer: Tokenizer) -> Table:
+def _longest(folder: Path, found: list[tuple[int, manifests.Entry, int]], tokenizer: Tokenizer) -> Table:
     table = Table("tokens", "shard", "position", "beginning", title="longest documents", title_justify="left")
     for size, entry, start in sorted(found, key=lambda document: -document[0])[:LONGEST]:
         shard = Tokens([examine(folder / entry.file, entry.tokens)])
@@ -94,7 +93,7 @@ def _longest(folder: Path, found: list[tuple[int, Entry, int]], tokenizer: Token
     return table
 
 
-def _sequences(folder: Path, manifest: Manifest, cfg: Config, tokenizer: Tokenizer) -> Table:
+def _sequences(folder: Path, manifest: manifests.Manifest, cfg: Config, tokenizer: Tokenizer) -> Table:
     title = f"first training sequences with model.block_size={cfg.model.block_size} train.seed={cfg.train.seed}"
     table = Table("index", "position", "text", title=title, title_justify="left")
     tokens = manifests.split(folder, manifest, "train", examine=False)
@@ -110,7 +109,7 @@ def _text(tokenizer: Tokenizer, tokens: NDArray[np.integer]) -> Text:
     return Text(repr(text[:SHOWN])[1:-1] + " ..." * (len(text) > SHOWN))
 
 
-def draw(path: Path, manifest: Manifest, counts: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
+def draw(path: Path, manifest: manifests.Manifest, counts: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
     """Draw histograms of the lengths of documents and of the frequencies of tokens as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

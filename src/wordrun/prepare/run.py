@@ -20,7 +20,6 @@ from wordrun import files
 from wordrun.config import BPETokenizerConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data import shards, tokenizers
-from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist import World
@@ -29,7 +28,6 @@ from wordrun.log import LOGGER
 from wordrun.prepare import fingerprint, tokenize, workers, writer
 from wordrun.prepare.sources.base import Source, WorkItem
 from wordrun.prepare.sources.files import extent
-from wordrun.prepare.tokenize import record_of
 
 LOOK_S = 0.2
 """Seconds between two looks at the progress of the other ranks."""
@@ -49,6 +47,8 @@ class Progress:
     read: int = 0
     documents: int = 0
     tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+    """On the clock of ``time.monotonic``."""
 
     @property
     def share(self) -> float:
@@ -94,7 +94,9 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
             writer.write_text(ready, made.to_json())
     todo = {"shards": [item.number for item in items if not _is_done(folder, item)]}
     if tokenizer.name == "char" and not ready.exists():
-        todo["characters"] = [i.number for i in items if not record_of(folder, "characters", i.number).exists()]
+        todo["characters"] = [
+            i.number for i in items if not tokenize.record_of(folder, "characters", i.number).exists()
+        ]
     return Preparation(source, tokenizer, folder, items, revision, todo)
 
 
@@ -129,7 +131,7 @@ def execute(preparation: Preparation, world: World, show: Show = lambda progress
         show: called on rank 0 now and then with the progress of all.
     """
     folder, cfg = preparation.folder, preparation.tokenizer
-    ready = folder / manifests.TOKENIZER
+    ready, started = folder / manifests.TOKENIZER, time.monotonic()
     if "characters" in preparation.todo:
         _do_share("characters", preparation, world, show)
     if world.rank == 0 and not ready.exists():
@@ -139,6 +141,7 @@ def execute(preparation: Preparation, world: World, show: Show = lambda progress
     _do_share("shards", preparation, world, show)
     if world.rank == 0:
         _finish(preparation)
+        LOGGER.info("prepared data=%s in %.1f s", preparation.source.data.name, time.monotonic() - started)
     _wait(folder / manifests.NAME)
 
 
@@ -180,7 +183,7 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
 def _tokenizer(preparation: Preparation) -> Tokenizer:
     cfg = preparation.tokenizer
     if cfg.name == "char":
-        records = (record_of(preparation.folder, "characters", item.number) for item in preparation.items)
+        records = (tokenize.record_of(preparation.folder, "characters", item.number) for item in preparation.items)
         return CharTokenizer("".join(json.loads(path.read_text("utf-8"))["characters"] for path in records))
     assert isinstance(cfg, BPETokenizerConfig)
     return tokenizers.build(cfg, _sample(preparation, cfg.train_mb * 2**20))
@@ -214,17 +217,17 @@ def _finish(preparation: Preparation) -> None:
     tokenizer = tokenizers.from_json(saved)
     settings = fingerprint.settings(source, preparation.tokenizer)
     sha256 = hashlib.sha256(saved.encode()).hexdigest()
-    writer.save(folder, Manifest(
+    writer.save(folder, manifests.Manifest(
         source.data.name, source.origin, preparation.revision, settings, tokenizer.vocab_size, tokenizer.eot, sha256,
         **entries,
     ))  # fmt: skip
     shutil.rmtree(folder / "work", ignore_errors=True)
 
 
-def _entries(folder: Path, item: WorkItem) -> dict[str, list[Entry]]:
+def _entries(folder: Path, item: WorkItem) -> dict[str, list[manifests.Entry]]:
     """Return the shards of ``item`` by split, as its record says."""
-    record = json.loads(record_of(folder, "shards", item.number).read_text(encoding="utf-8"))
-    return {split: [Entry(**entry) for entry in record[split]] for split in manifests.SPLITS}
+    record = json.loads(tokenize.record_of(folder, "shards", item.number).read_text(encoding="utf-8"))
+    return {split: [manifests.Entry(**entry) for entry in record[split]] for split in manifests.SPLITS}
 
 
 def _counts(path: Path) -> list[int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from wordrun.data import manifest as manifests
 from wordrun.data import shards
-from wordrun.data.manifest import Entry
 from wordrun.errors import UserError
 from wordrun.files import absolute
 
@@ -77,11 +76,11 @@ def copy(folder: Path, to: Path, show: Callable[[float], None] = lambda share: N
         ) from None
 
 
-def _size(manifest: manifests.Manifest, entry: Entry) -> int:
+def _size(manifest: manifests.Manifest, entry: manifests.Entry) -> int:
     return 4 * shards.HEADER + entry.tokens * int(shards.dtype_for(manifest.vocab_size)[-1])
 
 
-def _missing(manifest: manifests.Manifest, to: Path) -> list[Entry]:
+def _missing(manifest: manifests.Manifest, to: Path) -> list[manifests.Entry]:
     """Return the shards that are not in ``to`` yet: a file gets its name only when it has been verified."""
     present = {}
     with contextlib.suppress(OSError):

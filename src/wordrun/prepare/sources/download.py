@@ -57,9 +57,8 @@ def _check_hash(path: Path, data: DataConfig) -> None:
     try:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. It should be the text of data={data.name}"
-        ) from None
+        message = f"{path} cannot be read: {error.strerror}. It should be the text of data={data.name}"
+        raise ConfigError(message) from None
     if data.sha256 and found != data.sha256:
         raise ConfigError(
             f"{path} is not {data.name}: its sha256 is {found}, expected {data.sha256}. "
@@ -72,10 +71,5 @@ def _download(data: DataConfig, path: Path) -> None:
 
     assert data.url is not None
     pooch.get_logger().setLevel("WARNING")
-    pooch.retrieve(
-        data.url,
-        known_hash=f"sha256:{data.sha256}",
-        fname=path.name,
-        path=path.parent,
-        downloader=pooch.HTTPDownloader(timeout=TIMEOUT_S),
-    )
+    downloader = pooch.HTTPDownloader(timeout=TIMEOUT_S)
+    pooch.retrieve(data.url, f"sha256:{data.sha256}", path.name, path.parent, downloader=downloader)

@@ -61,10 +61,10 @@ class HubSource(Source):
             raise ConfigError(
                 f"data.dataset={data.dataset} has no column data.text_key={data.text_key}, but {', '.join(columns)}"
             )
-        if hasattr(dataset, "num_shards") and not hasattr(dataset, "__len__"):
-            spans = [(shard, shard + 1) for shard in range(dataset.num_shards)]
-        else:
+        if hasattr(dataset, "__len__"):
             spans = [(start, min(start + ROWS, len(dataset))) for start in range(0, len(dataset), ROWS)]
+        else:
+            spans = [(shard, shard + 1) for shard in range(dataset.num_shards)]
         return [WorkItem(number, "hf", str(data.dataset), *span) for number, span in enumerate(spans)]
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
