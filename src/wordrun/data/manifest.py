@@ -123,19 +123,17 @@ def verify(folder: Path, manifest: Manifest) -> list[str]:
     """Return a message for each shard whose content differs from its checksum."""
     problems = []
     for entry in [*manifest.train, *manifest.val]:
+        path, digest = folder / entry.file, shards.checksum()
         try:
-            with open(folder / entry.file, "rb") as file:
-                digest = shards.checksum()
+            with open(path, "rb") as file:
                 while block := file.read(2**22):
                     digest.update(block)
-            found = digest.hexdigest()
         except OSError as error:
-            problems.append(f"{folder / entry.file} cannot be read: {error.strerror}")
+            problems.append(f"{path} cannot be read: {error.strerror}")
             continue
-        if found != entry.xxh3:
-            problems.append(
-                f"{folder / entry.file} is damaged: its checksum is {found[:12]}, the manifest says {entry.xxh3[:12]}"
-            )
+        found, wanted = digest.hexdigest()[:12], entry.xxh3[:12]
+        if digest.hexdigest() != entry.xxh3:
+            problems.append(f"{path} is damaged: its checksum is {found}, the manifest says {wanted}")
     return problems
 
 

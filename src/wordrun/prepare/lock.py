@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from wordrun.dist import World
 from wordrun.log import LOGGER
@@ -73,11 +74,17 @@ def held(path: Path) -> Iterator[bool]:
 
 def holder(path: Path) -> str:
     """Return a description of the lock's holder."""
+    content = _content(path)
+    return f"process {content['pid']} on {content['host']}" if content else "another process"
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    """Return the host and the process of the lock's holder; None: they cannot be read."""
     try:
-        content = json.loads(path.read_text())
-        return f"process {content['pid']} on {content['host']}"
-    except (OSError, ValueError, KeyError):
-        return "another process"
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
 
 
 def _take(path: Path) -> bool:
@@ -122,15 +129,13 @@ def _is_silent(path: Path) -> bool:
 
 def _lives_here(path: Path) -> bool | None:
     """Say whether the holder is running; None: it is on another host."""
+    content = _content(path)
+    if content is None or content["host"] != socket.gethostname():
+        return None
     try:
-        content = json.loads(path.read_text())
-        if content["host"] != socket.gethostname():
-            return None
-        os.kill(int(content["pid"]), 0)
+        os.kill(content["pid"], 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    except (OSError, ValueError, KeyError):
-        return None
+        pass
     return True

@@ -69,7 +69,7 @@ class Source:
 
     def files(self) -> list[Path] | None:
         """Return its files on this machine, in an order that is always the same; None: it has none."""
-        raise NotImplementedError
+        return None
 
     def size(self) -> int | None:
         """Return its size in bytes; None: unknown."""

@@ -31,7 +31,11 @@ class DownloadSource(FileSource):
             return cls(data, str(path), str(path))
         LOGGER.info("downloading %s to %s", data.url, path)
         try:
-            _download(data, path)
+            import pooch
+
+            pooch.get_logger().setLevel("WARNING")
+            downloader = pooch.HTTPDownloader(timeout=TIMEOUT_S)
+            pooch.retrieve(data.url, f"sha256:{data.sha256}", path.name, path.parent, downloader=downloader)
         except Exception as error:  # whatever the network, the proxy or the disk raised
             reason = first_line(error)
             if data.offline == "error":
@@ -64,12 +68,3 @@ def _check_hash(path: Path, data: DataConfig) -> None:
             f"{path} is not {data.name}: its sha256 is {found}, expected {data.sha256}. "
             f"Remove it to download it again, or use it as it is with data=text data.path={path}"
         )
-
-
-def _download(data: DataConfig, path: Path) -> None:
-    import pooch
-
-    assert data.url is not None
-    pooch.get_logger().setLevel("WARNING")
-    downloader = pooch.HTTPDownloader(timeout=TIMEOUT_S)
-    pooch.retrieve(data.url, f"sha256:{data.sha256}", path.name, path.parent, downloader=downloader)
