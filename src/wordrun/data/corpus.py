@@ -42,9 +42,9 @@ class Corpus:
     train: shards.Array
     val: shards.Array
     origin: str
-    """Where the text came from, for people and for run.json."""
+    """Where the text came from, for the log and for run.json."""
     banner: str | None = None
-    """What everyone who looks at the results must know, if the text is not the one that was requested."""
+    """A warning beside all results, if the text is not the one that was requested."""
     mix: Sequence[Part] = ()
     """The parts of a mix, whose tokens ``train`` and ``val`` have one after the other."""
 

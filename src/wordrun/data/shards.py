@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -183,7 +183,11 @@ class Tokens:
         self.shards = [shard for shard in shards if shard.count]
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
-        self._locations = [_location(*pair) for pair in zip(self.shards, self._ends, strict=True)]
+        self._locations = []
+        """Of each shard the path, the offset of token 0 of all shards if it were in this file, and the type."""
+        for shard, end in zip(self.shards, self._ends, strict=True):
+            dtype = np.dtype(shard.dtype)
+            self._locations.append((shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype))
         _will_open(len({path for path, _, _ in self._locations}))
         self._files: dict[str, _File] = {}
         self._lock = threading.Lock()
@@ -237,12 +241,6 @@ class Tokens:
 
 Array = NDArray[np.integer] | Tokens
 """Tokens in memory or on disk, which have a length and slices."""
-
-
-def _location(shard: Shard, end: int) -> tuple[str, int, np.dtype[Any]]:
-    """Return the path, the offset of token 0 of all shards if it were in this file, and the type of its tokens."""
-    dtype = np.dtype(shard.dtype)
-    return shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype
 
 
 def _unreadable(path: str, error: OSError) -> ConfigError:

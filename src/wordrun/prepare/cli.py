@@ -84,7 +84,7 @@ def prepare(
 def _begin(
     overrides: Sequence[str], world: dist.World, stack: contextlib.ExitStack
 ) -> tuple[Config, Path, run.Preparation | None]:
-    """Return the config, the folder, and what is to be done, if anything; the folder is locked until ``stack`` ends.
+    """Return the config, the folder, and the remaining work, if any; the folder is locked until ``stack`` is closed.
 
     Raises:
         UserError: another process is preparing it, or the options are invalid.
@@ -108,7 +108,7 @@ def _begin(
     path = lock.beside(folder)
     if not stack.enter_context(lock.held(path)):
         raise UserError(
-            f"data={cfg.data.name} is being prepared in {folder} by {lock.holder(path)}: wait for it, or end it. If "
+            f"data={cfg.data.name} is being prepared in {folder} by {lock.holder(path)}: wait for it, or stop it. If "
             f"there is no such process, remove {path}"
         )
     return cfg, folder, run.begin(source, cfg.tokenizer, folder)

@@ -37,9 +37,7 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
     counts, counted = frequencies(folder, manifest)
     used = int((counts > 0).sum())
     print_ = screen.print
-    print_(
-        f"\nvocabulary: {manifest.vocab_size:,} tokens, of which {used:,} occur among the {counted:,} that were counted"
-    )
+    print_(f"\nvocabulary: {manifest.vocab_size:,} tokens, of which {used:,} occur among the {counted:,} counted")
     print_(_common(counts, counted, tokenizer))
     if found:
         low, middle, high = np.percentile(sizes, [5, 50, 95])

@@ -20,8 +20,8 @@ BEAT_S = 2.0
 """Seconds between two heartbeats."""
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which the holder counts as dead. Clocks are not compared: they may differ."""
-LOOK_S = 0.2
-"""Seconds between two looks at a lock, or at what it protects."""
+POLL_S = 0.2
+"""Seconds between two polls of a lock, or of what it protects."""
 LOG_S = 5.0
 """Seconds between two log lines of a rank that waits."""
 
@@ -46,7 +46,7 @@ def once_per_file_system(
         if time.monotonic() - logged > LOG_S:
             logged = time.monotonic()
             LOGGER.info("waiting for %s by %s: %.0f s", what, holder(path), logged - started)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def beside(folder: Path) -> Path:
@@ -123,7 +123,7 @@ def _is_silent(path: Path) -> bool:
     while time.monotonic() < end:
         if _last_beat(path) != beat:
             return False
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return True
 
 

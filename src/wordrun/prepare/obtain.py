@@ -1,4 +1,4 @@
-"""The way from ``cfg.data`` to tokens; each step is in a file of its own."""
+"""From ``cfg.data`` to tokens; each step is in a file of its own."""
 
 from __future__ import annotations
 

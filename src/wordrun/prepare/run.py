@@ -1,8 +1,8 @@
 """From a source to a folder of shards, by any number of ranks and processes, always with the same result.
 
-Ranks communicate through files in the folder alone: nothing here is a collective that could time out, and a run that is
-started again finds what was finished before. Rank 0 lists what is to be done, and the work items are distributed. Each
-rank writes a file when its share is done. Rank 0 writes the manifest last, for which all ranks wait.
+Ranks communicate only through files in the folder: nothing here is a collective that could time out, and a run that is
+started again skips what was finished before. Rank 0 lists the remaining work items, which are distributed over the
+ranks. Each rank writes a file when its share is done. Rank 0 writes the manifest last, for which all ranks wait.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from wordrun.prepare import fingerprint, tokenize, workers, writer
 from wordrun.prepare.sources.base import Source, WorkItem
 from wordrun.prepare.sources.files import extent
 
-LOOK_S = 0.2
-"""Seconds between two looks at the progress of the other ranks."""
+POLL_S = 0.2
+"""Seconds between two polls of the other ranks' progress."""
 SAMPLED = 256
 """Work items on which tokenizer=bpe is trained, at most, evenly spread."""
 
@@ -63,7 +63,7 @@ Show = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be done. Rank 0 finds out, and every rank gets the same."""
+    """The remaining work. Rank 0 determines it, and every rank gets the same."""
 
     source: Source
     tokenizer: TokenizerConfig
@@ -71,11 +71,11 @@ class Preparation:
     items: list[WorkItem]
     revision: str | None
     todo: dict[str, list[int]] = field(default_factory=dict)
-    """The work items for which each task is still to be done."""
+    """The work items that each task still has to process."""
 
 
 def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparation:
-    """Return what is to be done, having made the folder and removed what a killed preparation left; rank 0 calls this.
+    """Make the folder, remove the temporary files of a killed preparation, and return the remaining work; on rank 0.
 
     Raises:
         UserError: the folder cannot be written to, or the source cannot be read.
@@ -156,7 +156,7 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
     def report(counts: list[int]) -> None:
         """Publish this rank's progress, and show that of all ranks on rank 0."""
         nonlocal last
-        if time.monotonic() - last < LOOK_S:
+        if time.monotonic() - last < POLL_S:
             return
         last = time.monotonic()
         if world.size > 1:

@@ -1,4 +1,4 @@
-"""What is done with one work item: its characters are collected, or its tokens are written as shards."""
+"""Processing one work item: collecting its characters, or writing its tokens as shards."""
 
 from __future__ import annotations
 
