@@ -96,10 +96,12 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
     mode = plan.env.get("WANDB_MODE", env.get("WANDB_MODE", ""))
     if not known.internet:
         wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
-        return _check("internet", wrong, "unset WANDB_MODE, and launch sets offline", known.way_out, "warning")
+        return _check("internet", wrong, "unset WANDB_MODE: launch then sets it to offline", known.way_out, "warning")
     missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
     wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
-    return _check("internet", wrong, f"unset {' '.join(missing)}, and launch sets the site's", known.way_out, "warning")
+    return _check(
+        "internet", wrong, f"unset {' '.join(missing)}, so that launch sets the site's", known.way_out, "warning"
+    )
 
 
 def of_ranks(
@@ -118,8 +120,8 @@ def of_ranks(
     if len(ranks) < count or status:
         missing = sorted({*range(count)} - {rank.get("rank") for rank in ranks})
         last = " | ".join(errors.strip().splitlines()[-3:])
-        found = f"{len(ranks)} of {count} answered, missing {missing[:8]}; status {status}: {last}"
-        remedy = "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)"
+        found = f"{len(ranks)} of {count} answered, missing ranks {missing[:8]}; exit status {status}: {last}"
+        remedy = "run the command of `launch --dry-run true` by hand, starting with one rank (-n 1)"
         return [Finding("ranks", "wrong", found, remedy)]
     hosts = len({rank["host"] for rank in ranks})
     answered = {1: "the rank", 2: "both ranks"}.get(count, f"all {count} ranks")
@@ -147,10 +149,10 @@ def of_ranks(
 def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
-        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that meet by address")
+        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that connect through MASTER_ADDR")
     wrong = "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}"
     remedy = (
-        "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
+        "the launcher and the MPI library that mpi4py loads do not match: use the library's own mpiexec, "
         "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py"
     )
     return _check("MPI", wrong, remedy, f"sees {count} ranks, as {launcher} does")
@@ -159,14 +161,14 @@ def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
     remedy = "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach"
-    ok = f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}"
+    ok = f"can connect to {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}"
     return _check("address", "; ".join(unmet[:3]), remedy, ok)
 
 
 def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
     hosts = len(plan.hosts)
-    wrong = f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else ""
+    wrong = f"rank 0 cannot connect to {'; '.join(unreached[:3])}" if unreached else ""
     another = "name another by --env GLOO_SOCKET_IFNAME=NAME (and NCCL_SOCKET_IFNAME)"
     remedy = f"ports between the hosts are closed on this network: {another}, or ask the site which ports are open"
     ok = f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host"

@@ -37,7 +37,7 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
         return Ranks(_spread(np, nodes, job, asked), asked)
     nodes = nodes or have
     slots = job.slots[:nodes]
-    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no device, so one process"
+    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no devices, so a single process"
     if not job.is_local and not any(job.devices[:nodes]):
         why = f"{'+'.join(map(str, slots)) if nodes < 9 else sum(slots)} by the scheduler or the site"
     return Ranks(slots, f"{asked}: {why}" if asked else why)

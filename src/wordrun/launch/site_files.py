@@ -21,7 +21,7 @@ ANY, VARIABLE = "any name", "a variable"
 
 
 def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, str]:
-    """Return the site (``UNKNOWN``: none of the known ones), and how it was found.
+    """Return the site (``UNKNOWN`` for a cluster that none describes), and how it was found.
 
     Args:
         wanted: --site: a name or a file.
@@ -40,7 +40,7 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
         site = load(files[name], trusted=ours)
         if site.matches(host, env):
             return site, "recognised" if ours else f"recognised by {files[name]}"
-    return UNKNOWN, "none of the known sites"
+    return UNKNOWN, "not one of the known sites"
 
 
 def site_files(env: Mapping[str, str]) -> dict[str, str]:

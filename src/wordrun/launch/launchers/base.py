@@ -221,7 +221,7 @@ def find_command(word: str, path: str) -> tuple[str, str]:
 def candidates(env: Mapping[str, str], *, own_first: bool) -> Iterator[tuple[str, str]]:
     """Yield each mpiexec with where it was found: the environment's own first or last, and PATH in order."""
     seen: set[str] = set()
-    own = [(own_bin(), "beside this python")]
+    own = [(own_bin(), "next to this python")]
     others = [(folder, "in PATH") for folder in env.get("PATH", "").split(os.pathsep) if folder not in ("", own_bin())]
     for directory, where in own + others if own_first else others + own:
         for name in ("mpiexec", "mpiexec.hydra", "mpirun"):
