@@ -12,7 +12,7 @@ from wordrun.log import LOGGER
 
 
 class Profiler:
-    """What all profilers do: nothing, which is profiler=none."""
+    """The base class of profilers. It measures nothing: profiler=none."""
 
     def __init__(self, options: Any, folder: Path, rank: int) -> None:
         self.options, self.folder, self.rank = options, folder, rank
