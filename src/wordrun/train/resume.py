@@ -42,10 +42,7 @@ def find(cfg: Config, world: dist.World) -> Start:
     Every rank must call this, and all verify the checkpoint's files together.
     """
     requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    found = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
-    if found is None:
-        return Start()
-    run_dir, checkpoints = found
+    run_dir, checkpoints = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
     if not checkpoints:
         return Start(run_dir)
     newest = checkpoints[-1]
@@ -55,8 +52,8 @@ def find(cfg: Config, world: dist.World) -> Start:
     return Start(run_dir, folder, manifest, newest.step)
 
 
-def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None:
-    """Return the run to resume and its checkpoints that are eligible, oldest first; None: there is no run yet.
+def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]:
+    """Return the run to resume (None: a new run) and its checkpoints that are eligible, oldest first.
 
     Args:
         cfg: the config.
@@ -67,14 +64,14 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None
     """
     wish = cfg.train.resume or ("auto" if requested else None)
     if wish is None:
-        return None
+        return None, []
     here = Path(cfg.run_dir).resolve()
     begun = read_record(here) if cfg.run_dir else {}
     run_dir, found = (here, []) if wish == "auto" else folders.locate(Path(wish))
     named = str(found[-1].path) if found else ""
     again = requested and run_dir == here
     if wish == "auto" or again or (begun and begun.get("resumed_from", {}).get("named") == named):
-        return (here, folders.all_in(here)) if begun else None
+        return (here, folders.all_in(here)) if begun else (None, [])
     if run_dir != here and begun:
         raise ConfigError(
             f"hydra.run.dir={here} already contains a run, which train.resume={wish} would overwrite: choose another "
