@@ -86,7 +86,7 @@ def examine(path: str | Path, expected: int | None = None) -> Shard:
     if expected is not None and shard.count != expected:
         raise ConfigError(
             f"the shard {path} has {shard.count:,} tokens, but the manifest says {expected:,}: "
-            "it does not belong to this data set; copy or prepare it again"
+            "it does not belong to this dataset; copy or prepare it again"
         )
     return shard
 

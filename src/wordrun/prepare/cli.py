@@ -22,7 +22,7 @@ from wordrun.prepare import fingerprint, lock, run, writer
 from wordrun.prepare.sources import locate
 
 USAGE = """\
-Tokenise a data set into shards, which any number of ranks read without loading them into memory.
+Tokenize a dataset into shards, which any number of ranks read without loading them into memory.
 
   wordrun prepare data=text data.path='corpus/*.jsonl.gz' tokenizer=bpe tokenizer.vocab_size=16384
   launch -n 8 wordrun prepare data=fineweb tokenizer=gpt2         in parallel, with the same result

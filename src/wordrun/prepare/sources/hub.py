@@ -27,7 +27,7 @@ class HubSource(Source):
     def locate(cls, data: DataConfig) -> HubSource:
         """Return the data set, which is opened later."""
         parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
-        return cls(data, None, "Hugging Face data set " + ", ".join(part for part in parts if part))
+        return cls(data, None, "Hugging Face dataset " + ", ".join(part for part in parts if part))
 
     def files(self) -> list[Path] | None:
         """Return the files in a local folder."""
@@ -151,7 +151,7 @@ def _is_offline(error: BaseException) -> bool:
 def _unreachable(data: DataConfig, error: BaseException) -> UserError:
     subset = f" data.subset={data.subset}" if data.subset else ""
     return UserError(
-        f"data={data.name}: the Hugging Face data set {data.dataset} could not be downloaded ({first_line(error)}). On "
+        f"data={data.name}: the Hugging Face dataset {data.dataset} could not be downloaded ({first_line(error)}). On "
         "a machine with network access (a login node), with the same $WORDRUN_DATA_HOME: wordrun prepare "
         f"data={data.name}; or download it with: hf download --repo-type dataset {data.dataset} --local-dir DIR, and "
         f"prepare here with data.dataset=DIR{subset}."
