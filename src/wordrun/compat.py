@@ -1,6 +1,6 @@
 """What wordrun uses of libraries without their promise to keep it: one function for each such name.
 
-Tried with torch 2.13.0 (the code is written for 2.8 and later) and DeepSpeed 0.19.8. Where a version lacks a name, each
+Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8 on the latter. Where a version lacks a name, each
 function says what happens instead; tests/unit/test_compat.py fails then and names the function to mend.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import warnings
 from typing import Any
@@ -37,6 +38,27 @@ def cpu_is_fast_at_bf16() -> bool:
     """Return whether the processor has instructions for bf16; if torch does not tell, False: the run is in fp32."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
+    """Run a step of a pipeline schedule without keeping its outputs, which torch 2.8 cannot do without."""
+    if "return_outputs" in inspect.signature(schedule.step).parameters:
+        kwargs["return_outputs"] = False
+    schedule.step(*args, **kwargs)
+
+
+def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply ``tensors`` by ``factor`` in place, all on its device: at once, or where torch cannot, one by one."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Return whether torch.compile raised ``error``; if its modules have moved, False: the user sees the traceback."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def release_reducer(replica: Any) -> None:

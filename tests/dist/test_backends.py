@@ -296,5 +296,5 @@ def test_a_vocabulary_that_cannot_be_shared_is_named(ranks: Any, tmp_path: Path)
     words = [*SMALL, "model.vocab_size=null", "train.sample_prompt=a", "train.backend=TP", "hydra.run.dir=run"]
     done = ranks(2, "-m", "wordrun", *words, under="fork")
     assert done.returncode == 2
-    says = "data=text has a vocabulary of 5 tokens, which backend.tp=2 does not divide: use model.vocab_size=6"
+    says = "data=text has a vocabulary of 5 tokens, which is not divisible by backend.tp=2: use model.vocab_size=6"
     assert done.stderr.count(says) == 1

@@ -62,7 +62,7 @@ def resume(run: str, step: int = 6) -> str:
 
 
 SAME = {
-    # Dropout, whose random streams go on as well; an accumulation of two.
+    # Dropout, whose RNG states are resumed as well; an accumulation of two.
     "ddp": ["train.backend=DDP", "model.batch_size=2", "model.dropout=0.1"],
     "fsdp": ["train.backend=FSDP", "model.batch_size=4", "backend.reshard_after_forward=false"],
     "offload": ["train.backend=FSDP", "model.batch_size=4", "backend.cpu_offload=true", *LLAMA],

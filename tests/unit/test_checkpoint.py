@@ -166,7 +166,7 @@ def test_every_shard_has_one_writer(ranks: int, rows: int) -> None:
     assert max(loads) - min(loads) <= max(t.numel() for t in tensors.values())
 
 
-# Going on
+# Resuming
 
 
 def test_a_run_that_goes_on_equals_one_that_never_stopped(whole: Path, small: Words, tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_path_that_holds_nothing_is_named(whole: Path, small: Words, tmp_path:
         wordrun.compose(small(f"train.init_from={whole}", f"train.resume={whole}"))
 
 
-def test_first_weights_from_another_run(whole: Path, small: Words, tmp_path: Path) -> None:
+def test_initial_weights_from_another_run(whole: Path, small: Words, tmp_path: Path) -> None:
     words = small(f"train.init_from={whole}", "train.max_iters=1", "optimizer.learning_rate=0.5")
     trainer = train([*words, "train.log_interval=1"], tmp_path / "run")
     assert trainer.start.step == 0
@@ -482,7 +482,7 @@ def test_a_full_disk_may_stop_the_run(full_disk: Path, small: Words, capfd: pyte
         cli.main(words)
     captured = capfd.readouterr()
     assert "the checkpoint of step 6 could not be written" in captured.out + captured.err
-    assert "to train on without it, use train.on_save_error=continue" in captured.out + captured.err
+    assert "to continue without it, use train.on_save_error=continue" in captured.out + captured.err
     assert find(full_disk).step == 3
 
 
@@ -518,7 +518,7 @@ def test_a_signal_saves_and_the_run_can_go_on(
     assert figures(folder) == figures(whole)
 
 
-# Gradients that are not finite
+# Non-finite gradients
 
 
 def poison(times: int, at: int) -> Any:
@@ -547,7 +547,7 @@ def test_by_default_the_run_stops(small: Words, tmp_path: Path) -> None:
     assert "after 7 steps" in (tmp_path / "run/failures/rank-0.txt").read_text()
 
 
-def test_a_step_may_be_left_out(small: Words, tmp_path: Path) -> None:
+def test_a_step_may_be_skipped(small: Words, tmp_path: Path) -> None:
     trainer = train(small(*SAVING, "train.on_nonfinite=skip"), tmp_path / "run", poison(1, 7))
     assert [line["step"] for line in read(tmp_path / "run") if "loss" in line] == list(range(1, 13))
     assert trainer.position == 13 * 4, "the data of that step are not taken again"
@@ -577,7 +577,7 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
         assert {number: signal.getsignal(number) for number in usual} == usual
 
 
-def test_a_run_that_leaves_steps_out_can_be_stopped(small: Words, tmp_path: Path) -> None:
+def test_a_run_that_skips_steps_can_be_stopped(small: Words, tmp_path: Path) -> None:
     def stop(trainer: Trainer) -> None:
         parameter = trainer.backend.parts[0].norm.weight
         parameter.register_hook(lambda gradient: (os.kill(os.getpid(), signal.SIGTERM), gradient * torch.nan)[1])

@@ -14,8 +14,8 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import site_files
-from wordrun.launch.options import seconds
 from wordrun.launch.parser import parse
+from wordrun.launch.request import seconds
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
 from wordrun.launch.submit import Origin, SubmitError, commands, margin, script, submit

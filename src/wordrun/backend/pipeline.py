@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from wordrun import compat
 from wordrun.backend import split
 from wordrun.backend.base import BackendSpec, StepResult
 from wordrun.backend.fsdp import FSDPBackend
@@ -68,7 +69,7 @@ class PipelineBackend(FSDPBackend):
         first = (inputs,) if self.parts[0].is_first else ()
         last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}
         with self.sharded_cross_entropy():
-            self.schedule.step(*first, **last, **every, return_outputs=False)
+            compat.pipeline_step(self.schedule, *first, **last, **every)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.group, group_src=self.owners[-1])
         clock.lap("passes")

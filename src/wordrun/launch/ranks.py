@@ -3,40 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.options import Options
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks and their hosts."""
-
-    layout: tuple[int, ...]
-    """Ranks on each of the first hosts of the job."""
-    why: str
-
-    @property
-    def np(self) -> int:
-        """Total number of ranks."""
-        return sum(self.layout)
-
-    @property
-    def nodes(self) -> int:
-        """Number of hosts that have ranks."""
-        return len(self.layout)
-
-    @property
-    def ppn(self) -> int:
-        """Most ranks on a host."""
-        return max(self.layout)
-
-    @property
-    def even(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
-        return len(set(self.layout)) == 1
+from wordrun.launch.request import Options, Ranks
 
 
 def decide_ranks(options: Options, job: Job) -> Ranks:
@@ -67,7 +37,7 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
         return Ranks(_spread(np, nodes, job, asked), asked)
     nodes = nodes or have
     slots = job.slots[:nodes]
-    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no device, so one process"
+    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no devices, so a single process"
     if not job.is_local and not any(job.devices[:nodes]):
         why = f"{'+'.join(map(str, slots)) if nodes < 9 else sum(slots)} by the scheduler or the site"
     return Ranks(slots, f"{asked}: {why}" if asked else why)
@@ -108,10 +78,8 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
 def _checked(layout: tuple[int, ...], why: str, job: Job) -> Ranks:
     room = _room(job)[: len(layout)]
     if any(ranks > most for ranks, most in zip(layout, room, strict=True)):
-        raise ConfigError(
-            f"{why}: {job.title} has room for {listed(room)} ranks on its nodes, "
-            f"by devices and cores; --ppn {min(room)} would fit"
-        )
+        has = f"{job.title} has room for {listed(room)} ranks on its nodes, by devices and cores"
+        raise ConfigError(f"{why}: {has}; --ppn {min(room)} would fit")
     return Ranks(layout, why)
 
 

@@ -5,7 +5,8 @@ LlamaForCausalLM. The library itself is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ LLAMA_NAMES = {
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
 
-NO_MARKS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 """Otherwise transformers assumes special tokens of its own."""
 STRETCH = {
     "rope_type": "llama3",
@@ -150,26 +151,28 @@ def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
         cfg: shapes.
         vocab_size: rows of the embedding.
     """
-    if isinstance(cfg, GPTConfig):
-        return {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": vocab_size,
-            "n_positions": cfg.block_size,
-            "n_embd": cfg.n_embd,
-            "n_layer": cfg.n_layer,
-            "n_head": cfg.n_head,
-            "activation_function": "gelu_new" if cfg.gelu == "tanh" else "gelu",
-            "resid_pdrop": cfg.dropout,
-            "embd_pdrop": cfg.dropout,
-            "attn_pdrop": cfg.dropout,
-            **NO_MARKS,
-        }
-    assert isinstance(cfg, LlamaConfig)
+    return {"vocab_size": vocab_size, **FAMILIES[type(cfg)].describe(cfg), **NO_SPECIAL_TOKENS}
+
+
+def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_positions": cfg.block_size,
+        "n_embd": cfg.n_embd,
+        "n_layer": cfg.n_layer,
+        "n_head": cfg.n_head,
+        "activation_function": "gelu_new" if cfg.gelu == "tanh" else "gelu",
+        "resid_pdrop": cfg.dropout,
+        "embd_pdrop": cfg.dropout,
+        "attn_pdrop": cfg.dropout,
+    }
+
+
+def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab_size,
         "max_position_embeddings": cfg.block_size,
         "hidden_size": cfg.n_embd,
         "num_hidden_layers": cfg.n_layer,
@@ -181,13 +184,30 @@ def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "rms_norm_eps": cfg.norm_eps,
         "attention_dropout": cfg.dropout,
         "tie_word_embeddings": cfg.tie,
-        **NO_MARKS,
     }
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model of ours corresponds to one of transformers'."""
+
+    names: Mapping[str, str]
+    """Our names of modules to theirs."""
+    describe: Callable[[Any], dict[str, Any]]
+    """Returns what config.json says of a model with these options."""
+    transposed: bool = False
+    """Whether the matrices of the blocks are transposed there."""
+
+
+FAMILIES: dict[type[ModelConfig], Family] = {
+    GPTConfig: Family(GPT2_NAMES, _describe_gpt2, transposed=True),
+    LlamaConfig: Family(LLAMA_NAMES, _describe_llama),
+}
 
 
 def _their_name(name: str, cfg: ModelConfig) -> str:
     """Return transformers' name of our parameter ``name``."""
-    names = GPT2_NAMES if isinstance(cfg, GPTConfig) else LLAMA_NAMES
+    names = FAMILIES[type(cfg)].names
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
         blocks, layer, inner = module.split(".", 2)
@@ -216,4 +236,4 @@ def _to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
 
 
 def _is_transposed(name: str, tensor: Tensor, cfg: ModelConfig) -> bool:
-    return isinstance(cfg, GPTConfig) and name.startswith("blocks.") and tensor.dim() == 2
+    return FAMILIES[type(cfg)].transposed and name.startswith("blocks.") and tensor.dim() == 2

@@ -100,8 +100,8 @@ class Checkpoints:
         if not isinstance(error, SaveError):  # the ranks have lost contact, and the next save would fail as well
             raise error
         if self.train.on_save_error == "stop":
-            raise SaveError(f"{error}; to train on without it, use train.on_save_error=continue") from error
-        LOGGER.warning("%s; training continues, and so do later saves", error, extra=FIRST_RANK)
+            raise SaveError(f"{error}; to continue without it, use train.on_save_error=continue") from error
+        LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
 
     def _write(self, step: int, save: Save, facts: dict[str, Any], best: bool) -> None:
         draft = Draft(self.run_dir, step)

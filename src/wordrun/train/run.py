@@ -17,6 +17,7 @@ import torch
 import wordrun
 from wordrun import files
 from wordrun.checkpoint import folder as folders
+from wordrun.checkpoint.folder import Folder
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
@@ -34,17 +35,21 @@ LINK = ("start", "end", "exit_reason", "steps", "seconds", "world", "backend", "
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts."""
+    """Where a run starts: at step 0, or at a checkpoint of its own or of another run."""
 
-    step: int = 0
     source: Path | None = None
     """The run directory whose record up to ``step`` this run continues; None: it is a new run."""
-    trackers: dict[str, Any] = field(default_factory=dict)
-    """States of that run's trackers, by name."""
-    named: str = ""
-    """The checkpoint from which a branch starts."""
+    folder: Folder | None = None
+    """The checkpoint from which the run resumes; None: there is none, and it starts at step 0."""
+    manifest: dict[str, Any] = field(default_factory=dict)
+    """Of that checkpoint."""
     newest: int = -1
-    """The step of that run's newest checkpoint when it was read."""
+    """The step of the newest checkpoint of the run in ``source``, intact or not."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps before the start."""
+        return int(self.manifest.get("step", 0))
 
 
 class Run:
@@ -97,7 +102,8 @@ class Run:
         }  # fmt: skip
         if start.source is not None:
             # Starting a branch again, with the same train.resume, continues it.
-            named = before.get("resumed_from", {}).get("named") if continues else start.named
+            branch = str(start.folder.path) if start.folder else ""
+            named = before.get("resumed_from", {}).get("named") if continues else branch
             origin = {"run": str(start.source), "step": start.step, **({"named": named} if named else {})}
             links = before.pop("earlier", [])
             self.record |= {
@@ -108,7 +114,7 @@ class Run:
         try:
             # For trackers, a branch is a run of its own, which begins with the history of its origin.
             info = RunInfo(self.cfg, self.path, facts, logged if continues else -1)
-            self.trackers = build(info, start.trackers if continues else {})
+            self.trackers = build(info, start.manifest.get("trackers", {}) if continues else {})
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
                     tracker.replay(read(self.path))

@@ -87,7 +87,7 @@ def adopt_launch_record(path: Path) -> None:
         shutil.move(record, path / "launch.json")
         record.symlink_to(path / "launch.json")
     except OSError as error:
-        LOGGER.warning("launch.json stays at %s: %s", record, error)
+        LOGGER.warning("could not move launch.json from %s: %s", record, error)
 
 
 def point_latest_at(path: Path) -> None:
@@ -98,4 +98,4 @@ def point_latest_at(path: Path) -> None:
     try:
         files.point(outputs / "latest", os.path.relpath(path, outputs))
     except OSError as error:
-        LOGGER.warning("cannot point %s at this run: %s", outputs / "latest", error)
+        LOGGER.warning("cannot update the link %s: %s", outputs / "latest", error)

@@ -25,23 +25,19 @@ class Task(Protocol):
 
     def hooks(self) -> Sequence[Hook]:
         """Return hooks that every run of this task has."""
-        ...
 
     def facts(self) -> dict[str, Any]:
         """Return what run.json says of the data and the model."""
-        ...
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
-        ...
 
     def manifest(self, position: int) -> dict[str, Any]:
         """Return what a checkpoint's manifest says of the task after ``position`` examples."""
-        ...
 
 
 class Training(Protocol):
-    """The trainer, as hooks, resuming and the handling of non-finite gradients see it.
+    """The part of the trainer that hooks, resuming and the handling of non-finite gradients use.
 
     Methods are collective: every rank must call them.
     """
@@ -49,59 +45,56 @@ class Training(Protocol):
     cfg: Config
     world: World
     layout: Layout
+    gas: int
+    """Micro-steps of each optimizer step."""
+    task: Task
     backend: Backend
     state: TrainState
     run: Run
     log: LogHandle
     meter: Meter
     checkpoints: Checkpoints
-
-    @property
-    def task(self) -> Task:
-        """What the run learns."""
-        ...
-
-    @property
-    def hooks(self) -> Sequence[Hook]:
-        """All hooks, in the order in which they are called."""
-        ...
+    hooks: Sequence[Hook]
+    """All hooks, in the order in which they are called."""
 
     @property
     def step(self) -> int:
         """Optimizer steps so far."""
-        ...
+        return self.state.step
 
     @property
     def position(self) -> int:
         """Examples taken from the data so far, by all ranks together."""
-        ...
+        return self.state.position
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The latest value of each metric."""
-        ...
+        return self.state.metrics
 
     @property
     def examples_per_step(self) -> int:
-        """Examples in one optimizer step over all ranks."""
-        ...
+        """Examples in one optimizer step over all ranks: the global batch size."""
+        return self.cfg.model.batch_size * self.layout.dp * self.gas
+
+    @property
+    def stop_reason(self) -> str:
+        """Why a hook wants the run to end before train.max_iters; empty: none does."""
+        return next((reason for hook in self.hooks if (reason := hook.stop_reason())), "")
 
     @property
     def done(self) -> bool:
-        """Whether the step that was taken last is the last of the run."""
-        ...
+        """Whether the run has taken its last step."""
+        return self.step >= self.cfg.train.max_iters or bool(self.stop_reason)
 
     def evaluate(self) -> float:
-        """Return the mean loss over the validation set."""
-        ...
+        """Return the mean loss over the fixed validation set, in nats per token."""
 
     def generate(self) -> str:
         """Return a sample."""
-        ...
 
     def save(self, *, best: bool = False) -> None:
         """Make a checkpoint of the run as it is now."""
-        ...
 
 
 def due(step: int, interval: int) -> bool:

@@ -40,9 +40,8 @@ class Torchrun(Launcher):
         """Return torchrun's command line; without elastic restarts."""
         refuse_binding(request.options, "torchrun")
         if request.ranks.nodes > 1:
-            raise ConfigError(
-                "--launcher torchrun starts ranks on one host: leave it out for the scheduler's own launcher, or -N 1"
-            )
+            remedy = "leave it out for the scheduler's own launcher, or -N 1"
+            raise ConfigError(f"--launcher torchrun starts ranks on one host: {remedy}")
         return (
             self.path, "-m", self.own_module, "--nnodes", "1", "--node-rank", "0",
             "--nproc-per-node", str(request.ranks.np), "--rdzv-backend", "static", "--max-restarts", "0",

@@ -6,9 +6,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
-from wordrun.launch.options import Options
+from wordrun.launch.job import Job, LocalHost
+from wordrun.launch.request import Options
 from wordrun.launch.site import Site
 
 

@@ -16,7 +16,7 @@ class Log(Hook):
     def at_start(self, trainer: Training) -> None:
         """Explain the names."""
         legend = "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
-        LOGGER.info("metrics, named alike in metrics.jsonl and in all trackers:\n%s", legend)
+        LOGGER.info("metrics (same names in metrics.jsonl and in all trackers):\n%s", legend)
 
     def after_step(self, trainer: Training) -> None:
         """Reduce the metrics over the ranks and pass them to the trackers."""
