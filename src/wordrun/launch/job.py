@@ -63,7 +63,7 @@ def count_devices(env: Mapping[str, str], root: str = "/") -> tuple[int, str]:
     amd = sum(_gpu_id(os.path.join(topology, node, "gpu_id")) != 0 for node in _names(topology))
     if amd:
         return amd, "/sys/class/kfd"
-    return 0, "neither /proc/driver/nvidia nor /sys/class/kfd lists one"
+    return 0, "none in /proc/driver/nvidia or /sys/class/kfd"
 
 
 def _names(directory: str) -> list[str]:
