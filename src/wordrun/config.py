@@ -839,14 +839,14 @@ SEVERAL = ("tracker", "hooks")
 """Sections of which a run can have several parts: mappings from the name of a part to its options."""
 
 
-def parts_in(cfg: Config) -> dict[str, Any]:
-    """Return the options of each part by the prefix of their names, such as ``model`` and ``tracker.wandb``."""
-    found: dict[str, Any] = {}
-    for section in SECTIONS:
-        node = getattr(cfg, section)
-        found |= (
-            {f"{section}.{name}": options for name, options in node.items()} if section in SEVERAL else {section: node}
-        )
+def parts_in(cfg: Any) -> dict[str, Any]:
+    """Return the options of each part by the prefix of their names, such as ``model`` and ``tracker.wandb``.
+
+    ``cfg`` is a Config, or a composed tree that becomes one.
+    """
+    found = {section: getattr(cfg, section) for section in SECTIONS}
+    for section in SEVERAL:
+        found |= {f"{section}.{name}": options for name, options in found.pop(section).items()}
     return found
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import prepare_block
 from wordrun.backend.precision import TORCH_DTYPES
@@ -170,4 +171,4 @@ def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, most: float) -> 
     shards = [local(gradient) for gradient in gradients]
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     for device in {shard.device for shard in shards}:
-        torch._foreach_mul_([shard for shard in shards if shard.device == device], factor.to(device))
+        compat.scale([shard for shard in shards if shard.device == device], factor.to(device))

@@ -65,6 +65,13 @@ def discover_or_exit() -> World:
         raise SystemExit(error.exit_status) from None
 
 
+def shared_store(world: World, timeout_s: int = 1800) -> Any:
+    """Return the key-value store of this job's ranks, which every rank must open; rank 0 hosts it."""
+    if _joined.store is None:
+        _joined.store = open_store(world, timedelta(seconds=timeout_s))
+    return _joined.store
+
+
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before ``setup`` or after.
 
@@ -74,7 +81,7 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
         return value
     if mpi.in_use(world):
         return mpi.communicator().bcast(value, root=0)
-    store = _store(world, timeout_s)
+    store = shared_store(world, timeout_s)
     key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
     if world.rank == 0:
         store.set(key, pickle.dumps(value))
@@ -206,15 +213,8 @@ def _report(world: World, message: str) -> None:
     sys.stderr.flush()
 
 
-def _store(world: World, timeout_s: int) -> Any:
-    if _joined.store is None:
-        _joined.store = open_store(world, timedelta(seconds=timeout_s))
-    return _joined.store
-
-
 def _join(world: World, device: str, timeout_s: int) -> None:
     import torch.distributed
-    from torch.distributed import distributed_c10d as c10d
 
     chosen = choose_device(device, world)
     if chosen.type != "cpu":
@@ -224,11 +224,11 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     _joined.owns_group = not torch.distributed.is_initialized()
     if not _joined.owns_group:
         return
-    store = _store(world, timeout_s)
+    store = shared_store(world, timeout_s)
     try:
         torch.distributed.init_process_group(
             _group_backend(chosen),
-            store=c10d.PrefixStore("wordrun/group", store),
+            store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=timeout_s),

@@ -109,7 +109,7 @@ def command(overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
 
 
 def _help() -> str:
-    lines = [USAGE, "Options:", *describe(PlanConfig, prefix="plan.")]
+    lines = [USAGE, "Options:", *describe(PlanConfig(), prefix="plan.")]
     names = ", ".join(f"{name} ({memory:g})" for name, (_, memory) in VARIANTS.items())
     lines += ["  --json                  print JSON, with sizes in bytes", "", "Devices, with their memory in GiB:"]
     lines += textwrap.wrap(names, 110, initial_indent="  ", subsequent_indent="  ")

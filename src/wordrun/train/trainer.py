@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import backend as backends
-from wordrun import dist, log
+from wordrun import compat, dist, log
 from wordrun.backend import StepResult
 from wordrun.checks import accumulation, check
 from wordrun.config import PARTS, Config, part_of
@@ -153,7 +153,7 @@ class Trainer(Training):
         try:
             return self.backend.train_step(batches, lr, self.meter.clock)
         except Exception as error:
-            if self.cfg.train.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            if self.cfg.train.compile and compat.is_compile_error(error):
                 reason = first_line(error)
                 raise UserError(
                     f"train.compile=true: torch.compile failed to compile the model ({reason}): "
