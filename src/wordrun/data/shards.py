@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -183,7 +183,11 @@ class Tokens:
         self.shards = [shard for shard in shards if shard.count]
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
-        self._locations = [_location(*pair) for pair in zip(self.shards, self._ends, strict=True)]
+        self._locations = []
+        """Of each shard the path, the offset of token 0 of all shards if it were in this file, and the type."""
+        for shard, end in zip(self.shards, self._ends, strict=True):
+            dtype = np.dtype(shard.dtype)
+            self._locations.append((shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype))
         _will_open(len({path for path, _, _ in self._locations}))
         self._files: dict[str, _File] = {}
         self._lock = threading.Lock()
@@ -209,7 +213,12 @@ class Tokens:
                     path, zero, dtype = self._locations[number]
                     file = self._files.get(path) or self._open(path)
                     count = min(width - filled, self._ends[number] - position, MOST_READ)
-                    row[filled : filled + count] = _read(file, path, zero + position * dtype.itemsize, count, dtype)
+                    content = os.pread(file.number, count * dtype.itemsize, zero + position * dtype.itemsize)
+                    if len(content) != count * dtype.itemsize:
+                        raise ConfigError(
+                            f"the shard {path} has been truncated since it was opened: copy or prepare it again"
+                        )
+                    row[filled : filled + count] = np.frombuffer(content, dtype=dtype)
                     filled += count
         return out
 
@@ -234,24 +243,6 @@ Array = NDArray[np.integer] | Tokens
 """Tokens in memory or on disk, which have a length and slices."""
 
 
-def _location(shard: Shard, end: int) -> tuple[str, int, np.dtype[Any]]:
-    """Return the path, the offset of token 0 of all shards if it were in this file, and the type of its tokens."""
-    dtype = np.dtype(shard.dtype)
-    return shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype
-
-
-def _read(file: _File, path: str, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[np.integer]:
-    content = os.pread(file.number, count * dtype.itemsize, at)
-    if len(content) != count * dtype.itemsize:
-        raise _truncated(path)
-    return np.frombuffer(content, dtype=dtype)
-
-
 def _unreadable(path: str, error: OSError) -> ConfigError:
-    if error.errno == errno.EMFILE:
-        return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Raise the limit by ulimit -n")
-    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Prepare the data again")
-
-
-def _truncated(path: str) -> ConfigError:
-    return ConfigError(f"the shard {path} has been truncated since it was opened: copy or prepare it again")
+    remedy = "Raise the limit by ulimit -n" if error.errno == errno.EMFILE else "Prepare the data again"
+    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. {remedy}")

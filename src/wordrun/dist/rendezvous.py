@@ -39,9 +39,8 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are leftovers of an earlier job
-    address = (os.environ.get("MASTER_ADDR") if decided else "") or (
-        "127.0.0.1" if world.nodes == 1 else world.hosts[0]
-    )
+    first = "127.0.0.1" if world.nodes == 1 else world.hosts[0]
+    address = (decided and os.environ.get("MASTER_ADDR")) or first
     store = None
     port: int | str = 0
     if world.rank == 0:

@@ -66,13 +66,10 @@ def build(
     path = request.hosts_file
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
     return LaunchPlan(
-        **vars(request),
-        launcher=launcher,
-        argv=argv,
-        env_unset=tuple(sorted(unset - set(env_set))),
+        **vars(request), launcher=launcher, argv=argv, env_unset=tuple(sorted(unset - set(env_set))),
         reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
         files={path: launcher.hosts_text(request)} if is_named else {},
-    )
+    )  # fmt: skip
 
 
 def is_stale(name: str) -> bool:
@@ -115,12 +112,12 @@ def _meeting(request: Request) -> dict[str, Setting]:
         "MASTER_ADDR": (address, why),
         "MASTER_PORT": (str(decided.port), "a free port, chosen at random"),
         "WORDRUN_LAUNCH_ID": (decided.launch_id, ""),
-        "WORDRUN_RUN_ID": (decided.run_id, decided.run_why),
+        "WORDRUN_RUN_ID": (decided.run.run_id, decided.run.why),
         "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
         "WORDRUN_LAUNCH_RECORD": (decided.path("json"), ""),
         # The names are informational, and ten thousand of them do not fit into a variable.
         **({"WORDRUN_HOSTS": (hosts, "")} if len(hosts) <= LONGEST else {}),
-        **({"WORDRUN_RESUME": ("auto", decided.resume_why)} if decided.resume_why else {}),
+        **({"WORDRUN_RESUME": ("auto", decided.run.resume)} if decided.run.resume else {}),
     }
 
 

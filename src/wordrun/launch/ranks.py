@@ -78,10 +78,8 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
 def _checked(layout: tuple[int, ...], why: str, job: Job) -> Ranks:
     room = _room(job)[: len(layout)]
     if any(ranks > most for ranks, most in zip(layout, room, strict=True)):
-        raise ConfigError(
-            f"{why}: {job.title} has room for {listed(room)} ranks on its nodes, "
-            f"by devices and cores; --ppn {min(room)} would fit"
-        )
+        has = f"{job.title} has room for {listed(room)} ranks on its nodes, by devices and cores"
+        raise ConfigError(f"{why}: {has}; --ppn {min(room)} would fit")
     return Ranks(layout, why)
 
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,7 @@ class Record:
 
 def _now() -> str:
     """Return the local time with its offset, in ISO 8601."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return f"{stamp[:-2]}:{stamp[-2:]}"
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
@@ -157,9 +156,7 @@ def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: boo
         "notes": list(job.notes),
         "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why},
     }
-    if as_json:
-        return json.dumps(found, indent=2)
-    return _table(found)
+    return json.dumps(found, indent=2) if as_json else _table(found)
 
 
 def _table(found: dict[str, Any]) -> str:
@@ -168,10 +165,9 @@ def _table(found: dict[str, Any]) -> str:
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in found.items():
-        if name == "reasons" or value in (None, []):
-            continue
-        text = ", ".join(str(item) for item in value) if isinstance(value, list) else str(value)
-        table.add_row(name, text, found["reasons"].get(name, ""))
+        if name != "reasons" and value not in (None, []):
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(name, text, found["reasons"].get(name, ""))
     console = Console(highlight=False, markup=False)
     with console.capture() as capture:
         console.print(table)

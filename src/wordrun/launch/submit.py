@@ -115,10 +115,8 @@ def margin(options: Options) -> float | None:
 
 def _ending(options: Options, scheduler: Scheduler) -> list[str]:
     """Return the lines that run the launch, and continue a run that has saved."""
-    continuing: Sequence[str] = scheduler.continuing
-    if options.chain > 1:
-        echo = 'echo "saved: the next job of the chain continues (after the last one, submit this script again)"'
-        continuing = [echo, "status=0"]
+    echo = 'echo "saved: the next job of the chain continues (after the last one, submit this script again)"'
+    continuing = (echo, "status=0") if options.chain > 1 else scheduler.continuing
     return [
         f"# {scheduler.canceller} and the time limit signal this shell too: then the ranks save, and the job is over",
         "trap 'ending=yes' TERM",
@@ -186,19 +184,15 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
             raise SubmitError(f"cannot run {words[0]}: {error.strerror}; the script is {path}") from None
         if done.returncode:
             so_far = f"; submitted before it: {' '.join(jobs)}" if jobs else ""
-            raise SubmitError(
-                f"{shlex.join(words)} refused the job (exit status {done.returncode}{so_far}):\n"
-                + (done.stderr or done.stdout).strip()
-            )
+            refused = f"{shlex.join(words)} refused the job (exit status {done.returncode}{so_far})"
+            raise SubmitError(f"{refused}:\n{(done.stderr or done.stdout).strip()}")
         # sbatch --parsable adds the cluster's name after a semicolon.
         jobs.append(done.stdout.strip().partition(";")[0])
     return jobs
 
 
 def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    problems = []
-    if options.walltime is None:
-        problems.append("--submit needs --walltime H:MM:SS")
+    problems = [] if options.walltime else ["--submit needs --walltime H:MM:SS"]
     np, nodes, ppn = options.np, node_count(options, site), options.ppn
     if np and ppn and np != nodes * ppn:
         # Otherwise the launch inside the job would refuse it, perhaps after a night in the queue.
@@ -221,17 +215,12 @@ def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
     hours = queue.get("hours", float("inf"))
     jobs = "jobs"
     if isinstance(hours, Mapping):
-        hours, jobs = _hours(hours, nodes), f"jobs of {nodes} node{'s' * (nodes > 1)}"
+        hours = next((limit for most, limit in sorted(hours.items()) if nodes <= most), float("inf"))
+        jobs = f"jobs of {nodes} node{'s' * (nodes > 1)}"
     if options.walltime and seconds(options.walltime) > 3600 * hours:
-        problems.append(
-            f"--walltime {options.walltime}: {site.name}'s queue {options.queue} ends {jobs} after {hours} h"
-        )
+        limit = f"{site.name}'s queue {options.queue} ends {jobs} after {hours} h"
+        problems.append(f"--walltime {options.walltime}: {limit}")
     return problems
-
-
-def _hours(limits: Mapping[int, float], nodes: int) -> float:
-    """Return the hours that a job of ``nodes`` may run, from a table of most nodes and hours."""
-    return next((hours for most, hours in sorted(limits.items()) if nodes <= most), float("inf"))
 
 
 def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
@@ -247,10 +236,8 @@ def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[
         if has is not None and asked > has:
             problems.append(f"{name} {asked}: a node of {site.name} has {has or 'no'} {what}")
         elif fixed:
-            problems.append(
-                f"{name} {asked}: the file of {site.name} says {fixed}; "
-                f"leave {name} out, or change it in a file of your own (--site FILE)"
-            )
+            remedy = f"leave {name} out, or change it in a file of your own (--site FILE)"
+            problems.append(f"{name} {asked}: the file of {site.name} says {fixed}; {remedy}")
     return problems
 
 
@@ -271,15 +258,9 @@ def main(options: Options) -> int:
     if options.json:
         to_come = [f"JOB{i + 1}" for i in range(options.chain)]
         facts = {
-            "site": site.name or None,
-            "site_why": why,
-            "scheduler": scheduler.name,
-            "run_id": run_id,
-            "path": path,
-            "script": text,
-            "commands": commands(scheduler, path, jobs or to_come),
-            "jobs": jobs,
-        }
+            "site": site.name or None, "site_why": why, "scheduler": scheduler.name, "run_id": run_id, "path": path,
+            "script": text, "commands": commands(scheduler, path, jobs or to_come), "jobs": jobs,
+        }  # fmt: skip
         print(json.dumps(facts, indent=2))
     elif options.dry_run:
         print(text.rstrip("\n"))
