@@ -45,7 +45,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
 def _check_several(cfg: Config) -> Iterator[str]:
     """Check the sections that can have several parts; a config made in Python can have any names there."""
     if "jsonl" not in cfg.tracker:
-        yield "tracker lacks jsonl, from which a run is resumed: add it"
+        yield "tracker must include jsonl, which resuming a run requires: add it"
     for section in config.SEVERAL:
         parts = config.PARTS[section]
         for name, options in getattr(cfg, section).items():
@@ -53,7 +53,7 @@ def _check_several(cfg: Config) -> Iterator[str]:
             if name in parts and type(options) is not (wanted := parts[name].options):
                 yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
     if "early_stop" in cfg.hooks and not cfg.train.eval_interval:
-        yield "hooks=early_stop needs evaluations, but train.eval_interval=0"
+        yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
 
 
 def _check_choice(cfg: Config) -> Iterator[str]:
@@ -65,14 +65,14 @@ def _check_choice(cfg: Config) -> Iterator[str]:
         yield from one_of("train.backend", train.backend, config.BACKENDS)
     elif train.backend != backend.name:
         yield (
-            f"train.backend={train.backend} contradicts backend={backend.name}: choose a backend with "
+            f"train.backend={train.backend} contradicts backend={backend.name}: select the backend with "
             f"train.backend={backend.name} alone "
             "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
     if isinstance(backend, DeepSpeedConfig):
         if train.on_nonfinite == "skip":
             yield (
-                "train.on_nonfinite=skip is impossible with DeepSpeed, whose engine takes every step: "
+                "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
                 "use train.on_nonfinite=rollback"
             )
         if train.compile and backend.stage == 3:
@@ -121,11 +121,11 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
     if batch is not None and cfg.optimizer.gas not in (None, gas):
         yield (
             f"train.global_batch_size={batch} needs {gas} micro-steps of {per_micro_step} "
-            f"sequences, but optimizer.gas={cfg.optimizer.gas}: leave one of the two out"
+            f"sequences, but optimizer.gas={cfg.optimizer.gas}: omit one of the two"
         )
     elif isinstance(cfg.backend, config.DDPConfig) and cfg.backend.static_graph and gas != 1:
         yield (
-            f"backend.static_graph=true makes every backward pass send gradients, but a step has {gas} of them and "
+            f"backend.static_graph=true reduces gradients in every backward pass, but a step has {gas} of them and "
             "only the last may: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
         )
 
@@ -147,12 +147,12 @@ def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[st
         )
     if at.size == 1:
         yield (
-            f"train.backend={cfg.train.backend} shards the model across ranks, and there is only one: "
+            f"train.backend={cfg.train.backend} shards the model across ranks, but there is only one: "
             "use launch -n 2, or train.backend=DDP"
         )
     if config.DTYPES[cfg.train.dtype] == "fp16":
         yield (
-            "train.dtype=fp16 needs a loss scaler, which sharded gradients do not have: with train.backend="
+            "train.dtype=fp16 needs a loss scaler, which is not available for sharded gradients: with train.backend="
             f"{cfg.train.backend} use train.dtype=bf16 or fp32"
         )
 

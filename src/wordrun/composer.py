@@ -109,7 +109,7 @@ def to_config(
     try:
         directory = run_dir or str(composed.hydra.run.dir or "")
         if not directory:  # it would be the current directory
-            problems.append("hydra.run.dir is empty: name a directory, or leave it out")
+            problems.append("hydra.run.dir is empty: set a directory, or omit the option")
         with open_dict(composed):
             composed.pop("hydra", None)  # in a sweep, Hydra has taken it out already
         cfg = OmegaConf.to_object(composed)
@@ -264,7 +264,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
         return f"{name}={value} should be {wanted.get(match[1], match[1])}"
     if value == "null":
-        return f"{name}=null needs a value: leave it out for the default"
+        return f"{name}=null needs a value: omit it for the default"
     return f"{override}: {reason}"
 
 

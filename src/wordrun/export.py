@@ -39,7 +39,7 @@ class ExportConfig(Section):
     """The checkpoint, and where and how to write it."""
 
     run: str = "outputs/latest"
-    """Run directory, or one checkpoint in it."""
+    """Run directory, or a checkpoint in it."""
     out: str | None = None
     """Folder to create, which must not exist; null: FORM/step-NUMBER in the run directory."""
     form: str = "huggingface"
@@ -49,7 +49,8 @@ class ExportConfig(Section):
     dtype: str = "fp32"
     """Precision of the exported weights: fp32, bf16 or fp16."""
     shard_gb: float = 4.0
-    """Largest weights file in GB (10^9 bytes), unless a single weight is larger; export needs this much memory."""
+    """Maximum size of a weights file in GB (10^9 bytes), unless a single tensor is larger; export needs this much
+    memory."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options."""

@@ -40,13 +40,13 @@ class GenerateConfig(Section):
     """The model, and how to sample from it."""
 
     run: str = "outputs/latest"
-    """Run directory, or one checkpoint in it."""
+    """Run directory, or a checkpoint in it."""
     prompt: str = "\n"
     """Text to continue; in the shell, write a line break as $'\\n'."""
     length: int = 500
-    """Tokens to generate after the prompt."""
+    """Number of tokens to generate after the prompt."""
     num_samples: int = 1
-    """Number of texts, generated as one batch: the first is streamed, the others follow it."""
+    """Number of samples, generated as one batch: the first is streamed, the others follow."""
     temperature: float = 0.8
     """Sampling temperature; lower is more deterministic."""
     top_k: int | None = 200
@@ -63,8 +63,8 @@ class GenerateConfig(Section):
     device: str = "auto"
     """auto (an accelerator if there is one), cpu, cuda or xpu."""
     dtype: str = "auto"
-    """Precision of weights and computation: fp32, bf16, fp16, or auto (bf16 where the device is fast at it, else
-    fp32)."""
+    """Precision of weights and computation: fp32, bf16, fp16, or auto (bf16 if the device supports it at
+    full speed, else fp32)."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options."""

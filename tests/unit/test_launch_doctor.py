@@ -84,7 +84,7 @@ def test_each_problem_has_its_remedy(
 def test_ranks_that_do_not_answer(plan: LaunchPlan) -> None:
     (finding,) = doctor.of_ranks(plan, ranks()[:3], 1, "line\nsrun: error: n2: task 3: Killed\n")
     assert finding.state == "wrong"
-    assert "3 of 4 answered, missing ranks [3]; exit status 1" in finding.found
+    assert "3 of 4 ranks answered, missing ranks [3]; exit status 1" in finding.found
     assert "task 3: Killed" in finding.found
 
 

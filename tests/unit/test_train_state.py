@@ -177,7 +177,7 @@ def test_a_run_that_stops_early_is_finished_and_the_same_when_resumed(small: Wor
 
 
 def test_early_stop_needs_evaluations() -> None:
-    with pytest.raises(ConfigError, match=r"hooks=early_stop needs evaluations, but train\.eval_interval=0"):
+    with pytest.raises(ConfigError, match=r"hooks=\[early_stop\] needs evaluations, but train\.eval_interval=0"):
         wordrun.compose(["data=sample", "hooks=early_stop", "train.eval_interval=0"])
 
 

@@ -72,12 +72,12 @@ def _check(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -
 def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) -> list[Finding]:
     """Return the findings of this process, without the ranks."""
     stale = " ".join(sorted(name for name in env if is_stale(name)))
-    left = f"left by an earlier launcher: {stale}" if stale else ""
-    remedy = f"launch removes them; for a bare python: unset {stale}"
+    left = f"left over from another launcher: {stale}" if stale else ""
+    remedy = f"launch removes them; without launch: unset {stale}"
     findings = [
         Finding("site", "ok", f"{plan.site.name or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
         Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
-        _check("variables", left, remedy, "none left by an earlier launcher", "warning"),
+        _check("variables", left, remedy, "none left over from another launcher", "warning"),
     ]
     if known.name:
         findings.append(_internet(plan, env, known))
@@ -87,7 +87,7 @@ def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) 
         remedy = "launch from another folder, or export TMPDIR"
         findings.append(_check(name, wrong, remedy, f"{folder} is writable"))
     if len(scratch) > LONG_TMPDIR and findings[-1].state == "ok":
-        found = f"{scratch} has {len(scratch)} characters; a socket's path in it may be too long"
+        found = f"{scratch} has {len(scratch)} characters; paths of sockets in it may be too long"
         findings[-1] = Finding("TMPDIR", "warning", found, "export TMPDIR=/tmp")
     return findings
 
@@ -120,7 +120,7 @@ def of_ranks(
     if len(ranks) < count or status:
         missing = sorted({*range(count)} - {rank.get("rank") for rank in ranks})
         last = " | ".join(errors.strip().splitlines()[-3:])
-        found = f"{len(ranks)} of {count} answered, missing ranks {missing[:8]}; exit status {status}: {last}"
+        found = f"{len(ranks)} of {count} ranks answered, missing ranks {missing[:8]}; exit status {status}: {last}"
         remedy = "run the command of `launch --dry-run true` by hand, starting with one rank (-n 1)"
         return [Finding("ranks", "wrong", found, remedy)]
     hosts = len({rank["host"] for rank in ranks})
@@ -155,12 +155,12 @@ def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
         "the launcher and the MPI library that mpi4py loads do not match: use the library's own mpiexec, "
         "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py"
     )
-    return _check("MPI", wrong, remedy, f"sees {count} ranks, as {launcher} does")
+    return _check("MPI", wrong, remedy, f"sees {count} ranks, as many as {launcher} started")
 
 
 def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
-    remedy = "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach"
+    remedy = "set --env MASTER_ADDR=ADDRESS to an address of the first host that the other hosts can reach"
     ok = f"can connect to {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}"
     return _check("address", "; ".join(unmet[:3]), remedy, ok)
 
@@ -169,24 +169,26 @@ def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
     hosts = len(plan.hosts)
     wrong = f"rank 0 cannot connect to {'; '.join(unreached[:3])}" if unreached else ""
-    another = "name another by --env GLOO_SOCKET_IFNAME=NAME (and NCCL_SOCKET_IFNAME)"
+    another = "choose another with --env GLOO_SOCKET_IFNAME=NAME (and NCCL_SOCKET_IFNAME)"
     remedy = f"ports between the hosts are closed on this network: {another}, or ask the site which ports are open"
-    ok = f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host"
+    ok = f"every host can connect to rank 0's host, and back ({hosts} hosts)" if hosts > 1 else "one host"
     return _check("sockets", wrong, remedy, ok)
 
 
 def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
     have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
-    wrong = f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else ""
-    remedy = "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run"
+    wrong = f"each rank is limited to 1 core, although {have} per rank are available" if least == 1 < have else ""
+    remedy = (
+        "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI needs --bind-to none: see launch --dry-run"
+    )
     return _check("cores", wrong, remedy, f"{least} per rank")
 
 
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     many = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
-    wrong = f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else ""
-    remedy = "unset OMP_NUM_THREADS, and launch divides the cores"
+    wrong = f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores per rank" if many else ""
+    remedy = "unset OMP_NUM_THREADS: launch sets it to the cores per rank"
     return _check("threads", wrong, remedy, f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning")
 
 
@@ -198,8 +200,8 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
             return Finding("devices", "warning", found, f"--ppn {count}")
     seen = sorted({rank["devices"] for rank in ranks})
     wrong = f"torch sees {seen} devices on different ranks" if len(seen) > 1 else ""
-    remedy = "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile"
-    ok = f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs"
+    remedy = "a node has lost a device, or the launcher assigns them unevenly: exclude that node with --hostfile"
+    ok = f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks run on CPUs"
     return _check("devices", wrong, remedy, ok)
 
 

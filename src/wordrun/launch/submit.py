@@ -115,7 +115,7 @@ def margin(options: Options) -> float | None:
 
 def _ending(options: Options, scheduler: Scheduler) -> list[str]:
     """Return the lines that run the launch, and continue a run that has saved."""
-    echo = 'echo "saved: the next job of the chain continues (after the last one, submit this script again)"'
+    echo = 'echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"'
     continuing = (echo, "status=0") if options.chain > 1 else scheduler.continuing
     return [
         f"# {scheduler.canceller} and the time limit signal this shell too: then the ranks save, and the job is over",
@@ -203,7 +203,7 @@ def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
     # The list of queues may be outdated: reject only likely misspellings, and let the scheduler decide.
     hint = nearest(options.queue, site.queues) if options.queue and options.queue not in site.queues else ""
     named = f"{site.name}'s queue {options.queue}"
-    uneven = f"-n {np} on {nodes} nodes is not --ppn {ppn}; leave one of -n, -N and --ppn out"
+    uneven = f"-n {np} on {nodes} nodes contradicts --ppn {ppn}; omit one of -n, -N and --ppn"
     checks = (
         (options.walltime is None, "--submit needs --walltime H:MM:SS"),
         # Otherwise the launch inside the job would refuse it, perhaps after a night in the queue.

@@ -139,7 +139,7 @@ class Supervisor:
         try:
             self.plan.launcher.send(number, self.child.pid, self.plan.job, self.plan.decided.step)
         except (OSError, subprocess.SubprocessError) as error:
-            say(f"could not pass {signal.Signals(number).name} on: {error}")
+            say(f"could not forward {signal.Signals(number).name}: {error}")
 
     def receive(self, number: int) -> None:
         """Act on a signal that launch received."""
@@ -155,7 +155,7 @@ class Supervisor:
             self.kill()
             return
         if number == signal.SIGINT and self.interrupts == 1:
-            say("Ctrl-C: passed on; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
+            say("Ctrl-C: forwarded; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
         self.deliver(signal.SIGTERM if self.interrupts == 2 else number)
         self.patience(STOP_PATIENCE_S if self.plan.job.is_local else JOB_PATIENCE_S, self.kill)
 

@@ -17,19 +17,19 @@ class PlanConfig:
     """The hardware to plan for."""
 
     devices: int | None = None
-    """Devices in total, one per rank; null: those of one node."""
+    """Total number of devices, one per rank; null: one node."""
     device: str | None = None
-    """Kind of device, one of the names below; null: the site's, or a100-40."""
+    """Kind of device, one of the names below; null: the site's devices, or a100-40."""
     memory: float | None = None
-    """Memory of a device in GiB; null: that of plan.device."""
+    """Memory per device in GiB; null: as for plan.device."""
     per_node: int | None = None
-    """Devices per node; null: the site's, or those of a usual node with plan.device."""
+    """Devices per node; null: as at the site, or as in a typical node with plan.device."""
     site: str | None = None
-    """A cluster that launch knows, or a site file: sets the kind of device and their number per node."""
+    """A site that launch knows, or a site file, which sets the kind of device and the number per node."""
     reserve: float = 0.1
     """Fraction of a device's memory to leave free: driver context, communication library, fragmentation."""
     host_memory: float | None = None
-    """Memory of a node in GiB, which must hold what is offloaded; null: not checked."""
+    """Host memory per node in GiB, which must hold offloaded data; null: not checked."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from wordrun.prepare import fingerprint, lock, run, writer
 from wordrun.prepare.sources import locate
 
 USAGE = """\
-Tokenize a dataset into shards, which any number of ranks read without loading them into memory.
+Tokenize a dataset into shards, which any number of ranks can read without loading them into memory.
 
   wordrun prepare data=text data.path='corpus/*.jsonl.gz' tokenizer=bpe tokenizer.vocab_size=16384
   launch -n 8 wordrun prepare data=fineweb tokenizer=gpt2         in parallel, with the same result
@@ -30,8 +30,8 @@ Tokenize a dataset into shards, which any number of ranks read without loading t
   wordrun prepare data=sample --inspect                           show statistics, documents and sequences
   wordrun prepare data=sample --verify                            compare every shard with its checksum
 
-It takes the options of a run (wordrun --help); only data.* and tokenizer.* matter. If it is killed, run it again: it
-continues with the missing shards. Runs with the same data and tokenizer options find the shards. See docs/data.md.
+It accepts the options of a run (wordrun --help); only data.* and tokenizer.* matter. If it is killed, run it again: it
+continues with the missing shards. Runs with the same data and tokenizer options find them. See docs/data.md.
 """
 
 
