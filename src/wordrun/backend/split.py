@@ -128,9 +128,7 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     total = torch.zeros((), device=device)
     # The same order on every rank, whichever kinds it has.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
-        squares = torch.zeros((), device=device)
-        if axes in shards:
-            squares += (nn.utils.get_total_norm(shards[axes]).to(device)) ** 2
+        squares = nn.utils.get_total_norm(shards.get(axes, [])).to(device) ** 2
         for axis in axes:
             if mesh[axis].size() > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
