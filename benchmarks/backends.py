@@ -193,7 +193,7 @@ def main() -> None:
         torch.set_num_threads(1)
         lines = []
         if "speed" in args.parts:
-            lines += ["| figure | measured | wanted |", "|---|---|---|", *speed(world, folder, args.rounds)]
+            lines += ["| figure | measured | target |", "|---|---|---|", *speed(world, folder, args.rounds)]
         if "memory" in args.parts:
             head = ["", "| backend | peak of a step, rank 0 [MB] | plan [MB] | plan / measured |", "|---|---|---|---|"]
             lines += [*head, *memories(world, folder)]

@@ -47,6 +47,20 @@ def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
     schedule.step(*args, **kwargs)
 
 
+def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply ``tensors`` by ``factor`` in place, all on its device: at once, or where torch cannot, one by one."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Return whether torch.compile raised ``error``; if its modules have moved, False: the user sees the traceback."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
 def release_reducer(replica: Any) -> None:
     """Let go of the process group that DistributedDataParallel holds; harmless where torch calls it otherwise."""
     replica.reducer = replica.logger = None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import math
 import textwrap
@@ -15,7 +16,6 @@ from functools import cache
 from typing import Any
 
 from wordrun.errors import UserError
-from wordrun.registry import Part
 from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
 
 DTYPES = {
@@ -756,6 +756,21 @@ def documentation(cls: type[Any]) -> dict[str, str]:
     return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
 
 
+@dataclass(frozen=True)
+class Part:
+    """One part: its options, and the class or function that they configure."""
+
+    options: type[Any]
+    """A dataclass with the default, type and documentation of every option."""
+    target: str
+    """``package.module:Name``; the module is imported when the part is built, and not before."""
+
+    def load(self) -> Any:
+        """Return the class or function that ``target`` names."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
 PARTS: dict[str, dict[str, Part]] = {
     "model": {
         "gpt": Part(GPTConfig, "wordrun.model.gpt:GPT"),
@@ -839,14 +854,14 @@ SEVERAL = ("tracker", "hooks")
 """Sections of which a run can have several parts: mappings from the name of a part to its options."""
 
 
-def parts_in(cfg: Config) -> dict[str, Any]:
-    """Return the options of each part by the prefix of their names, such as ``model`` and ``tracker.wandb``."""
-    found: dict[str, Any] = {}
-    for section in SECTIONS:
-        node = getattr(cfg, section)
-        found |= (
-            {f"{section}.{name}": options for name, options in node.items()} if section in SEVERAL else {section: node}
-        )
+def parts_in(cfg: Any) -> dict[str, Any]:
+    """Return the options of each part by the prefix of their names, such as ``model`` and ``tracker.wandb``.
+
+    ``cfg`` is a Config, or a composed tree that becomes one.
+    """
+    found = {section: getattr(cfg, section) for section in SECTIONS}
+    for section in SEVERAL:
+        found |= {f"{section}.{name}": options for name, options in found.pop(section).items()}
     return found
 
 

@@ -31,7 +31,10 @@ def main(prefix: str) -> int:
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         found["meets"], found["unreached"] = meet(world, address, port)
         if world.rank == 0:
-            found["wandb"] = _wandb_mode()
+            from wordrun.config import WandbConfig
+            from wordrun.track.wandb import choose_mode
+
+            found["wandb"] = choose_mode(WandbConfig())
     except UserError as error:
         found["problems"].append(str(error))
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -132,13 +135,6 @@ def _serve(others: int, port: int, end: float) -> tuple[str, list[str]]:
     except OSError as error:
         return f"cannot listen at port {port}: {error}", unreached
     return "", unreached
-
-
-def _wandb_mode() -> str:
-    from wordrun.config import WandbConfig
-    from wordrun.track.wandb import choose_mode
-
-    return choose_mode(WandbConfig())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from wordrun import dist
+from wordrun.dist.setup import shared_store
 from wordrun.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,10 +57,9 @@ def _timed(check: Callable[[dist.World], None], name: str, world: dist.World) ->
     begin = time.perf_counter()
     try:
         check(world)
-    except AssertionError as error:
-        raise CheckError(f"check {name} failed on {world.host}: {error}") from None
     except Exception as error:
-        raise CheckError(f"check {name} failed on {world.host}: {type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        raise CheckError(f"check {name} failed on {world.host}: {kind}{error}") from error
     return 1000 * (time.perf_counter() - begin)
 
 
@@ -125,10 +125,9 @@ def scatter(world: dist.World) -> None:
 def barrier(world: dist.World) -> None:
     """No rank leaves before all have arrived."""
     import torch.distributed as td
-    from torch.distributed import distributed_c10d as c10d
 
     arrived = [f"wordrun/test_dist/arrived/{rank}" for rank in range(world.size)]
-    store = c10d.PrefixStore("smoke", c10d._get_default_store())
+    store = shared_store(world)
     if world.rank == 0:
         time.sleep(0.05)  # so that the others have to wait
     store.set(arrived[world.rank], "1")

@@ -37,4 +37,5 @@ def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
 
 def _unless(is_valid: Callable[[Any], bool], section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
     values = [(name, getattr(node, name)) for name in names]
-    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and not is_valid(value)]
+    prefix = f"{section}." if section else ""
+    return [f"{prefix}{name}={value} {what}" for name, value in values if value is not None and not is_valid(value)]

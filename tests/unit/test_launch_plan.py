@@ -25,7 +25,7 @@ from wordrun.launch.launchers.base import RANK_ENV, find_command, flavour
 from wordrun.launch.plan import LaunchPlan, build, is_stale, threads
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask, mask_words
-from wordrun.launch.request import Decided, Options
+from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.schedulers import find_job
 
 pytestmark = pytest.mark.unit
@@ -37,7 +37,7 @@ LAPTOP = Job(
 GPU_BOX = Job(hosts=("box",), cores=(64,), devices=(4,), slots=(4,), reasons=LAPTOP.reasons)
 TWO_NODES = Job(hosts=("a", "b"), cores=(8, 8), devices=(2, 1), slots=(2, 1), scheduler="pbs", id="7")
 DECIDED = Decided(
-    launch_id="1-aa", run_id="20260102-030405-abcd", port=12345, cwd="/home/u", status_dir="/tmp/s",
+    launch_id="1-aa", run=Identity("20260102-030405-abcd"), port=12345, cwd="/home/u", status_dir="/tmp/s",
     own_bin="/venv/bin",
     interfaces=("eth0", "lo"),
 )  # fmt: skip

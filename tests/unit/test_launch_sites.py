@@ -22,7 +22,7 @@ from wordrun.launch.launchers.base import RANK_ENV
 from wordrun.launch.launchers.pals import cpu_binding
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided, Options
+from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.schedulers import find_job
 from wordrun.launch.site import UNKNOWN, Site
 from wordrun.launch.site_files import SHAPES
@@ -62,7 +62,7 @@ class Cluster:
         options = Options(**{"command": COMMAND, **asked})
         ranks = decide_ranks(options, job)
         master = address.decide(job.hosts, found, here, lambda name: "10.0.0.1")[0]
-        decided = Decided("1-aa", "R", 12345, "/p", "/p/s", "/venv/bin", master)
+        decided = Decided("1-aa", Identity("R"), 12345, "/p", "/p/s", "/venv/bin", master)
         return build(job, options, ranks, LAUNCHERS[launcher](launcher), decided, env, found)
 
 

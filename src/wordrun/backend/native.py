@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult
 from wordrun.backend.optimizer import Restored, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
@@ -213,7 +214,7 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     for device in {shard.device for shard in shards}:
-        torch._foreach_mul_([shard for shard in shards if shard.device == device], factor.to(device))
+        compat.scale([shard for shard in shards if shard.device == device], factor.to(device))
 
 
 def prepare_blocks(model: Model, cfg: Config) -> None:

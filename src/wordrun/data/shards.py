@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -37,6 +37,12 @@ MACOS = 10_240
 MOST_READ = 2**27
 """Tokens that are read at once, at most: the kernel reads less than 2 GiB."""
 
+
+_open_files: weakref.WeakSet[_File] = weakref.WeakSet()
+"""All of this process."""
+_wanted = 0
+"""Number of files that all ``Tokens`` of this process have."""
+_lock = threading.Lock()
 
 checksum = xxhash.xxh3_128
 """Makes a digest for the checksum of a shard. It is as fast as memory, but not cryptographic."""
@@ -80,7 +86,7 @@ def examine(path: str | Path, expected: int | None = None) -> Shard:
     if expected is not None and shard.count != expected:
         raise ConfigError(
             f"the shard {path} has {shard.count:,} tokens, but the manifest says {expected:,}: "
-            "it does not belong to this data set; copy or prepare it again"
+            "it does not belong to this dataset; copy or prepare it again"
         )
     return shard
 
@@ -122,28 +128,15 @@ def dtype_for(vocab_size: int) -> str:
 
 
 class _File:
-    """A file that is open for reading until it is garbage-collected, and a count of all of them."""
-
-    lock = threading.RLock()  # garbage collection may run anywhere, even while it is held
-    open = 0
-    """Number of these files that are open in this process."""
-    wanted = 0
-    """Number of files that all ``Tokens`` of this process have."""
+    """A file that is open for reading until it is garbage-collected."""
 
     def __init__(self, path: str) -> None:
         try:
             self.number = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise _unreadable(path, error) from None
-        with _File.lock:
-            _File.open += 1
-        weakref.finalize(self, self._close, self.number)
-
-    @staticmethod
-    def _close(number: int) -> None:
-        os.close(number)
-        with _File.lock:
-            _File.open -= 1
+        weakref.finalize(self, os.close, self.number)
+        _open_files.add(self)
 
 
 def _will_open(files: int) -> None:
@@ -152,10 +145,11 @@ def _will_open(files: int) -> None:
     Opening a file takes longer than reading a sequence; on a parallel file system a thousand times as long, on a server
     that all ranks share. The limit is often low for the sake of select(), which neither torch nor MPI uses.
     """
-    with _File.lock:
-        _File.wanted += files
+    global _wanted
+    with _lock:
+        _wanted += files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _File.wanted + _File.wanted // 3 + 1  # see _may_open
+        wanted = _wanted + _wanted // 3 + 1  # see _may_open
         if hard != resource.RLIM_INFINITY:
             wanted = min(wanted, hard)
         if soft != resource.RLIM_INFINITY and wanted > soft:
@@ -183,7 +177,11 @@ class Tokens:
         self.shards = [shard for shard in shards if shard.count]
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
-        self._locations = [_location(*pair) for pair in zip(self.shards, self._ends, strict=True)]
+        self._locations = []
+        """Of each shard the path, the offset of token 0 of all shards if it were in this file, and the type."""
+        for shard, end in zip(self.shards, self._ends, strict=True):
+            dtype = np.dtype(shard.dtype)
+            self._locations.append((shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype))
         _will_open(len({path for path, _, _ in self._locations}))
         self._files: dict[str, _File] = {}
         self._lock = threading.Lock()
@@ -209,7 +207,12 @@ class Tokens:
                     path, zero, dtype = self._locations[number]
                     file = self._files.get(path) or self._open(path)
                     count = min(width - filled, self._ends[number] - position, MOST_READ)
-                    row[filled : filled + count] = _read(file, path, zero + position * dtype.itemsize, count, dtype)
+                    content = os.pread(file.number, count * dtype.itemsize, zero + position * dtype.itemsize)
+                    if len(content) != count * dtype.itemsize:
+                        raise ConfigError(
+                            f"the shard {path} has been truncated since it was opened: copy or prepare it again"
+                        )
+                    row[filled : filled + count] = np.frombuffer(content, dtype=dtype)
                     filled += count
         return out
 
@@ -224,7 +227,7 @@ class Tokens:
         return Tokens(before), Tokens(after)
 
     def _open(self, path: str) -> _File:
-        while self._files and _File.open >= _may_open():
+        while self._files and len(_open_files) >= _may_open():
             del self._files[next(iter(self._files))]
         file = self._files[path] = _File(path)
         return file
@@ -234,24 +237,6 @@ Array = NDArray[np.integer] | Tokens
 """Tokens in memory or on disk, which have a length and slices."""
 
 
-def _location(shard: Shard, end: int) -> tuple[str, int, np.dtype[Any]]:
-    """Return the path, the offset of token 0 of all shards if it were in this file, and the type of its tokens."""
-    dtype = np.dtype(shard.dtype)
-    return shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype
-
-
-def _read(file: _File, path: str, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[np.integer]:
-    content = os.pread(file.number, count * dtype.itemsize, at)
-    if len(content) != count * dtype.itemsize:
-        raise _truncated(path)
-    return np.frombuffer(content, dtype=dtype)
-
-
 def _unreadable(path: str, error: OSError) -> ConfigError:
-    if error.errno == errno.EMFILE:
-        return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Raise the limit by ulimit -n")
-    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Prepare the data again")
-
-
-def _truncated(path: str) -> ConfigError:
-    return ConfigError(f"the shard {path} has been truncated since it was opened: copy or prepare it again")
+    remedy = "Raise the limit by ulimit -n" if error.errno == errno.EMFILE else "Prepare the data again"
+    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. {remedy}")

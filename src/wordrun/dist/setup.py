@@ -65,6 +65,13 @@ def discover_or_exit() -> World:
         raise SystemExit(error.exit_status) from None
 
 
+def shared_store(world: World, timeout_s: int = 1800) -> Any:
+    """Return the key-value store of this job's ranks, which every rank must open; rank 0 hosts it."""
+    if _joined.store is None:
+        _joined.store = open_store(world, timedelta(seconds=timeout_s))
+    return _joined.store
+
+
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before ``setup`` or after.
 
@@ -74,7 +81,7 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
         return value
     if mpi.in_use(world):
         return mpi.communicator().bcast(value, root=0)
-    store = _store(world, timeout_s)
+    store = shared_store(world, timeout_s)
     key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
     if world.rank == 0:
         store.set(key, pickle.dumps(value))
@@ -97,14 +104,11 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
         WorldError: the ranks cannot meet, or the device is not there.
     """
     if _joined.world is None:
-        world = world or identify()
-        _join(world, device, timeout_s)
+        _join(world or identify(), device, timeout_s)
         atexit.register(_leave)
     elif device not in ("auto", _joined.world.device.partition(":")[0]):
-        raise WorldError(
-            f"device={device}, but this process has joined its group with {_joined.world.device}: "
-            "close what uses that device first"
-        )
+        joined = f"this process has joined its group with {_joined.world.device}"
+        raise WorldError(f"device={device}, but {joined}: close what uses that device first")
     _joined.users += 1
     if seed is not None:
         seed_everything(seed)
@@ -188,9 +192,8 @@ def _report(world: World, message: str) -> None:
     if world.size == 1:
         print(message, file=sys.stderr, flush=True)
         return
-    who = f"[rank {world.rank}] "
     if _joined.store is None:
-        # There is no store yet to find out who was first. This early all ranks usually fail alike, so rank 0 reports.
+        # Without a store nobody can tell who was first. This early all ranks usually fail alike, so rank 0 reports.
         time.sleep(1.0 if world.rank else 0.0)
     else:
         try:
@@ -202,19 +205,12 @@ def _report(world: World, message: str) -> None:
         if not first:
             time.sleep(SECONDARY_WAIT_S)
             return
-    sys.stderr.write(f"{who}{message}\n")  # in one write, so that no other rank's output comes between
+    sys.stderr.write(f"[rank {world.rank}] {message}\n")  # in one write, so that no other rank's output comes between
     sys.stderr.flush()
-
-
-def _store(world: World, timeout_s: int) -> Any:
-    if _joined.store is None:
-        _joined.store = open_store(world, timedelta(seconds=timeout_s))
-    return _joined.store
 
 
 def _join(world: World, device: str, timeout_s: int) -> None:
     import torch.distributed
-    from torch.distributed import distributed_c10d as c10d
 
     chosen = choose_device(device, world)
     if chosen.type != "cpu":
@@ -224,16 +220,13 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     _joined.owns_group = not torch.distributed.is_initialized()
     if not _joined.owns_group:
         return
-    store = _store(world, timeout_s)
+    store = shared_store(world, timeout_s)
     try:
         torch.distributed.init_process_group(
-            _group_backend(chosen),
-            store=c10d.PrefixStore("wordrun/group", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
+            _group_backend(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
+            rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
             device_id=chosen if chosen.type != "cpu" else None,
-        )
+        )  # fmt: skip
     except Exception:
         _joined.world = None
         raise
@@ -269,10 +262,9 @@ def choose_device(kind: str, world: World) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if kind != have:
-        raise WorldError(
-            f"device={kind}, but torch {torch.__version__} finds {'no accelerator' if have == 'cpu' else have} "
-            f"on {world.host}: use device=auto, or install a torch built for {kind}"
-        )
+        found_here = f"{'no accelerator' if have == 'cpu' else have} on {world.host}"
+        remedy = f"use device=auto, or install a torch built for {kind}"
+        raise WorldError(f"device={kind}, but torch {torch.__version__} finds {found_here}: {remedy}")
     count = torch.accelerator.device_count()
     if count != 1 and world.local_size > count:
         LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
@@ -292,8 +284,6 @@ def _group_backend(device: torch.device) -> str:
     try:
         import oneccl_bindings_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
-        raise WorldError(
-            "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed: "
-            "load the site's frameworks module"
-        ) from error
+        missing = "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed"
+        raise WorldError(f"{missing}: load the site's frameworks module") from error
     return "ccl"

@@ -10,14 +10,15 @@ from dataclasses import replace
 
 import wordrun
 from wordrun.errors import REQUEUE, UserError
+from wordrun.launch import record
 from wordrun.launch.job import short
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan
-from wordrun.launch.request import Options
+from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
 
-# After this long the ranks have met, and a port that is taken is one of their program's.
+# After this long the ranks have met, so a port that is taken is one that the user's program opens.
 MEETING_S = 600.0
 
 
@@ -58,8 +59,6 @@ def _launch(options: Options) -> int:
         return submit.main(options)
     plan = make_plan(options)
     if options.dry_run:
-        from wordrun.launch import record
-
         print(record.dry_run(plan, as_json=options.json))
         return 0
     return _run(options, plan)
@@ -67,15 +66,14 @@ def _launch(options: Options) -> int:
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once with another port, and up to --retries times without failed hosts."""
-    from wordrun.launch.planner import Identity
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
     from wordrun.launch.tail import classify, port_taken
 
     for note in plan.job.notes:
         say(note)
-    if plan.decided.resume_why:
-        say(f"continuing run {plan.decided.run_id}: {plan.decided.run_why}")
+    if plan.decided.run.resume:
+        say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     left_out: frozenset[str] = frozenset()
     retries = options.retries
     # Only launch can choose another port for all ranks; one that the user chose is kept.
@@ -105,8 +103,6 @@ def _run(options: Options, plan: LaunchPlan) -> int:
 
 
 def _info(options: Options) -> int:
-    from wordrun.launch import record
-
     job, site, ranks, launcher = look_around(options)
     if job.ends_at is None:
         scheduler = SCHEDULERS[job.scheduler]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 from collections.abc import Mapping
@@ -54,23 +55,15 @@ def count_devices(env: Mapping[str, str], root: str = "/") -> tuple[int, str]:
             # CUDA stops at the first invalid name: empty, -1 or NoDevFiles hide all that follow.
             end = next((i for i, word in enumerate(visible) if word in ("", "-1", "NoDevFiles")), len(visible))
             return end, f"{name}={env[name]}"
-    nvidia = len(_names(os.path.join(root, "proc/driver/nvidia/gpus")))
+    nvidia = len(glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*")))
     if nvidia:
-        nodes = [name for name in _names(os.path.join(root, "dev")) if name[:6] == "nvidia" and name[6:].isdigit()]
+        nodes = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
         # A container sees every GPU of the machine in /proc, but has device files only for its own.
-        return (len(nodes), "/dev/nvidia*") if 0 < len(nodes) < nvidia else (nvidia, "/proc/driver/nvidia/gpus")
-    topology = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
-    amd = sum(_gpu_id(os.path.join(topology, node, "gpu_id")) != 0 for node in _names(topology))
+        return (nodes, "/dev/nvidia*") if 0 < nodes < nvidia else (nvidia, "/proc/driver/nvidia/gpus")
+    amd = sum(_gpu_id(path) != 0 for path in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")))
     if amd:
         return amd, "/sys/class/kfd"
-    return 0, "neither /proc/driver/nvidia nor /sys/class/kfd lists one"
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []
+    return 0, "none in /proc/driver/nvidia or /sys/class/kfd"
 
 
 def _gpu_id(path: str) -> int:
@@ -171,10 +164,8 @@ def with_hostfile(job: Job, path: str, *, in_job_order: bool) -> Job:
     known = {short(host): i for i, host in enumerate(job.hosts)}
     strangers = [name for name in slots if short(name) not in known]
     if strangers and not job.is_local:
-        raise ConfigError(
-            f"--hostfile {path}: {', '.join(strangers[:5])} not in {job.title}, "
-            f"which has {', '.join(job.hosts[:5])}{', ...' * (len(job.hosts) > 5)}"
-        )
+        has = f"{', '.join(job.hosts[:5])}{', ...' * (len(job.hosts) > 5)}"
+        raise ConfigError(f"--hostfile {path}: {', '.join(strangers[:5])} not in {job.title}, which has {has}")
     if in_job_order:
         slots = dict(sorted(slots.items(), key=lambda item: known[short(item[0])]))
     part = job.only([known.get(short(name), 0) for name in slots])
@@ -199,9 +190,7 @@ def hold_back(job: Job, spares: int, left_out: frozenset[str] = frozenset()) -> 
     failed = len(job.hosts) - len(good)
     used = good[: max(0, len(good) - max(0, spares - failed))]
     if not used:
-        raise ConfigError(
-            f"--spare-nodes {spares}: {job.title} has {len(job.hosts)} nodes"
-            + (f", of which {', '.join(sorted(left_out))} failed" if left_out else "")
-            + "; none would be left for ranks"
-        )
+        lost = f", of which {', '.join(sorted(left_out))} failed" if left_out else ""
+        has = f"{job.title} has {len(job.hosts)} nodes{lost}"
+        raise ConfigError(f"--spare-nodes {spares}: {has}; none would be left for ranks")
     return replace(job.only(used), partial=True)

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address
@@ -18,7 +18,7 @@ from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask_words
-from wordrun.launch.request import Decided, Options, Ranks
+from wordrun.launch.request import Decided, Identity, Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
 from wordrun.run_id import new_run_id
@@ -30,17 +30,6 @@ class CommandError(UserError):
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
         self.exit_status = exit_status
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The run's name, and whether it may have a state to resume from."""
-
-    run_id: str
-    why: str = ""
-    """Where the name comes from; empty: it is new."""
-    resume: str = ""
-    """Why the ranks should resume (WORDRUN_RESUME=auto); empty: no reason to."""
 
 
 def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Identity | None = None) -> LaunchPlan:
@@ -97,20 +86,11 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity
     else:
         status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
-        launch_id=launch_id,
-        run_id=run.run_id,
-        run_why=run.why,
-        resume_why=run.resume,
-        name=name,
+        launch_id=launch_id, run=run, name=name, cwd=os.getcwd(), status_dir=status_dir, own_bin=own_bin(),
         port=address.usable_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else address.free_port(),
-        cwd=os.getcwd(),
-        status_dir=status_dir,
-        own_bin=own_bin(),
-        master_addr=master,
-        master_why=why,
+        master_addr=master, master_why=why, terminal=_terminal(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        terminal=_terminal(),
-    )
+    )  # fmt: skip
 
 
 def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str, str]:
@@ -124,20 +104,17 @@ def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str,
     if SCHEDULERS[job.scheduler].checks_names and not options.dry_run:
         absent = address.unresolved(job.hosts[: ranks.nodes], here, address.is_unknown)
         if absent:
-            raise ConfigError(
-                f"{job.reasons['hosts']}: {', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be resolved "
-                "here: correct the list, or, if only the launcher knows these names, set the first host's address by "
-                "--env MASTER_ADDR=ADDRESS"
-            )
+            names = f"{', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be resolved here"
+            remedy = "if only the launcher knows these names, set the first host's address by --env MASTER_ADDR=ADDRESS"
+            raise ConfigError(f"{job.reasons['hosts']}: {names}: correct the list, or, {remedy}")
     return master, why
 
 
 def _terminal() -> str:
     try:
-        size = os.get_terminal_size(1)
+        return "{}x{}".format(*os.get_terminal_size(1))
     except OSError:
         return ""
-    return f"{size.columns}x{size.lines}"
 
 
 def check_command(word: str, path: str) -> None:

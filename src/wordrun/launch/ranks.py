@@ -37,7 +37,7 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
         return Ranks(_spread(np, nodes, job, asked), asked)
     nodes = nodes or have
     slots = job.slots[:nodes]
-    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no device, so one process"
+    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no devices, so a single process"
     if not job.is_local and not any(job.devices[:nodes]):
         why = f"{'+'.join(map(str, slots)) if nodes < 9 else sum(slots)} by the scheduler or the site"
     return Ranks(slots, f"{asked}: {why}" if asked else why)
@@ -78,10 +78,8 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
 def _checked(layout: tuple[int, ...], why: str, job: Job) -> Ranks:
     room = _room(job)[: len(layout)]
     if any(ranks > most for ranks, most in zip(layout, room, strict=True)):
-        raise ConfigError(
-            f"{why}: {job.title} has room for {listed(room)} ranks on its nodes, "
-            f"by devices and cores; --ppn {min(room)} would fit"
-        )
+        has = f"{job.title} has room for {listed(room)} ranks on its nodes, by devices and cores"
+        raise ConfigError(f"{why}: {has}; --ppn {min(room)} would fit")
     return Ranks(layout, why)
 
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,7 @@ class Record:
 
 def _now() -> str:
     """Return the local time with its offset, in ISO 8601."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return f"{stamp[:-2]}:{stamp[-2:]}"
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
@@ -113,7 +112,7 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     launcher = f"{plan.launcher.name} {plan.launcher.path}".strip()
     lines = [
         f"# {ranks}: {plan.reasons['ranks']}",
-        f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
+        f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'not one of the known sites')})",
         f"# scheduler: {plan.job.scheduler} {plan.job.id} ({plan.reasons['scheduler']})".replace("  ", " "),
         f"# hosts: {' '.join(plan.hosts[:SHOWN])}{' ...' * (len(plan.hosts) > SHOWN)} ({plan.reasons['hosts']})",
         f"# cores: {plan.job.cores[0]} ({plan.reasons['cores']})",
@@ -124,13 +123,13 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     if "OMP_NUM_THREADS" not in plan.env:
         lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")
     if plan.env_unset:
-        lines.append(f"unset {' '.join(plan.env_unset)}  # an earlier launcher's")
+        lines.append(f"unset {' '.join(plan.env_unset)}  # set by an earlier launcher")
     for name, value in plan.env.items():
         why = plan.reasons.get(name)
         lines.append(f"export {name}={shlex.quote(mask(name, value))}" + (f"  # {why}" if why else ""))
     for path, text in plan.files.items():
         lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
-        lines.append(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}  # the hosts, for the launcher")
+        lines.append(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}  # the launcher's host file")
     return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
 
 
@@ -157,9 +156,7 @@ def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: boo
         "notes": list(job.notes),
         "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why},
     }
-    if as_json:
-        return json.dumps(found, indent=2)
-    return _table(found)
+    return json.dumps(found, indent=2) if as_json else _table(found)
 
 
 def _table(found: dict[str, Any]) -> str:
@@ -168,10 +165,9 @@ def _table(found: dict[str, Any]) -> str:
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in found.items():
-        if name == "reasons" or value in (None, []):
-            continue
-        text = ", ".join(str(item) for item in value) if isinstance(value, list) else str(value)
-        table.add_row(name, text, found["reasons"].get(name, ""))
+        if name != "reasons" and value not in (None, []):
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(name, text, found["reasons"].get(name, ""))
     console = Console(highlight=False, markup=False)
     with console.capture() as capture:
         console.print(table)

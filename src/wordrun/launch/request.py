@@ -99,11 +99,22 @@ class Ranks:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """The run's name, and whether it may have a state to resume from."""
+
+    run_id: str
+    why: str = ""
+    """Where the name comes from; empty: it is new."""
+    resume: str = ""
+    """Why the ranks should resume (WORDRUN_RESUME=auto); empty: no reason to."""
+
+
+@dataclass(frozen=True)
 class Decided:
     """What is decided once per launch, outside the ranks, because they could not agree on it."""
 
     launch_id: str
-    run_id: str
+    run: Identity
     port: int
     cwd: str
     status_dir: str
@@ -119,14 +130,10 @@ class Decided:
     """COLUMNSxLINES of the terminal that launch writes to, if it is one."""
     name: str = ""
     """Name of this launch's files under outputs/launches; empty: the run's."""
-    run_why: str = ""
-    """Why the run is not a new one."""
-    resume_why: str = ""
-    """Why the ranks should resume the run."""
 
     def path(self, suffix: str) -> str:
         """Return the path of one of this launch's files."""
-        return os.path.join(self.cwd, "outputs", "launches", f"{self.name or self.run_id}.{suffix}")
+        return os.path.join(self.cwd, "outputs", "launches", f"{self.name or self.run.run_id}.{suffix}")
 
     @property
     def step(self) -> str:

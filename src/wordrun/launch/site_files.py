@@ -21,7 +21,7 @@ ANY, VARIABLE = "any name", "a variable"
 
 
 def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, str]:
-    """Return the site (``UNKNOWN``: none of the known ones), and how it was found.
+    """Return the site (``UNKNOWN`` for a cluster that none describes), and how it was found.
 
     Args:
         wanted: --site: a name or a file.
@@ -30,21 +30,17 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
     """
     files = site_files(env)
     if wanted is not None:
-        if wanted in files:
-            return load(files[wanted]), f"--site {wanted}"
-        if os.path.isfile(wanted):
-            return load(wanted), f"--site {wanted}"
-        raise ConfigError(
-            f"--site {wanted} is neither a file nor one of {', '.join(sorted(files))}{nearest(wanted, files)}; "
-            f"put your own into {own_folder(env)}"
-        )
+        if wanted in files or os.path.isfile(wanted):
+            return load(files.get(wanted, wanted)), f"--site {wanted}"
+        known = f"{', '.join(sorted(files))}{nearest(wanted, files)}; put your own into {own_folder(env)}"
+        raise ConfigError(f"--site {wanted} is neither a file nor one of {known}")
     # The user's own files are last in the table, and are searched first.
     for name in reversed(files):
         ours = os.path.dirname(files[name]) == OWN
         site = load(files[name], trusted=ours)
         if site.matches(host, env):
             return site, "recognised" if ours else f"recognised by {files[name]}"
-    return UNKNOWN, "none of the known sites"
+    return UNKNOWN, "not one of the known sites"
 
 
 def site_files(env: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from wordrun.devices import VARIANTS
 from wordrun.errors import ConfigError, nearest
 from wordrun.launch import site_files
 from wordrun.launch.site import Site
+from wordrun.validation import one_of, positive
 
 
 @dataclass
@@ -77,16 +78,13 @@ def hardware(options: PlanConfig) -> Hardware:
     site = _site(options.site) if options.site else None
     kind = options.device or (site.device if site else "") or "a100-40"
     problems = []
-    if kind not in VARIANTS and options.memory is None:
-        known = ", ".join(VARIANTS)
-        problems.append(
-            f"plan.device={kind} should be one of {known}{nearest(kind, VARIANTS)}; for another one add plan.memory=GIB"
-        )
+    if options.memory is None:
+        problems += [
+            f"{problem}; for another one add plan.memory=GIB" for problem in one_of("plan.device", kind, VARIANTS)
+        ]
     device, memory = VARIANTS.get(kind, (None, 0.0))
     per_node = options.per_node or (site.devices if site else None) or (device.per_node if device else 1)
-    for name, value in (("devices", options.devices), ("per_node", options.per_node)):
-        if value is not None and value < 1:
-            problems.append(f"plan.{name}={value} should be at least 1")
+    problems += positive("plan", options, "devices", "per_node")
     for name, size in (("memory", options.memory), ("host_memory", options.host_memory)):
         if size is not None and not 0 < size < float("inf"):
             problems.append(f"plan.{name}={size:g} should be a number of GiB above 0")
@@ -94,8 +92,7 @@ def hardware(options: PlanConfig) -> Hardware:
         problems.append(f"plan.reserve={options.reserve:g} should be at least 0 and less than 1")
     if problems:
         raise ConfigError("\n".join(problems))
-    devices = options.devices or per_node
-    memory = memory if options.memory is None else options.memory
+    devices, memory = options.devices or per_node, options.memory or memory
     bf16 = device is None or device.bf16
     return Hardware(kind, devices, min(per_node, devices), memory, options.reserve, options.host_memory, bf16)
 

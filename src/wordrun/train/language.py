@@ -173,7 +173,7 @@ class LanguageTask:
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
-            self.vocab_size, self.sequences.epoch_of(examples), self.tokens_per_example,
+            self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
         )  # fmt: skip
         if corpus.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.banner, "*" * 80)

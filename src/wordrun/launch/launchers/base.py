@@ -98,10 +98,8 @@ class Launcher:
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
         """Return the variables that this launcher needs, with their reasons."""
-        return {
-            "WORDRUN_LAUNCHER_PATH": (self.path, ""),
-            "WORDRUN_STATUS_DIR": (request.decided.status_dir, "a failing rank leaves its exit status here"),
-        }
+        why = "a failing rank leaves its exit status here"
+        return {"WORDRUN_LAUNCHER_PATH": (self.path, ""), "WORDRUN_STATUS_DIR": (request.decided.status_dir, why)}
 
     def hosts_text(self, request: Request) -> str:
         """Return what the file of hosts holds, for a launcher whose command line or variables name it."""
@@ -141,10 +139,8 @@ def rank_command(options: Options) -> tuple[str, ...]:
 def mpiexec_command(options: Options) -> tuple[str, ...]:
     """Return the same for an mpiexec, for which the argument ``:`` separates programs."""
     if ":" in options.command:
-        raise ConfigError(
-            "the argument ':' in the command would begin a second program for mpiexec: quote the command "
-            "(sh -c '...') or use --launcher torchrun"
-        )
+        remedy = "quote the command (sh -c '...') or use --launcher torchrun"
+        raise ConfigError(f"the argument ':' in the command would begin a second program for mpiexec: {remedy}")
     return rank_command(options)
 
 
@@ -170,7 +166,7 @@ class Search:
     job: Job
     site: Site
     launchers: Mapping[str, type[Launcher]]
-    """All of them."""
+    """Every launcher by its name."""
 
     def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
         """Return the first mpiexec of one of these kinds, and those that were passed over for it, with their kinds.
@@ -182,8 +178,7 @@ class Search:
         if self.site.launcher in names:
             for pattern in self.site.launcher_paths:
                 for path in filter(is_runnable, sorted(glob.glob(pattern), reverse=True)):
-                    found = self.launchers[self.site.launcher](path, f"site {self.site.name}: {pattern}")
-                    return found, passed_over
+                    return self.launchers[self.site.launcher](path, f"site {self.site.name}: {pattern}"), passed_over
             if self.site.launcher_paths:
                 passed_over.append(f"nothing at {', '.join(self.site.launcher_paths)}")
         for path, where in candidates(self.env, own_first=self.job.is_local):
@@ -226,7 +221,7 @@ def find_command(word: str, path: str) -> tuple[str, str]:
 def candidates(env: Mapping[str, str], *, own_first: bool) -> Iterator[tuple[str, str]]:
     """Yield each mpiexec with where it was found: the environment's own first or last, and PATH in order."""
     seen: set[str] = set()
-    own = [(own_bin(), "beside this python")]
+    own = [(own_bin(), "next to this python")]
     others = [(folder, "in PATH") for folder in env.get("PATH", "").split(os.pathsep) if folder not in ("", own_bin())]
     for directory, where in own + others if own_first else others + own:
         for name in ("mpiexec", "mpiexec.hydra", "mpirun"):

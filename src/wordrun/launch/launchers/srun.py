@@ -39,10 +39,8 @@ class Srun(Launcher):
         path, _ = find_command("srun", search.env.get("PATH", ""))
         if path:
             return cls(path, "--launcher srun" if search.wanted else "SLURM's own, in PATH")
-        raise ConfigError(
-            "this is a SLURM job, but there is no srun in PATH (a container often has none): launch outside of it, "
-            "or use --launcher hydra, openmpi or torchrun"
-        )
+        remedy = "launch outside of it, or use --launcher hydra, openmpi or torchrun"
+        raise ConfigError(f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}")
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return srun's command line."""
@@ -68,7 +66,7 @@ class Srun(Launcher):
         )  # fmt: skip
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return those of every launcher, and srun's own."""
+        """Return the variables of every launcher, and srun's own."""
         cores = str(self.cores_per_rank(request))
         why = "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal"
         ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why)}

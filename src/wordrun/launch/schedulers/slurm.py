@@ -43,14 +43,14 @@ class Slurm(Scheduler):
         elif site.cores:
             cores, cores_why = (site.cores,) * count, f"site {site.name}"
         devices, devices_why = devices_of(host, site)
-        # The first is set on a job's nodes alone; the second in salloc's shell on a login node, perhaps as a100:4.
+        # The first is set only on a job's nodes; the second in salloc's shell on a login node, perhaps as a100:4.
         for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
             gpus = re.fullmatch(r"(?:[^,]*:)?(\d+)", env.get(name, ""))
             if gpus:
                 devices, devices_why = int(gpus[1]), name
                 break
         listed = (1,) * count
-        # Without -n, SLURM_TASKS_PER_NODE is the number of CPUs, which is not a wish for as many ranks.
+        # Without -n, SLURM_TASKS_PER_NODE is the number of CPUs, which is not a request for that many ranks.
         if not (site.ranks_per_node or devices) and env.get("SLURM_NTASKS") and env.get("SLURM_TASKS_PER_NODE"):
             listed = _per_host("SLURM_TASKS_PER_NODE", env, count, notes)
         end, restarts = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_RESTART_COUNT", "")
@@ -126,13 +126,10 @@ class Slurm(Scheduler):
         """
         if number == signal.SIGTERM and _is_ending(job.id):
             return
-        steps = ["squeue", "--noheader", "--steps", "--jobs", job.id, "--format", "%i %j"]
-        listed = subprocess.run(steps, capture_output=True, text=True, timeout=10, check=False).stdout
-        for line in listed.splitlines():
+        for line in _output("squeue", "--noheader", "--steps", "--jobs", job.id, "--format", "%i %j").splitlines():
             number_of_step, _, name = line.partition(" ")
             if name.strip() == step:
-                words = ["scancel", f"--signal={signal.Signals(number).name}", number_of_step]
-                subprocess.run(words, capture_output=True, timeout=10, check=False)
+                _output("scancel", f"--signal={signal.Signals(number).name}", number_of_step)
 
 
 def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -162,17 +159,19 @@ def _per_host(name: str, env: Mapping[str, str], count: int, notes: list[str]) -
     if len(counts) < count:
         raise ConfigError(f"{name}={env[name]} counts {len(counts)} nodes, but SLURM_JOB_NODELIST names {count}")
     if len(counts) > count:
-        notes.append(
-            f"{name}={env[name]} counts more than the {count} nodes of SLURM_JOB_NODELIST; the rest is ignored"
-        )
+        more = f"counts more than the {count} nodes of SLURM_JOB_NODELIST; the rest is ignored"
+        notes.append(f"{name}={env[name]} {more}")
     return tuple(counts[:count])
 
 
 def _is_ending(job_id: str) -> bool:
     """Say whether SLURM is about to end a job: cancelled, requeued, preempted, or out of time."""
-    ask = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]
     try:
-        state = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+        state = _output("squeue", "--noheader", "--jobs", job_id, "--format", "%T").split()
     except (OSError, subprocess.TimeoutExpired):
         return False
     return state != [] and state[0] != "RUNNING"
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout

@@ -54,9 +54,9 @@ class Source:
     path: str | None
     """The file, folder or glob; None: it is neither."""
     origin: str
-    """Where it came from, for people and for run.json."""
+    """Where it came from, for the log and for run.json."""
     banner: str | None = None
-    """What everyone who looks at the results must know, if the text is not the one that was requested."""
+    """A warning beside all results, if the text is not the one that was requested."""
 
     is_tokens: ClassVar[bool] = False
     """Whether the source consists of tokens, which can be read without preparation."""
@@ -69,7 +69,7 @@ class Source:
 
     def files(self) -> list[Path] | None:
         """Return its files on this machine, in an order that is always the same; None: it has none."""
-        raise NotImplementedError
+        return None
 
     def size(self) -> int | None:
         """Return its size in bytes; None: unknown."""
@@ -117,7 +117,7 @@ def state_of(paths: Iterable[Path], root: Path) -> str:
     """Return a hash of the names relative to ``root``, sizes and modification times of files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
-        with contextlib.suppress(OSError):  # whoever reads it reports that it is missing
+        with contextlib.suppress(OSError):  # reading a missing file reports it
             stat = path.stat()
             digest.update(f"{os.path.relpath(path, root)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()

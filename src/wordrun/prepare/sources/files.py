@@ -74,13 +74,11 @@ def find(path: str) -> list[Path]:
 def _parts(path: Path, most: int, data: DataConfig) -> list[Part]:
     """Return the parts of one file, of about ``most`` bytes each."""
     try:
-        size = path.stat().st_size
-        with open(path, "rb"):
-            pass
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ConfigError(
-            f"data.path={path} cannot be read: {error.strerror}. Name a text file that you may read"
-        ) from None
+        message = f"data.path={path} cannot be read: {error.strerror}. Name a text file that you may read"
+        raise ConfigError(message) from None
     if size == 0:
         raise ConfigError(f"data.path={path} is empty: name a file with text, or use data=sample")
     if path.name.endswith((".gz", ".zst")):
@@ -101,19 +99,16 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
         path: for the message.
         at: their position in the file.
     """
+    if b"\0" in content:
+        zero = at + content.index(b"\0")
+        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {zero}): name a text in UTF-8")
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        if b"\0" in content[:4096]:
-            raise ConfigError(f"data.path={path} is a binary file: name a text in UTF-8") from None
         raise ConfigError(
             f"data.path={path} is not UTF-8 text (byte {at + error.start}): convert it, for example by "
             f"iconv -f latin1 -t utf-8 {path}"
         ) from None
-    if "\0" in text:
-        position = at + len(text[: text.index("\0")].encode())
-        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {position}): name a text in UTF-8")
-    return text
 
 
 def extent(item: WorkItem) -> tuple[int, int]:
@@ -151,30 +146,21 @@ def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
 
 
 def _of_lines(item: WorkItem, data: DataConfig) -> Iterator[str]:
-    number = 0
+    number, left = 0, sys.maxsize
+    since = f" after byte {item.start:,}" if item.start else ""
     try:
         with _unpacked(item.path) as file:
             if item.kind == "jsonl":
-                position, stop = _line(file, item.start), _line(file, item.stop)
+                position = _line(file, item.start)
+                left = _line(file, item.stop) - position
                 file.seek(position)
-            for line in file if item.kind == "packed" else _until(file, stop - position):
+            while left > 0 and (line := file.readline()):
+                left -= len(line)
                 number += 1
                 if line.strip():
-                    yield _field(line, data.text_key, f"{item.path} ({_position(item, number)})")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f"{item.path} is a damaged .gz ({error}, {_position(item, number)}): copy it again") from None
-    except OSError as error:
-        raise ConfigError(f"{item.path} is damaged ({error}, {_position(item, number)}): copy it again") from None
-
-
-def _until(file: IO[bytes], left: int) -> Iterator[bytes]:
-    while left > 0 and (line := file.readline()):
-        left -= len(line)
-        yield line
-
-
-def _position(item: WorkItem, number: int) -> str:
-    return f"line {number}" if item.start == 0 else f"line {number} after byte {item.start:,}"
+                    yield _field(line, data.text_key, f"{item.path} (line {number}{since})")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{item.path} is damaged ({error}, line {number}{since}): copy it again") from None
 
 
 def _unpacked(path: str) -> Any:

@@ -27,7 +27,7 @@ class HubSource(Source):
     def locate(cls, data: DataConfig) -> HubSource:
         """Return the data set, which is opened later."""
         parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
-        return cls(data, None, "Hugging Face data set " + ", ".join(part for part in parts if part))
+        return cls(data, None, "Hugging Face dataset " + ", ".join(part for part in parts if part))
 
     def files(self) -> list[Path] | None:
         """Return the files in a local folder."""
@@ -61,10 +61,10 @@ class HubSource(Source):
             raise ConfigError(
                 f"data.dataset={data.dataset} has no column data.text_key={data.text_key}, but {', '.join(columns)}"
             )
-        if hasattr(dataset, "num_shards") and not hasattr(dataset, "__len__"):
-            spans = [(shard, shard + 1) for shard in range(dataset.num_shards)]
-        else:
+        if hasattr(dataset, "__len__"):
             spans = [(start, min(start + ROWS, len(dataset))) for start in range(0, len(dataset), ROWS)]
+        else:
+            spans = [(shard, shard + 1) for shard in range(dataset.num_shards)]
         return [WorkItem(number, "hf", str(data.dataset), *span) for number, span in enumerate(spans)]
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
@@ -74,7 +74,7 @@ class HubSource(Source):
 
 def _folder(data: DataConfig) -> Path | None:
     """Return the local folder that data.dataset names, if it does."""
-    path = Path(os.path.expanduser(str(data.dataset)))
+    path = Path(str(data.dataset)).expanduser()
     return path if path.is_dir() else None
 
 
@@ -96,10 +96,8 @@ def open_dataset(data: DataConfig) -> Any:
         if folder is not None and any(folder.glob("**/state.json")):
             table = datasets.load_from_disk(str(folder))
             return table[data.split] if isinstance(table, datasets.DatasetDict) else table
-        return datasets.load_dataset(
-            str(folder or data.dataset), name=data.subset, split=data.split, revision=None if folder else data.revision,
-            streaming=True,
-        )  # fmt: skip
+        name, revision = str(folder or data.dataset), None if folder else data.revision
+        return datasets.load_dataset(name, data.subset, split=data.split, revision=revision, streaming=True)
     except (KeyError, ValueError, FileNotFoundError) as error:
         if folder is None and _is_offline(error):
             raise _unreachable(data, error) from None
@@ -153,7 +151,7 @@ def _is_offline(error: BaseException) -> bool:
 def _unreachable(data: DataConfig, error: BaseException) -> UserError:
     subset = f" data.subset={data.subset}" if data.subset else ""
     return UserError(
-        f"data={data.name}: the Hugging Face data set {data.dataset} could not be downloaded ({first_line(error)}). On "
+        f"data={data.name}: the Hugging Face dataset {data.dataset} could not be downloaded ({first_line(error)}). On "
         "a machine with network access (a login node), with the same $WORDRUN_DATA_HOME: wordrun prepare "
         f"data={data.name}; or download it with: hf download --repo-type dataset {data.dataset} --local-dir DIR, and "
         f"prepare here with data.dataset=DIR{subset}."

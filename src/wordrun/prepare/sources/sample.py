@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 
 from wordrun.config import DataConfig
 from wordrun.prepare.sources.base import Document, Source, WorkItem
@@ -92,12 +91,9 @@ class SampleSource(Source):
         """Return the sample, which needs no file."""
         return cls(data, None, "embedded sample: synthetic play-like text")
 
-    def files(self) -> list[Path]:
-        """Return nothing: the text is made here."""
-        return []
-
-    def state(self) -> None:
-        """Return nothing: the text never changes."""
+    def size(self) -> int:
+        """Return 0: nothing is read."""
+        return 0
 
     def items(self) -> list[WorkItem]:
         """Return one work item."""
