@@ -88,8 +88,8 @@ class Splitter:
             precision = MixedPrecisionPolicy(spec.dtype, TORCH_DTYPES[options.reduce_dtype])
         if options.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=spec.device.type != "cpu")
-        again = options.reshard_after_forward
-        fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=precision, offload_policy=offload)
+        reshard = options.reshard_after_forward
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
         """Let each block prefetch the parameters of the next ones, in both directions."""
