@@ -97,7 +97,7 @@ class NativeBackend:
         return norm
 
     def complete_gradients(self) -> None:
-        """Finish what the backward passes have left of reducing the gradients."""
+        """Finish reducing the gradients where the backward passes have not."""
 
     def total_norm(self) -> Tensor:
         """Return the norm of the gradients of the full model."""

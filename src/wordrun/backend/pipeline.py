@@ -131,12 +131,9 @@ class PipelineBackend(FSDPBackend):
             (gradient,) = mine
             peer = self.owners[-1] if self.parts[0].is_first else self.owners[0]
             theirs = torch.empty_like(gradient)
-            for work in dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, gradient.contiguous(), group=self.group, group_peer=peer),
-                    dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
-                ]
-            ):
+            send = dist.P2POp(dist.isend, gradient.contiguous(), group=self.group, group_peer=peer)
+            receive = dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer)
+            for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
             gradient += theirs
 

@@ -88,8 +88,8 @@ class Splitter:
             precision = MixedPrecisionPolicy(spec.dtype, TORCH_DTYPES[options.reduce_dtype])
         if options.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=spec.device.type != "cpu")
-        again = options.reshard_after_forward
-        fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=precision, offload_policy=offload)
+        reshard = options.reshard_after_forward
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
         """Let each block prefetch the parameters of the next ones, in both directions."""
@@ -128,9 +128,7 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     total = torch.zeros((), device=device)
     # The same order on every rank, whichever kinds it has.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
-        squares = torch.zeros((), device=device)
-        if axes in shards:
-            squares += (nn.utils.get_total_norm(shards[axes]).to(device)) ** 2
+        squares = nn.utils.get_total_norm(shards.get(axes, [])).to(device) ** 2
         for axis in axes:
             if mesh[axis].size() > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))

@@ -16,6 +16,7 @@ class Stopwatch:
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._laps: list[tuple[str, Any, Any]] = []  # label, begin and end: seconds on a CPU, otherwise events
+        self.start()
 
     def start(self) -> None:
         """Begin to count; what went before is left out."""

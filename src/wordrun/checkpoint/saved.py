@@ -89,14 +89,13 @@ def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
         UserError: there is no such checkpoint (the message lists those there are), or all are damaged.
     """
     candidates = folders.choose(Path(run_dir), which)
-    for each in reversed(candidates):
+    while True:
         try:
-            return _open(each, check)
+            return _open(candidates.pop(), check)
         except DamagedError as error:
-            if each is candidates[0]:
+            if not candidates:
                 raise
             LOGGER.warning("%s; taking the one before it", error)
-    raise AssertionError("choose returns at least one")
 
 
 def _open(folder: Folder, check: bool) -> Saved:
@@ -104,8 +103,5 @@ def _open(folder: Folder, check: bool) -> Saved:
     problem = folder.check_content(manifest["files"], manifest) if check else ""
     if problem:
         raise DamagedError(problem)
-    try:
-        tokenizer = (folder.path / folders.TOKENIZER).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{folder.path / folders.TOKENIZER}: {error.strerror}") from None
+    tokenizer = (folder.path / folders.TOKENIZER).read_text(encoding="utf-8")
     return Saved(folder.path, folder.step, from_plain(manifest["config"]), tokenizer, manifest["vocab_size"], manifest)

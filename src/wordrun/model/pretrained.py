@@ -49,9 +49,8 @@ def fetch(source: str) -> Path:
     try:
         for name in FORMATS:
             stem, suffix = os.path.splitext(name)
-            folder = Path(
-                snapshot_download(source, allow_patterns=["config.json", f"{stem}*{suffix}", f"{name}{INDEX}"])
-            )
+            patterns = ["config.json", f"{stem}*{suffix}", f"{name}{INDEX}"]
+            folder = Path(snapshot_download(source, allow_patterns=patterns))
             if any(folder.glob(f"{stem}*{suffix}")):
                 break
     except Exception as error:  # of the network, the hub or its cache
@@ -152,12 +151,9 @@ def _gpt2(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
     tanh = facts.get("activation_function") in ("gelu_new", "gelu_pytorch_tanh")
     return cfg, {
         "activation_function": facts["activation_function"] if tanh or cfg.gelu == "none" else "gelu_new",
-        "n_inner": facts.get("n_inner") and 4 * cfg.n_embd,
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "tie_word_embeddings": True,
-    }
+        "n_inner": facts.get("n_inner") and 4 * cfg.n_embd, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    }  # fmt: skip
 
 
 def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
