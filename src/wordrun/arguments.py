@@ -14,9 +14,7 @@ from wordrun.errors import ConfigError, UserError, nearest
 
 Options = TypeVar("Options")
 Checked = TypeVar("Checked", bound=Section)
-TYPES: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"), "float": (float, "a number"), "str": (str, "text"),
-}  # fmt: skip
+TYPES: dict[str, tuple[Any, str]] = {"int": (int, "a whole number"), "float": (float, "a number"), "str": (str, "text")}
 
 
 def run(cls: type[Checked], usage: str, action: Callable[[Checked], None], argv: Sequence[str] | None) -> int:

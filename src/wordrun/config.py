@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import math
 import textwrap
@@ -15,7 +16,6 @@ from functools import cache
 from typing import Any
 
 from wordrun.errors import UserError
-from wordrun.registry import Part
 from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
 
 DTYPES = {
@@ -754,6 +754,21 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 def documentation(cls: type[Any]) -> dict[str, str]:
     """Return the documentation of each field of a config dataclass, those of its bases included."""
     return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: its options, and the class or function that they configure."""
+
+    options: type[Any]
+    """A dataclass with the default, type and documentation of every option."""
+    target: str
+    """``package.module:Name``; the module is imported when the part is built, and not before."""
+
+    def load(self) -> Any:
+        """Return the class or function that ``target`` names."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 PARTS: dict[str, dict[str, Part]] = {

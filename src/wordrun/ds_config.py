@@ -91,10 +91,9 @@ def _settings(
 
 def _optimizer_params(optimizer: OptimizerConfig) -> dict[str, tuple[str, Any]]:
     """Return DeepSpeed's parameters of an optimizer, which have torch's names."""
-    params: dict[str, tuple[str, Any]] = {"lr": ("optimizer.learning_rate", optimizer.learning_rate)}
-    params["weight_decay"] = ("optimizer.weight_decay", optimizer.weight_decay)
-    common = {f.name for f in fields(OptimizerConfig)}
+    common = {f.name for f in fields(OptimizerConfig)} - {"weight_decay"}
     own: dict[str, Any] = {f.name: getattr(optimizer, f.name) for f in fields(optimizer) if f.name not in common}
+    params: dict[str, tuple[str, Any]] = {"lr": ("optimizer.learning_rate", optimizer.learning_rate)}
     if "beta1" in own:
         params["betas"] = ("optimizer.beta1 and beta2", [own.pop("beta1"), own.pop("beta2")])
         params["eps"] = ("optimizer", 1e-8)

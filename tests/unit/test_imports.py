@@ -25,12 +25,11 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"errors", "files", "slurm", "ports", "run_id", "log"}
-CONFIG = BASE | {"dist", "config", "registry", "validation", "ds_config", "checks", "composer"}
+CONFIG = BASE | {"dist", "config", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
-    "registry": set(),
     "devices": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
@@ -38,7 +37,7 @@ MAY_USE: dict[str, set[str]] = {
     "run_id": set(),
     "log": {"errors"},
     "dist": BASE,
-    "config": {"errors", "registry", "validation"},
+    "config": {"errors", "validation"},
     "ds_config": {"errors", "config"},
     "checks": {"errors", "validation", "dist", "config", "ds_config"},
     "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},

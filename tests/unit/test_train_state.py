@@ -13,9 +13,8 @@ import pytest
 
 import wordrun
 from wordrun.checkpoint.saved import find
-from wordrun.config import PARTS, EarlyStopConfig, TrackerConfig, from_plain, to_plain
+from wordrun.config import PARTS, EarlyStopConfig, Part, TrackerConfig, from_plain, to_plain
 from wordrun.errors import ConfigError
-from wordrun.registry import Part
 from wordrun.track import Tracker
 from wordrun.track.jsonl import read
 from wordrun.train.hooks.early_stop import EarlyStop

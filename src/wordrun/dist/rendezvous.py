@@ -45,11 +45,9 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     port: int | str = 0
     if world.rank == 0:
         wanted = int(os.environ.get("MASTER_PORT") or 0) if decided else 0
-        for candidate in dict.fromkeys((wanted, 0)):
+        for choice in dict.fromkeys((wanted, 0)):
             try:
-                store = TCPStore(
-                    address, candidate, world.size, is_master=True, timeout=timeout, wait_for_workers=False
-                )
+                store = TCPStore(address, choice, world.size, is_master=True, timeout=timeout, wait_for_workers=False)
                 port = store.port
                 break
             except Exception as error:  # torch raises DistNetworkError or RuntimeError by version

@@ -223,7 +223,7 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     store = shared_store(world, timeout_s)
     try:
         torch.distributed.init_process_group(
-            _group_backend(chosen), store=c10d.PrefixStore("wordrun/group", store),
+            _group_backend(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
             rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
             device_id=chosen if chosen.type != "cpu" else None,
         )  # fmt: skip

@@ -63,7 +63,7 @@ def count_devices(env: Mapping[str, str], root: str = "/") -> tuple[int, str]:
     amd = sum(_gpu_id(path) != 0 for path in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")))
     if amd:
         return amd, "/sys/class/kfd"
-    return 0, "neither /proc/driver/nvidia nor /sys/class/kfd lists one"
+    return 0, "none in /proc/driver/nvidia or /sys/class/kfd"
 
 
 def _gpu_id(path: str) -> int:

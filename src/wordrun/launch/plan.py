@@ -81,9 +81,9 @@ def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | N
     """Return OMP_NUM_THREADS for a rank that has ``cores`` (None: leave it unchanged), and why."""
     given = env.get("OMP_NUM_THREADS")
     if given is None:
-        return str(cores), "cores of a rank"
+        return str(cores), "cores per rank"
     if SCHEDULERS[scheduler].sets_threads(env):
-        return str(cores), f"cores of a rank, instead of {scheduler.upper()}'s {given}"
+        return str(cores), f"cores per rank, instead of {scheduler.upper()}'s {given}"
     return None, f"kept: OMP_NUM_THREADS={given} was exported"
 
 
@@ -110,7 +110,7 @@ def _meeting(request: Request) -> dict[str, Setting]:
     hosts = ",".join(request.hosts)
     return {
         "MASTER_ADDR": (address, why),
-        "MASTER_PORT": (str(decided.port), "a random port that was free just now"),
+        "MASTER_PORT": (str(decided.port), "a free port, chosen at random"),
         "WORDRUN_LAUNCH_ID": (decided.launch_id, ""),
         "WORDRUN_RUN_ID": (decided.run.run_id, decided.run.why),
         "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
@@ -131,7 +131,7 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         yield "PYTHONFAULTHANDLER", ("1", "--idle-timeout: stuck ranks print their stacks")
     loopback = next((name for name in decided.interfaces if name in ("lo", "lo0")), "")
     if request.ranks.nodes == 1 and request.ranks.np > 1 and loopback and "GLOO_SOCKET_IFNAME" not in env:
-        yield "GLOO_SOCKET_IFNAME", (loopback, "one host: gloo needs no host name that resolves")
+        yield "GLOO_SOCKET_IFNAME", (loopback, "single host: the loopback interface needs no name resolution")
     if decided.terminal and (launcher.in_between or watched):
         yield "WORDRUN_TERMINAL", (decided.terminal, "ranks cannot see the terminal that launch writes to")
     if decided.own_bin not in env.get("PATH", "").split(os.pathsep):

@@ -104,11 +104,9 @@ def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str,
     if SCHEDULERS[job.scheduler].checks_names and not options.dry_run:
         absent = address.unresolved(job.hosts[: ranks.nodes], here, address.is_unknown)
         if absent:
-            names = f"{', '.join(absent[:5])}{', ...' * (len(absent) > 5)}"
+            names = f"{', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be resolved here"
             remedy = "if only the launcher knows these names, set the first host's address by --env MASTER_ADDR=ADDRESS"
-            raise ConfigError(
-                f"{job.reasons['hosts']}: {names} cannot be resolved here: correct the list, or, {remedy}"
-            )
+            raise ConfigError(f"{job.reasons['hosts']}: {names}: correct the list, or, {remedy}")
     return master, why
 
 

@@ -112,7 +112,7 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     launcher = f"{plan.launcher.name} {plan.launcher.path}".strip()
     lines = [
         f"# {ranks}: {plan.reasons['ranks']}",
-        f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'none of the known ones')})",
+        f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'not one of the known sites')})",
         f"# scheduler: {plan.job.scheduler} {plan.job.id} ({plan.reasons['scheduler']})".replace("  ", " "),
         f"# hosts: {' '.join(plan.hosts[:SHOWN])}{' ...' * (len(plan.hosts) > SHOWN)} ({plan.reasons['hosts']})",
         f"# cores: {plan.job.cores[0]} ({plan.reasons['cores']})",
@@ -123,13 +123,13 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     if "OMP_NUM_THREADS" not in plan.env:
         lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")
     if plan.env_unset:
-        lines.append(f"unset {' '.join(plan.env_unset)}  # an earlier launcher's")
+        lines.append(f"unset {' '.join(plan.env_unset)}  # set by an earlier launcher")
     for name, value in plan.env.items():
         why = plan.reasons.get(name)
         lines.append(f"export {name}={shlex.quote(mask(name, value))}" + (f"  # {why}" if why else ""))
     for path, text in plan.files.items():
         lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
-        lines.append(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}  # the hosts, for the launcher")
+        lines.append(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}  # the launcher's host file")
     return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
 
 

@@ -192,35 +192,29 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
 
 
 def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    problems = [] if options.walltime else ["--submit needs --walltime H:MM:SS"]
-    np, nodes, ppn = options.np, node_count(options, site), options.ppn
-    if np and ppn and np != nodes * ppn:
-        # Otherwise the launch inside the job would refuse it, perhaps after a night in the queue.
-        problems.append(f"-n {np} on {nodes} nodes is not --ppn {ppn}; leave one of -n, -N and --ppn out")
-    problems += _part_of_a_node(options, site, scheduler)
-    if site.submit.get("account_needed") and not options.account:
-        problems.append(f"--submit on {site.name} needs --account PROJECT")
-    if site.submit.get("queue_needed") and not options.queue:
-        problems.append(f"--submit on {site.name} needs --queue NAME")
-    if options.queue and site.queues and options.queue not in site.queues:
-        # The list may be outdated: reject only likely misspellings, and let the scheduler decide.
-        hint = nearest(options.queue, site.queues)
-        if hint:
-            problems.append(f"--queue {options.queue} is not one of {site.name}'s {', '.join(site.queues)}{hint}")
-    queue = site.queue(options.queue)
+    np, nodes, ppn, queue = options.np, node_count(options, site), options.ppn, site.queue(options.queue)
     least, most = queue.get("nodes", (1, nodes))
-    if not least <= nodes <= most:
-        asked = f"-N {nodes}" if options.nodes else f"{nodes} nodes (for -n {np})"
-        problems.append(f"{asked}: {site.name}'s queue {options.queue} takes {least} to {most} nodes")
-    hours = queue.get("hours", float("inf"))
-    jobs = "jobs"
+    asked = f"-N {nodes}" if options.nodes else f"{nodes} nodes (for -n {np})"
+    hours, jobs = queue.get("hours", float("inf")), "jobs"
     if isinstance(hours, Mapping):
-        hours = next((limit for most, limit in sorted(hours.items()) if nodes <= most), float("inf"))
+        hours = next((limit for size, limit in sorted(hours.items()) if nodes <= size), float("inf"))
         jobs = f"jobs of {nodes} node{'s' * (nodes > 1)}"
-    if options.walltime and seconds(options.walltime) > 3600 * hours:
-        limit = f"{site.name}'s queue {options.queue} ends {jobs} after {hours} h"
-        problems.append(f"--walltime {options.walltime}: {limit}")
-    return problems
+    too_long = options.walltime and seconds(options.walltime) > 3600 * hours
+    # The list of queues may be outdated: reject only likely misspellings, and let the scheduler decide.
+    hint = nearest(options.queue, site.queues) if options.queue and options.queue not in site.queues else ""
+    named = f"{site.name}'s queue {options.queue}"
+    uneven = f"-n {np} on {nodes} nodes is not --ppn {ppn}; leave one of -n, -N and --ppn out"
+    checks = (
+        (options.walltime is None, "--submit needs --walltime H:MM:SS"),
+        # Otherwise the launch inside the job would refuse it, perhaps after a night in the queue.
+        (np and ppn and np != nodes * ppn, uneven),
+        (site.submit.get("account_needed") and not options.account, f"--submit on {site.name} needs --account PROJECT"),
+        (site.submit.get("queue_needed") and not options.queue, f"--submit on {site.name} needs --queue NAME"),
+        (hint, f"--queue {options.queue} is not one of {site.name}'s {', '.join(site.queues)}{hint}"),
+        (not least <= nodes <= most, f"{asked}: {named} takes {least} to {most} nodes"),
+        (too_long, f"--walltime {options.walltime}: {named} ends {jobs} after {hours} h"),
+    )
+    return [problem for wrong, problem in checks if wrong] + _part_of_a_node(options, site, scheduler)
 
 
 def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[str]:

@@ -169,8 +169,7 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
 
     def task(composed: DictConfig) -> None:
         with dist.guard(world):
-            status = train(to_config(composed, run_dir=str(Path(HydraConfig.get().runtime.output_dir))), world)
-            if status:
+            if status := train(to_config(composed, run_dir=HydraConfig.get().runtime.output_dir), world):
                 raise SystemExit(status)
 
     return _hydra(arguments, task)
@@ -207,20 +206,14 @@ def _help(args: Namespace) -> int:
     disposition = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `wordrun --help | head` ends without a traceback
     print(USAGE)
     print("Config groups and their files (choose a backend with train.backend=NAME):")
-    for group, options in _groups().items():
-        print(textwrap.fill(" ".join(options), 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
+    conf = Path(str(importlib.resources.files("wordrun.conf")))
+    for group in (*SCHEMAS, "experiment"):
+        names = " ".join(sorted(file.stem for file in (conf / group).glob("*.yaml")))
+        print(textwrap.fill(names, 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
     for section, node in parts_in(cfg).items():
         print(f"\n{section}: {type(node).__doc__}")
         print("\n".join(describe(node, f"{section}.", width=35)))
-    print(
-        "\nA run writes to hydra.run.dir, by default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest.",
-        flush=True,
-    )
+    print("\nA run writes to hydra.run.dir, by default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest.")
+    sys.stdout.flush()
     signal.signal(signal.SIGPIPE, disposition)
     return 0
-
-
-def _groups() -> dict[str, list[str]]:
-    """Return the config groups and the names of their files."""
-    conf = Path(str(importlib.resources.files("wordrun.conf")))
-    return {group: sorted(file.stem for file in (conf / group).glob("*.yaml")) for group in (*SCHEMAS, "experiment")}

@@ -46,10 +46,8 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 def device_name(device: torch.device) -> str:
     """Return the model name of ``device``."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "xpu":
-        return torch.xpu.get_device_name(device)
+    if device.type in ("cuda", "xpu"):
+        return str(getattr(torch, device.type).get_device_name(device))
     return "cpu"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -19,8 +17,7 @@ from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import rng
-from wordrun.train.run import Start
-from wordrun.train.run_dir import read_record
+from wordrun.train.run import Start, read_record
 from wordrun.train.training import Training
 
 FREE = {
@@ -45,10 +42,7 @@ def find(cfg: Config, world: dist.World) -> Start:
     Every rank must call this, and all verify the checkpoint's files together.
     """
     requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    found = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
-    if found is None:
-        return Start()
-    run_dir, checkpoints = found
+    run_dir, checkpoints = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
     if not checkpoints:
         return Start(run_dir)
     newest = checkpoints[-1]
@@ -58,8 +52,8 @@ def find(cfg: Config, world: dist.World) -> Start:
     return Start(run_dir, folder, manifest, newest.step)
 
 
-def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None:
-    """Return the run to resume and its checkpoints that are eligible, oldest first; None: there is no run yet.
+def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]:
+    """Return the run to resume (None: a new run) and its checkpoints that are eligible, oldest first.
 
     Args:
         cfg: the config.
@@ -70,14 +64,14 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None
     """
     wish = cfg.train.resume or ("auto" if requested else None)
     if wish is None:
-        return None
+        return None, []
     here = Path(cfg.run_dir).resolve()
     begun = read_record(here) if cfg.run_dir else {}
     run_dir, found = (here, []) if wish == "auto" else folders.locate(Path(wish))
     named = str(found[-1].path) if found else ""
     again = requested and run_dir == here
     if wish == "auto" or again or (begun and begun.get("resumed_from", {}).get("named") == named):
-        return (here, folders.all_in(here)) if begun else None
+        return (here, folders.all_in(here)) if begun else (None, [])
     if run_dir != here and begun:
         raise ConfigError(
             f"hydra.run.dir={here} already contains a run, which train.resume={wish} would overwrite: choose another "
@@ -117,11 +111,12 @@ def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[st
 
 
 def resume(trainer: Training, start: Start) -> None:
-    """Continue a new trainer's run from ``start``, which ``find`` returned."""
+    """Seed this rank, and continue the run from the checkpoint of ``start``, which ``find`` returned, if it has one."""
+    seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
     if start.folder is None:
         return
     path = start.folder.path
-    check_options({**fixed_options(trainer.cfg), **_facts(trainer)}, start.manifest, path)
+    check_options(trainer, start.manifest, path)
     load(trainer, path, start.manifest)
     trainer.state.load_state_dict(start.manifest)
     LOGGER.info("resumed from %s at step %d", path, trainer.step)
@@ -138,17 +133,15 @@ def fixed_options(cfg: Config) -> dict[str, Any]:
     }
 
 
-def check_options(ours: dict[str, Any], manifest: dict[str, Any], folder: Path) -> None:
-    """Refuse to resume with options that contradict the checkpoint.
+def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> None:
+    """Refuse to resume from the checkpoint in ``folder`` with options that contradict it.
 
-    Args:
-        ours: the options of this run, and what else has to be the same, by names that people know.
-        manifest: of the checkpoint; options that are newer than it have their defaults in both.
-        folder: the checkpoint.
+    Options that are newer than the checkpoint have their defaults in both.
 
     Raises:
         ConfigError: names each option with both values.
     """
+    ours = {**fixed_options(trainer.cfg), **_facts(trainer)}
     theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
     # Before there were schedules, an option of the optimizer chose between two of them.
     theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
@@ -158,12 +151,9 @@ def check_options(ours: dict[str, Any], manifest: dict[str, Any], folder: Path) 
         if name in theirs and theirs[name] != value
     ]
     if different:
-        raise ConfigError(
-            "\n".join([
-                f"the options differ from those of the checkpoint {folder}:", *different,
-                f"use the checkpoint's options, or only its weights: train.init_from={folder}",
-            ])
-        )  # fmt: skip
+        remedy = f"use the checkpoint's options, or only its weights: train.init_from={folder}"
+        first = f"the options differ from those of the checkpoint {folder}:"
+        raise ConfigError("\n".join([first, *different, remedy]))
 
 
 def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
@@ -196,13 +186,12 @@ def rng_name(rank: int) -> str:
 
 def manifest(trainer: Training) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the run, besides its files."""
-    cfg, fixed = trainer.cfg, fixed_options(trainer.cfg)
+    cfg = trainer.cfg
     return {
         **trainer.state.state_dict(), **trainer.task.manifest(trainer.state.position), "time": time.time(),
         "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
-        "config": to_plain(cfg), "fixed": fixed,
-        "config_hash": hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16],
-        "facts": _facts(trainer), "trackers": trainer.run.tracker_states(),
+        "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
+        "trackers": trainer.run.tracker_states(),
         "hooks": {type(hook).__name__: state for hook in trainer.hooks if (state := hook.state_dict())},
     }  # fmt: skip
 

@@ -12,13 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wordrun import backend as backends
-from wordrun import compat, dist, log
-from wordrun.backend import StepResult
+from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
 from wordrun.config import PARTS, Config, part_of
 from wordrun.data.batch import Batch
-from wordrun.dist.setup import seed_everything
 from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.train import finite, profile, resume, rng
@@ -60,12 +57,9 @@ class Trainer(Training):
     task: LanguageTask
 
     def __init__(
-        self,
-        cfg: Config,
-        world: dist.World | None = None,
-        log_handle: log.LogHandle | None = None,
+        self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None,
         hooks: Sequence[Hook] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cfg = cfg
         self.state = TrainState()
         # The run draws from RNG states of its own, so that the caller and other trainers do not change it.
@@ -93,11 +87,10 @@ class Trainer(Training):
         self.task = LanguageTask(cfg, world, self.layout)
         weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
-        self.backend = backends.build(
-            backends.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
-        )
-        self.loader = self.task.loader(self.gas, self.backend.device)
+        spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
+        self.backend = backend.build(spec)
         closers.callback(self.backend.close)
+        self.loader = self.task.loader(self.gas, self.backend.device)
         closers.callback(self.loader.close)
         count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
         self.validation = self.task.validation_set(count)
@@ -105,13 +98,12 @@ class Trainer(Training):
             self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
             self.task.tokens_per_example, self.task.flops_per_example,
         )  # fmt: skip
-        self.result: StepResult
+        self.result: backend.StepResult
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
         configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
         self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
         self.run = Run(cfg, world)
-        seed_everything(resume.rank_seed(cfg, world.rank))
         resume.resume(self, self.start)
         written = self.step if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer.to_json(), written)
@@ -146,20 +138,19 @@ class Trainer(Training):
                 hook.at_end(self)
         return self.summary()
 
-    def _train_step(self, lr: float) -> StepResult:
+    def _train_step(self, lr: float) -> backend.StepResult:
         self.meter.clock.start()
         batches = self._micro_batches()
         self.meter.clock.lap("data")
         try:
             return self.backend.train_step(batches, lr, self.meter.clock)
         except Exception as error:
-            if self.cfg.train.compile and compat.is_compile_error(error):
-                reason = first_line(error)
-                raise UserError(
-                    f"train.compile=true: torch.compile failed to compile the model ({reason}): "
-                    "install a C++ compiler (g++), or use train.compile=false"
-                ) from error
-            raise
+            if not (self.cfg.train.compile and compat.is_compile_error(error)):
+                raise
+            raise UserError(
+                f"train.compile=true: torch.compile failed to compile the model ({first_line(error)}): "
+                "install a C++ compiler (g++), or use train.compile=false"
+            ) from error
 
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's examples, a batch for each micro-step.
@@ -182,13 +173,9 @@ class Trainer(Training):
 
     def save(self, *, best: bool = False) -> None:
         """Make a checkpoint of the run as it is now; every rank must call this, during ``train``."""
-        rng_now = rng.to_tensor(rng.capture())
-        self.checkpoints.save(
-            self.step,
-            lambda: self.backend.begin_save({resume.rng_name(self.world.rank): rng_now}),
-            partial(resume.manifest, self),
-            best=best,
-        )
+        self.checkpoints.wait()  # one copy of the training state at a time
+        copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
+        self.checkpoints.save(self.step, copy, resume.manifest(self), best=best)
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
@@ -261,13 +248,11 @@ class Trainer(Training):
     def _facts(self) -> dict[str, Any]:
         seed = self.cfg.train.seed
         return {
-            **self.task.facts(),
-            "device_name": device_name(self.backend.device),
-            "dtype": str(self.backend.dtype).removeprefix("torch."),
-            "global_batch_size": self.examples_per_step,
+            **self.task.facts(), "device_name": device_name(self.backend.device),
+            "dtype": str(self.backend.dtype).removeprefix("torch."), "global_batch_size": self.examples_per_step,
             "gradient_accumulation_steps": self.gas,
             "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(self.cfg, 0)},
-        }
+        }  # fmt: skip
 
     def _announce(self, facts: dict[str, Any]) -> None:
         cfg, world = self.cfg, self.world

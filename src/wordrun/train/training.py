@@ -17,17 +17,7 @@ from wordrun.train.state import TrainState
 
 
 class Task(Protocol):
-    """What a run learns: its examples, what they cost, and the facts that describe them."""
-
-    tokens_per_example: int
-    flops_per_example: int
-    """Floating-point operations of an example's forward and backward pass."""
-
-    def hooks(self) -> Sequence[Hook]:
-        """Return hooks that every run of this task has."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what run.json says of the data and the model."""
+    """What a run learns, as far as checkpoints are concerned."""
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
@@ -61,11 +51,6 @@ class Training(Protocol):
     def step(self) -> int:
         """Optimizer steps so far."""
         return self.state.step
-
-    @property
-    def position(self) -> int:
-        """Examples taken from the data so far, by all ranks together."""
-        return self.state.position
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -106,16 +91,16 @@ class Hook:
     """Something that happens between steps, on every rank; each hook decides for itself whether it is due."""
 
     def at_start(self, trainer: Training) -> None:
-        """Is called before the first step."""
+        """Called before the first step."""
 
     def after_step(self, trainer: Training) -> None:
-        """Is called after each step that counts; ``trainer.state.step`` includes it."""
+        """Called after each step that counts; ``trainer.state.step`` includes it."""
 
     def at_end(self, trainer: Training) -> None:
-        """Is called after the last step, unless the run was interrupted."""
+        """Called after the last step, unless the run was interrupted."""
 
     def close(self) -> None:
-        """Is called however the run ended."""
+        """Called however the run ended."""
 
     def stop_reason(self) -> str:
         """Return why the run should end after this step, the same on all ranks; empty: it should not."""
