@@ -223,4 +223,4 @@ def test_a_damaged_parquet_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "says"), [("", "has no .txt, .jsonl"), ("*.txt", "matches no file")])
 def test_no_files_are_one_message(path: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        files.find(f"{tmp_path}/{path}")
+        FileSource.locate(DataConfig(path=f"{tmp_path}/{path}")).files()

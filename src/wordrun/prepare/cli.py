@@ -63,15 +63,15 @@ def prepare(
 ) -> None:
     """Prepare the data set that ``overrides`` describe, unless it exists; every rank must call this."""
     with contextlib.ExitStack() as stack:
-        begun = _begin(overrides, world, stack) if world.rank == 0 else None
+        begun = _begin(overrides, stack) if world.rank == 0 else None
         cfg, folder, preparation = dist.share(begun, world)
         if preparation is not None:
             with _progress_shown(world, handle, cfg.data.name) as show:
                 run.execute(preparation, world, show)
     if world.rank == 0:
-        report(folder)
+        found = manifest.load(folder)
+        report(folder, found)
         if verify:
-            found = manifest.load(folder)
             if problems := manifest.verify(folder, found):
                 raise ConfigError("\n".join([*problems, f"remove {folder} and prepare the data again"]))
             LOGGER.info("all %d shards match their checksums", len(found.train) + len(found.val))
@@ -81,9 +81,7 @@ def prepare(
             show_statistics(folder, cfg, handle.screen)
 
 
-def _begin(
-    overrides: Sequence[str], world: dist.World, stack: contextlib.ExitStack
-) -> tuple[Config, Path, run.Preparation | None]:
+def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Config, Path, run.Preparation | None]:
     """Return the config, the folder, and the remaining work, if any; the folder is locked until ``stack`` is closed.
 
     Raises:
@@ -143,9 +141,8 @@ def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iter
         yield show
 
 
-def report(folder: Path) -> None:
-    """Log what is in ``folder``."""
-    found = manifest.load(folder)
+def report(folder: Path, found: manifest.Manifest) -> None:
+    """Log the contents of ``folder``, which its manifest describes."""
     LOGGER.info("%s: %s", found.name, found.origin)
     for split in manifest.SPLITS:
         tokens, documents, count = found.tokens(split), found.documents(split), len(getattr(found, split))

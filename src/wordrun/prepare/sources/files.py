@@ -30,8 +30,23 @@ class FileSource(Source):
     """The files that data.path names."""
 
     def files(self) -> list[Path]:
-        """Return the files in the order of their names."""
-        return find(str(self.path))
+        """Return one file, those in a folder, or those that match a glob, in the order of their names.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        path = str(self.path)
+        if os.path.isdir(path):
+            found = [p for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
+            what = f"has no {', '.join(SUFFIXES)}: name a folder with some"
+        elif glob.has_magic(path) and not os.path.exists(path):
+            found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
+            what = "matches no file: put it in quotes, so that the shell does not expand it, and check the spelling"
+        else:
+            return [Path(path).absolute()]
+        if not found:
+            raise ConfigError(f"data.path={path} {what}")
+        return sorted(p.absolute() for p in found)
 
     def items(self) -> list[WorkItem]:
         """Return work items of about data.shard_mb each; a compressed file is one."""
@@ -49,26 +64,6 @@ class FileSource(Source):
         if item.kind == "text":
             return _of_text(item)
         return cleaned(_of_rows(item, self.data) if item.kind == "parquet" else _of_lines(item, self.data))
-
-
-def find(path: str) -> list[Path]:
-    """Return the files that ``path`` names, in the order of their names: one file, those in a folder, or of a glob.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    path = os.path.expanduser(path)
-    if os.path.isdir(path):
-        found = [p for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
-        what = f"has no {', '.join(SUFFIXES)}: name a folder with some"
-    elif glob.has_magic(path) and not os.path.exists(path):
-        found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
-        what = "matches no file: put it in quotes, so that the shell does not expand it, and check the spelling"
-    else:
-        return [Path(path).absolute()]
-    if not found:
-        raise ConfigError(f"data.path={path} {what}")
-    return sorted(p.absolute() for p in found)
 
 
 def _parts(path: Path, most: int, data: DataConfig) -> list[Part]:
