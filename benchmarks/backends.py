@@ -27,8 +27,9 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 import wordrun
 from memory_peak import peak
 from wordrun import dist
+from wordrun.backend.native import full, local
 from wordrun.backend.pipeline import blocks_of
-from wordrun.backend.split import full, local, reduce_gradients
+from wordrun.backend.split import reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import AdamWConfig
 from wordrun.model import Transformer, materialise, meta_model

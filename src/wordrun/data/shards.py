@@ -38,6 +38,12 @@ MOST_READ = 2**27
 """Tokens that are read at once, at most: the kernel reads less than 2 GiB."""
 
 
+_open_files: weakref.WeakSet[_File] = weakref.WeakSet()
+"""All of this process."""
+_wanted = 0
+"""Number of files that all ``Tokens`` of this process have."""
+_lock = threading.Lock()
+
 checksum = xxhash.xxh3_128
 """Makes a digest for the checksum of a shard. It is as fast as memory, but not cryptographic."""
 
@@ -122,28 +128,15 @@ def dtype_for(vocab_size: int) -> str:
 
 
 class _File:
-    """A file that is open for reading until it is garbage-collected, and a count of all of them."""
-
-    lock = threading.RLock()  # garbage collection may run anywhere, even while it is held
-    open = 0
-    """Number of these files that are open in this process."""
-    wanted = 0
-    """Number of files that all ``Tokens`` of this process have."""
+    """A file that is open for reading until it is garbage-collected."""
 
     def __init__(self, path: str) -> None:
         try:
             self.number = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise _unreadable(path, error) from None
-        with _File.lock:
-            _File.open += 1
-        weakref.finalize(self, self._close, self.number)
-
-    @staticmethod
-    def _close(number: int) -> None:
-        os.close(number)
-        with _File.lock:
-            _File.open -= 1
+        weakref.finalize(self, os.close, self.number)
+        _open_files.add(self)
 
 
 def _will_open(files: int) -> None:
@@ -152,10 +145,11 @@ def _will_open(files: int) -> None:
     Opening a file takes longer than reading a sequence; on a parallel file system a thousand times as long, on a server
     that all ranks share. The limit is often low for the sake of select(), which neither torch nor MPI uses.
     """
-    with _File.lock:
-        _File.wanted += files
+    global _wanted
+    with _lock:
+        _wanted += files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _File.wanted + _File.wanted // 3 + 1  # see _may_open
+        wanted = _wanted + _wanted // 3 + 1  # see _may_open
         if hard != resource.RLIM_INFINITY:
             wanted = min(wanted, hard)
         if soft != resource.RLIM_INFINITY and wanted > soft:
@@ -233,7 +227,7 @@ class Tokens:
         return Tokens(before), Tokens(after)
 
     def _open(self, path: str) -> _File:
-        while self._files and _File.open >= _may_open():
+        while self._files and len(_open_files) >= _may_open():
             del self._files[next(iter(self._files))]
         file = self._files[path] = _File(path)
         return file

@@ -67,7 +67,6 @@ class GPT(Transformer):
         """Add the embeddings of tokens and positions."""
         super().add_embedding()
         self.positions = nn.Embedding(self.cfg.block_size, self.cfg.n_embd)
-        self.drop = Dropout(self.cfg.dropout)
 
     def new_block(self) -> Block:
         """Return a block."""

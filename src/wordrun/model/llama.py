@@ -126,11 +126,6 @@ class Llama(Transformer):
         """Whether the output layer shares its weights with the token embedding."""
         return self.cfg.tie
 
-    def add_embedding(self) -> None:
-        """Add the embedding of tokens; positions are encoded by rotating queries and keys."""
-        super().add_embedding()
-        self.drop = Dropout(self.cfg.dropout)
-
     def new_block(self) -> Block:
         """Return a block."""
         return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MLP(self.cfg))
@@ -138,10 +133,6 @@ class Llama(Transformer):
     def new_norm(self) -> nn.Module:
         """Return a norm."""
         return nn.RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
-
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return the embedding of each token, (B, T, C)."""
-        return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how the ranks of a tensor-parallel group split the matrices."""

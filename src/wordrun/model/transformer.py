@@ -18,6 +18,7 @@ from wordrun.config import ModelConfig
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
+from wordrun.model.dropout import Dropout
 
 
 class Block(nn.Module):
@@ -83,6 +84,7 @@ class Transformer(Model):
     def add_embedding(self) -> None:
         """Add the modules that ``embed`` uses, including ``tokens``."""
         self.tokens = nn.Embedding(self.vocab_size, self.cfg.n_embd)
+        self.drop = Dropout(self.cfg.dropout)
 
     @property
     def tied(self) -> bool:
@@ -138,7 +140,7 @@ class Transformer(Model):
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Return the input of the first block, (B, T, C); ``start`` is the position of the first token."""
-        return self.tokens(tokens)  # type: ignore[no-any-return]
+        return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
 
     def tie(self) -> None:
         """Let the output layer use the embedding's weights, if the model ties them and both are in this stage."""

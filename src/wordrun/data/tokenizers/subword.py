@@ -61,9 +61,8 @@ class GPT2Tokenizer(Tokenizer):
             kind = next((kind for url, kind in GPT2_URLS.items() if path.name == _cached_name(url)), path.suffix)
             ranks = _ranks_of_tiktoken(content) if kind in ("tiktoken", ".tiktoken") else _ranks_of_merges(content)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"tokenizer.path={path} is not GPT-2's vocabulary ({first_line(error)}): {_recipe()}"
-            ) from None
+            reason = first_line(error)
+            raise ConfigError(f"tokenizer.path={path} is not GPT-2's vocabulary ({reason}): {_recipe()}") from None
         return cls(ranks)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -257,9 +256,8 @@ def _read(path: str) -> str:
             "Hugging Face model; transformers makes one: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
         ) from None
     except Exception as error:  # the library raises Exception itself
-        raise ConfigError(
-            f"tokenizer.path={path}: {file} is not a valid tokenizer.json ({first_line(error, 120)})"
-        ) from None
+        reason = first_line(error, 120)
+        raise ConfigError(f"tokenizer.path={path}: {file} is not a valid tokenizer.json ({reason})") from None
     return content
 
 
