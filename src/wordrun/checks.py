@@ -57,7 +57,7 @@ def _check_several(cfg: Config) -> Iterator[str]:
 
 
 def _check_choice(cfg: Config) -> Iterator[str]:
-    """Compare sections that choose for each other."""
+    """Check the options that another section's choice rules out."""
     train, backend = cfg.train, cfg.backend
     if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
         yield "optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it"

@@ -84,13 +84,13 @@ def _run_to_continue(composed: DictConfig) -> str | None:
     """Return the directory of the run whose path train.resume gives."""
     from wordrun.checkpoint.folder import CHECKPOINTS, locate
 
-    wish = composed.train.resume
-    if wish in (None, "auto"):
+    source = composed.train.resume
+    if source in (None, "auto"):
         return None
     try:
-        run_dir, found = locate(Path(wish))
+        run_dir, found = locate(Path(source))
     except UserError as error:
-        raise ConfigError(f"train.resume={wish}: {error}") from None
+        raise ConfigError(f"train.resume={source}: {error}") from None
     # A checkpoint that was copied elsewhere belongs to no run: it starts a new one.
     return str(run_dir) if found[-1].path.parent == run_dir / CHECKPOINTS else None
 
@@ -203,14 +203,14 @@ def _keys(composed: DictConfig) -> Iterator[str]:
         yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
 
 
-def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | None, per_node: int | None) -> list[str]:
+def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | None, per_node: int | None) -> list[str]:
     """Return a message for every override that cannot be applied, and for every other problem."""
     problems: list[str] = []
     good: list[str] = []
     try:
         base = _compose([], tree)
     except REFUSALS:
-        return [f"the configuration tree itself does not compose: {whole}"]
+        return [f"the configuration tree itself does not compose: {cause}"]
     # Hydra's search path first, which brings files, then the choices of files, which bring options.
     for override in sorted(overrides, key=lambda o: (not _name(o).startswith("hydra"), _name(o) not in GROUPS)):
         try:
@@ -219,7 +219,7 @@ def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | N
         except REFUSALS as error:
             problems.append(_translate(override, error, base))
     if not problems:
-        return [first_line(whole)]
+        return [first_line(cause)]
     try:
         to_config(base, ranks=ranks, per_node=per_node)
     except ConfigError as error:

@@ -210,7 +210,7 @@ def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig,
 
 
 def _offload(states: dict[str, float], names: Iterable[str], strategy: Strategy) -> dict[str, Any]:
-    """Return ``states`` with those called ``names`` moved to the host's memory, which a CPU has in common with it."""
+    """Return ``states`` with those called ``names`` moved to the host's memory; CPUs have no other."""
     moved = {} if strategy.on_cpu else {name: states[name] for name in names}
     return states | dict.fromkeys(moved, 0.0) | {"host": sum(moved.values())}
 
