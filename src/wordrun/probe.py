@@ -24,9 +24,8 @@ def main(prefix: str) -> int:
     found: dict[str, Any] = {"host": socket.gethostname(), "rank": os.environ.get("RANK"), "problems": []}
     try:
         world = discover()
-        found |= {"rank": world.rank, "size": world.size, "source": world.source}
-        found |= {"local_rank": world.local_rank, "local_size": world.local_size}
-        found |= {"launcher": world.launcher, "node": world.node}
+        names = ("rank", "size", "local_rank", "local_size", "node", "launcher", "source")
+        found |= {name: getattr(world, name) for name in names}
         found["mpi_size"] = _mpi_size(world, found["problems"])
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         found["meets"], found["unreached"] = meet(world, address, port)

@@ -99,9 +99,8 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
         return _check("internet", wrong, "unset WANDB_MODE: launch then sets it to offline", known.way_out, "warning")
     missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
     wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
-    return _check(
-        "internet", wrong, f"unset {' '.join(missing)}, so that launch sets the site's", known.way_out, "warning"
-    )
+    remedy = f"unset {' '.join(missing)}, so that launch sets the site's"
+    return _check("internet", wrong, remedy, known.way_out, "warning")
 
 
 def of_ranks(

@@ -202,7 +202,7 @@ def _table() -> Iterator[Process]:
     for entry in filter(str.isdigit, os.listdir("/proc")):
         # The name is in parentheses and may itself contain spaces and parentheses.
         begin, _, rest = _read(f"/proc/{entry}/stat").decode(errors="replace").rpartition(")")
-        state, parent, group, *_ = rest.split() or ["X", "0", "0"]
+        state, parent, group, *_ = rest.split() or ["X", "0", "0"]  # empty: it has just ended
         if state not in "ZX":
             yield Process(int(entry), int(parent), int(group), begin.partition("(")[2])
 

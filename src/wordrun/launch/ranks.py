@@ -25,10 +25,8 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
         if np % ppn or needed > have or (nodes is not None and nodes * ppn != np):
             whole = f"{needed} nodes of {ppn}" if np % ppn == 0 else f"no integral number of nodes of {ppn}"
             fits = (nodes or have) * ppn
-            raise ConfigError(
-                f"{asked}: {np} ranks fill {whole}, and {job.title} has {nodes or have}; "
-                f"-n {fits} --ppn {ppn} would fit, or -n {np} without --ppn"
-            )
+            remedy = f"-n {fits} --ppn {ppn} would fit, or -n {np} without --ppn"
+            raise ConfigError(f"{asked}: {np} ranks fill {whole}, and {job.title} has {nodes or have}; {remedy}")
         return _checked((ppn,) * needed, asked, job)
     if ppn is not None:
         nodes = nodes or have
@@ -49,10 +47,9 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
     With -N, or where the slots are too few, all hosts share the ranks evenly, as far as their cores go. Devices are not
     shared unless --ppn says so.
     """
-    slots, room = job.slots[: nodes or None], _room(job)[: nodes or None]
+    slots = job.slots[: nodes or None]
     shared = not job.is_local and any(job.devices)
-    if shared:
-        room = slots
+    room = slots if shared else _room(job)[: nodes or None]
     if np < (nodes or 1):
         raise ConfigError(f"{asked}: {np} ranks cannot be on {nodes} nodes; -N {np}, or -n {nodes}, would fit")
     if np <= sum(slots) and not (nodes and np % nodes == 0 and all(np // nodes <= most for most in room)):

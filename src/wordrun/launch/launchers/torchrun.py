@@ -32,9 +32,8 @@ class Torchrun(Launcher):
         if has_torch():
             return cls(sys.executable, "--launcher torchrun" if search.wanted else "no usable mpiexec")
         why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
-        raise ConfigError(
-            f"no launcher for {search.np} ranks: {why} (pip install 'wordrun[mpich]' installs an mpiexec)"
-        )
+        remedy = "pip install 'wordrun[mpich]' installs an mpiexec"
+        raise ConfigError(f"no launcher for {search.np} ranks: {why} ({remedy})")
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return torchrun's command line; without elastic restarts."""

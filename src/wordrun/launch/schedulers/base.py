@@ -10,6 +10,12 @@ from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.request import Options
 from wordrun.launch.site import Site
 
+# The remedy where a job's variables name no hosts.
+NO_HOSTS = (
+    "launch in the job's own shell, or name the hosts by --hostfile FILE "
+    "(--scheduler none starts ranks on this machine alone)"
+)
+
 
 class Scheduler:
     """One scheduler. The defaults are for one that only runs jobs."""

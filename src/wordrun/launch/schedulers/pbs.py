@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
 from wordrun.launch.request import Options, seconds
-from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.schedulers.base import NO_HOSTS, Scheduler, default_slots, devices_of, node_count, ranks_of_node
 from wordrun.launch.site import Site
 
 # Variables that a launcher in a PBS job sets for its ranks.
@@ -29,10 +29,7 @@ class PBS(Scheduler):
         """Return the job of ``env``, by PBS_NODEFILE."""
         path = env.get("PBS_NODEFILE", "")
         if not path:
-            raise ConfigError(
-                f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: launch in the job's own shell, "
-                "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
-            )
+            raise ConfigError(f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: {NO_HOSTS}")
         inside = next((name for name in RANK_VARIABLES if name in env), "")
         if inside:
             already = f"this is already rank {env[inside]} of a launch in PBS job {env['PBS_JOBID']} ({inside})"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.request import Options
-from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.schedulers.base import NO_HOSTS, Scheduler, default_slots, devices_of, node_count, ranks_of_node
 from wordrun.launch.site import Site, fill
 from wordrun.slurm import expand_counts, expand_hosts, is_task
 
@@ -135,10 +135,8 @@ class Slurm(Scheduler):
 def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the job's hosts; refuse jobs and shells in which launch cannot start a step."""
     if env.get("SLURM_HET_SIZE"):
-        raise ConfigError(
-            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out; "
-            "submit one with equal components, or call srun --het-group yourself"
-        )
+        what = f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out"
+        raise ConfigError(f"{what}; submit one with equal components, or call srun --het-group yourself")
     if is_task(env):
         raise ConfigError(
             f"this is already task {env['SLURM_PROCID']} of step {env['SLURM_STEP_ID']} of SLURM job "
@@ -147,10 +145,7 @@ def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
         )
     text = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
     if not text:
-        raise ConfigError(
-            f"SLURM job {env['SLURM_JOB_ID']}, but SLURM_JOB_NODELIST is not set: launch in the job's own shell, "
-            "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
-        )
+        raise ConfigError(f"SLURM job {env['SLURM_JOB_ID']}, but SLURM_JOB_NODELIST is not set: {NO_HOSTS}")
     return expand_hosts(text, "SLURM_JOB_NODELIST")
 
 
