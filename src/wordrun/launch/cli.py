@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import wordrun
 from wordrun.errors import REQUEUE, UserError
 from wordrun.launch import record
 from wordrun.launch.job import short
@@ -17,6 +16,7 @@ from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan
 from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.version import __version__
 
 # After this long the ranks have met, so a port that is taken is one that the user's program opens.
 MEETING_S = 600.0
@@ -42,7 +42,7 @@ def _launch(options: Options) -> int:
         print(help_text())
         return 0
     if options.version:
-        print(f"launch (wordrun) {wordrun.__version__}")
+        print(f"launch (wordrun) {__version__}")
         return 0
     if not (options.command or options.info or options.doctor):
         print(f"{USAGE}\n(launch --help lists the options)", file=sys.stderr)

@@ -13,13 +13,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import wordrun
 from wordrun.files import replace
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.request import Ranks
 from wordrun.launch.site import Site
+from wordrun.version import __version__
 
 # KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
@@ -75,7 +75,7 @@ class Record:
         self.content = {
             **facts(plan),
             "versions": {
-                "wordrun": wordrun.__version__,
+                "wordrun": __version__,
                 "python": sys.version.split()[0],
                 "platform": f"{system.sysname} {system.release} {system.machine}",
             },
@@ -152,7 +152,7 @@ def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: boo
         "python": sys.executable,
         "python_version": sys.version.split()[0],
         "python_in_path": find_command("python", os.environ.get("PATH", path))[0] or None,
-        "wordrun": wordrun.__version__,
+        "wordrun": __version__,
         "notes": list(job.notes),
         "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why},
     }

@@ -23,12 +23,12 @@ from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-import wordrun
 from wordrun import dist, log
 from wordrun.arguments import describe
 from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SCHEMAS, Config, parts_in
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
+from wordrun.version import __version__
 
 USAGE = """\
 Train a GPT-style language model.
@@ -121,7 +121,7 @@ def flags() -> ArgumentParser:
     """
     parser = ArgumentParser("wordrun", add_help=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--version", action="version", version=f"wordrun {wordrun.__version__}")
+    parser.add_argument("--version", action="version", version=f"wordrun {__version__}")
     parser.add_argument("--info", "-i", nargs="?", const="all")
     for names in ("--help -h", "--hydra-help", "--run -r", "--multirun -m", "--resolve", "--shell-completion -sc"):
         parser.add_argument(*names.split(), action="store_true")

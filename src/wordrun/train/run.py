@@ -19,7 +19,6 @@ from typing import IO, Any
 import numpy
 import torch
 
-import wordrun
 from wordrun import files
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Folder
@@ -31,6 +30,7 @@ from wordrun.log import LOGGER
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps, read
 from wordrun.track.plots import draw
+from wordrun.version import __version__
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
@@ -183,7 +183,7 @@ def now() -> str:
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
     return {
-        "wordrun": wordrun.__version__, "python": platform.python_version(), "torch": str(torch.__version__),
+        "wordrun": __version__, "python": platform.python_version(), "torch": str(torch.__version__),
         "numpy": numpy.__version__, "platform": platform.platform(),
     }  # fmt: skip
 
