@@ -59,7 +59,7 @@ MAY_USE: dict[str, set[str]] = {
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
     "cli": {"errors", "dist"},
     "__main__": {"cli"},
-    "": {"composer", "train"},
+    "": {"composer", "train", "version"},
 }
 
 
