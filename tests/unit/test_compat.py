@@ -25,6 +25,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in it
         (DTensor, "__create_chunk_list__", "shard_offset"),
         (torch.cpu, "_is_avx512_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch.cpu, "_is_amx_tile_supported", "cpu_is_fast_at_bf16"),
+        (torch, "_foreach_mul_", "scale"),
     ],
 )
 def test_torch_still_has_the_name(owner: object, name: str, function: str) -> None:
@@ -40,6 +41,32 @@ def test_the_reducer_is_an_attribute_that_can_be_released() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_are_public_under_their_names(schedule: str) -> None:
     assert hasattr(pipelining, f"Schedule{schedule}")
+
+
+def test_a_pipeline_is_told_to_return_nothing_only_where_it_can_be() -> None:
+    class Older:
+        def step(self, *inputs: object, target: object = None) -> None: ...
+
+    class Newer:
+        def step(self, *inputs: object, target: object = None, return_outputs: bool = True) -> None: ...
+
+    assert (compat.without_outputs(Older()), compat.without_outputs(Newer())) == ({}, {"return_outputs": False})
+
+
+def test_an_error_of_the_compiler_is_recognised() -> None:
+    name = "torch._dynamo.exc.BackendCompilerFailed"
+    error = importlib.import_module("torch._dynamo.exc").BackendCompilerFailed(torch.compile, ValueError("g++"), None)
+    assert compat.is_compile_error(error), REMEDY.format(torch.__version__, name, "is_compile_error")
+    assert not compat.is_compile_error(ValueError())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_tensors_are_scaled_with_or_without_torchs_name(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fused:
+        monkeypatch.delattr(torch, "_foreach_mul_")
+    tensors = [torch.ones(2), torch.full((1,), 4.0)]
+    compat.scale(tensors, torch.tensor(0.5))
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [2.0]]
 
 
 def test_without_the_names_a_processor_counts_as_slow_at_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
