@@ -27,8 +27,9 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 import wordrun
 from memory_peak import peak
 from wordrun import dist
+from wordrun.backend.native import full, local
 from wordrun.backend.pipeline import blocks_of
-from wordrun.backend.split import full, local, reduce_gradients
+from wordrun.backend.split import reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import AdamWConfig
 from wordrun.model import Transformer, materialise, meta_model
@@ -192,7 +193,7 @@ def main() -> None:
         torch.set_num_threads(1)
         lines = []
         if "speed" in args.parts:
-            lines += ["| figure | measured | wanted |", "|---|---|---|", *speed(world, folder, args.rounds)]
+            lines += ["| figure | measured | target |", "|---|---|---|", *speed(world, folder, args.rounds)]
         if "memory" in args.parts:
             head = ["", "| backend | peak of a step, rank 0 [MB] | plan [MB] | plan / measured |", "|---|---|---|---|"]
             lines += [*head, *memories(world, folder)]

@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     text = args.text.read_text(encoding="utf-8")
-    print("| figure | measured | wanted |\n|---|---|---|")
+    print("| figure | measured | target |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if "chars" in args.parts and args.nanogpt:

@@ -198,7 +198,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    print("| figure | measured | wanted |\n|---|---|---|")
+    print("| figure | measured | target |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if "parity" in args.parts:

@@ -5,7 +5,7 @@
 #
 # setup_python   loads the site's modules, finds or creates the Python environment (or uses the one given as argument),
 #                checks it, and puts it first in PATH
-# setup_job      prints the user, the machine, the time, and what launch finds
+# setup_job      prints the user, the machine, the time, and what launch detects
 #
 # Each returns non-zero, with the reason, if something is missing. Neither exits the shell, changes its options, or exports
 # a variable that would affect a python started later.
@@ -24,7 +24,7 @@ _wordrun_say() {
   printf 'setup: %s\n' "$*" >&2
 }
 
-# Print what keeps the python "$1" from running wordrun, one line each; nothing if nothing does.
+# Print the reasons why the python "$1" cannot run wordrun, one per line; print nothing if it can.
 _wordrun_missing() {
   "$1" - 2>/dev/null <<'PYTHON'
 import importlib, sys
@@ -36,10 +36,10 @@ try:
 except ImportError:
     pass
 if not (3, 10) <= sys.version_info[:2] < (3, 14):
-    print(f"Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]}")
-# mpi4py first: some sites' MPI must be loaded before torch.
+    print(f"Python 3.10 to 3.13 is required, this is {sys.version.split()[0]}")
+# mpi4py first: at some sites MPI must be loaded before torch.
 for name, remedy in (
-    ("mpi4py.MPI", "pip install 'wordrun[mpich]'; on a cluster load its MPI module and rebuild mpi4py against it"),
+    ("mpi4py.MPI", "pip install 'wordrun[mpich]'; on a cluster, load its MPI module and rebuild mpi4py against it"),
     ("torch", "pip install torch"),
     ("wordrun", "pip install -e '.[mpich]' in the repository"),
 ):
@@ -76,8 +76,8 @@ EOF
   return 1
 }
 
-# Run the module lines of the site file "$1", if it has any: 'modules: [LINE, LINE]', or '- LINE' each on a line below.
-# Their exit status says little, so their effect is checked afterwards.
+# Run the module lines of the site file "$1", if it has any: 'modules: [LINE, LINE]', or a '- LINE' list below it.
+# Their exit status is unreliable, so their effect is checked afterwards.
 _wordrun_modules() {
   local line lines
   grep -q '^modules:' "$1" || return 0
@@ -90,7 +90,7 @@ _wordrun_modules() {
     return 1
   fi
   if ! command -v module >/dev/null; then
-    _wordrun_say "$1 has modules to load, but this shell has no 'module': start it as a login shell (bash -l)"
+    _wordrun_say "$1 has modules to load, but this shell has no 'module': start a login shell (bash -l)"
     return 1
   fi
   while IFS= read -r line; do
@@ -101,19 +101,19 @@ $lines
 EOF
 }
 
-# Check that the site "$1" has loaded something to build an environment on; else say what to load.
+# Check that the modules loaded on site "$1" can support an environment; otherwise say what to load.
 _wordrun_loaded() {
   "${PYTHON:-python3}" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' 2>/dev/null && return 0
   if command -v mpicc >/dev/null || [ -n "${CRAYPE_VERSION:-}" ]; then return 0; fi
   _wordrun_say "$1: neither a Python with torch nor an MPI (mpicc) is loaded, and PyPI's MPI cannot start ranks here:"
-  _wordrun_say "  module load what has them ('module avail' and the site's page on PyTorch say what), and run setup_python again"
-  _wordrun_say "  to have it loaded each time, put 'modules: [module load NAME, ...]' into a copy of $1.yaml in"
-  _wordrun_say "  ${XDG_CONFIG_HOME:-$HOME/.config}/wordrun/sites (ours: $(_wordrun_root)/src/wordrun/launch/sites)"
+  _wordrun_say "  load modules that provide them (see 'module avail' and the site's page on PyTorch), and run setup_python again"
+  _wordrun_say "  to load them every time, put 'modules: [module load NAME, ...]' into a copy of $1.yaml in"
+  _wordrun_say "  ${XDG_CONFIG_HOME:-$HOME/.config}/wordrun/sites (original: $(_wordrun_root)/src/wordrun/launch/sites)"
   return 1
 }
 
-# Find or create the environment: the one that "$1" names; an active one; on a known site .venv-SITE on top of what is
-# loaded there; else the repository's .venv. Put its bin first in PATH.
+# Find or create the environment: the path in "$1", else the active one, else .venv-SITE on top of the loaded modules on a
+# known site, else the repository's .venv. Put its bin directory first in PATH.
 setup_python() {
   local home why python problems line site name
   site=$(_wordrun_site) || site=
@@ -122,7 +122,7 @@ setup_python() {
   elif [ -n "${VIRTUAL_ENV:-}" ]; then
     home=$VIRTUAL_ENV why="active virtual environment"
   elif [ -n "$site" ]; then
-    # An active conda environment takes the place of the modules.
+    # An active conda environment replaces the modules.
     [ -n "${CONDA_PREFIX:-}" ] || _wordrun_modules "$site" || return 1
     name=$(basename "$site" .yaml)
     why="on top of what is loaded on $name"
@@ -164,7 +164,7 @@ EOF
   printf 'python     %s (%s; %s)\n' "$python" "$("$python" --version 2>&1)" "$why"
 }
 
-# Print the user, machine, time, and what launch finds: scheduler, hosts, devices, launcher.
+# Print the user, machine, time, and what launch detects: scheduler, hosts, devices, launcher.
 setup_job() {
   local launch
   launch=$(command -v launch || true)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from wordrun.version import __version__
+
 if TYPE_CHECKING:
     from wordrun.composer import compose as compose
     from wordrun.train.trainer import Trainer as Trainer
 
-__version__ = "0.1.0"
 __all__ = ["Trainer", "__version__", "compose"]
 
 

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from wordrun.config import Section, documentation, value_text
@@ -13,20 +14,18 @@ from wordrun.errors import ConfigError, UserError, nearest
 
 Options = TypeVar("Options")
 Checked = TypeVar("Checked", bound=Section)
-TYPES: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"), "float": (float, "a number"), "str": (str, "text"),
-}  # fmt: skip
+TYPES: dict[str, tuple[Any, str]] = {"int": (int, "a whole number"), "float": (float, "a number"), "str": (str, "text")}
 
 
 def run(cls: type[Checked], usage: str, action: Callable[[Checked], None], argv: Sequence[str] | None) -> int:
     """Call ``action`` with the options of ``cls`` in ``argv`` (default: the command line); return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
-        print("\n".join([usage, "Options:", *describe(cls)]))
+        print("\n".join([usage, "Options:", *describe(cls())]))
         return 0
     try:
         options, _ = parse(cls, arguments)
-        if problems := options.problems():
+        if problems := list(options.problems()):
             raise ConfigError("\n".join(problems))
         action(options)
     except UserError as error:
@@ -73,16 +72,15 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
     return options, others
 
 
-def describe(cls: type[Any], prefix: str = "", width: int = 24) -> list[str]:
-    """Return lines that show each option of ``cls`` with its default and its meaning, indented by 2."""
-    lines = []
-    for option in fields(cls):
-        setting = f"{prefix}{option.name}={shown(option.default)}"
-        meaning = textwrap.wrap(documentation(cls)[option.name], 108 - width)
-        lines += [f"  {setting:<{width}}{meaning[0]}", *(" " * (width + 2) + more for more in meaning[1:])]
+def describe(options: Any, prefix: str = "", width: int = 24) -> list[str]:
+    """Return lines that show each of ``options`` with its value, of at most 90 characters, and its meaning."""
+    lines: list[str] = []
+    for option in fields(options):
+        value = value_text(getattr(options, option.name)).replace("\n", r"\n")
+        setting = f"{prefix}{option.name}={value if len(value) <= 90 else value[:87] + '...'}"
+        meaning = textwrap.wrap(documentation(type(options))[option.name], 108 - width)
+        if len(setting) >= width:
+            lines.append(f"  {setting}")
+            setting = ""
+        lines += [f"  {left:<{width}}{right}" for left, right in zip_longest([setting], meaning, fillvalue="")]
     return lines
-
-
-def shown(value: Any) -> str:
-    r"""Return ``value`` as help texts show it: as on the command line, but a line break as \n."""
-    return value_text(value).encode("unicode_escape").decode() if isinstance(value, str) else value_text(value)

@@ -16,7 +16,7 @@ from wordrun.errors import ConfigError, nearest
 
 COMMANDS = {
     "train": ("wordrun.train.cli", "train a model (the default)"),
-    "prepare": ("wordrun.prepare.cli", "tokenise a data set into shards, in parallel"),
+    "prepare": ("wordrun.prepare.cli", "tokenize a dataset into shards, in parallel"),
     "generate": ("wordrun.generate", "generate text from a trained model"),
     "export": ("wordrun.export", "export a checkpoint to Hugging Face format"),
     "plan": ("wordrun.plan.cli", "estimate memory under every backend, and recommend one"),

@@ -1,6 +1,6 @@
 """What wordrun uses of libraries without their promise to keep it: one function for each such name.
 
-Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8. Where a version lacks a name, each
+Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8 on the latter. Where a version lacks a name, each
 function says what happens instead; tests/unit/test_compat.py fails then and names the function to mend.
 """
 
@@ -40,12 +40,11 @@ def cpu_is_fast_at_bf16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def without_outputs(schedule: Any) -> dict[str, bool]:
-    """Return what keeps ``schedule.step`` of a pipeline from returning the outputs, which nobody reads.
-
-    torch 2.8.0 has no such argument, and holds the logits of all micro-batches and a merged copy of them.
-    """
-    return {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
+    """Run a step of a pipeline schedule without keeping its outputs, which torch 2.8 cannot do without."""
+    if "return_outputs" in inspect.signature(schedule.step).parameters:
+        kwargs["return_outputs"] = False
+    schedule.step(*args, **kwargs)
 
 
 def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

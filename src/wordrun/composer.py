@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir, initialize_config_module
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
@@ -19,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from wordrun.checks import check
-from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SECTIONS, SEVERAL, Config, ScheduleConfig
+from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SEVERAL, Config, ScheduleConfig, parts_in
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.run_id import new_run_id
@@ -63,10 +62,8 @@ def compose(
     overrides = [renamed(override) for override in overrides]
     unused = [o for o in overrides if _name(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
     if unused:
-        raise ConfigError("\n".join(
-            f"{o} has no effect on a run, which uses only hydra.run.dir and hydra.searchpath of Hydra's settings"
-            for o in unused
-        ))  # fmt: skip
+        why = "has no effect on a run, which uses only hydra.run.dir and hydra.searchpath of Hydra's settings"
+        raise ConfigError("\n".join(f"{override} {why}" for override in unused))
     try:
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
@@ -87,13 +84,13 @@ def _run_to_continue(composed: DictConfig) -> str | None:
     """Return the directory of the run whose path train.resume gives."""
     from wordrun.checkpoint.folder import CHECKPOINTS, locate
 
-    wish = composed.train.resume
-    if wish in (None, "auto"):
+    source = composed.train.resume
+    if source in (None, "auto"):
         return None
     try:
-        run_dir, found = locate(Path(wish))
+        run_dir, found = locate(Path(source))
     except UserError as error:
-        raise ConfigError(f"train.resume={wish}: {error}") from None
+        raise ConfigError(f"train.resume={source}: {error}") from None
     # A checkpoint that was copied elsewhere belongs to no run: it starts a new one.
     return str(run_dir) if found[-1].path.parent == run_dir / CHECKPOINTS else None
 
@@ -106,13 +103,13 @@ def to_config(
     Raises:
         ConfigError: names every unknown key and every impossible value.
     """
-    problems = [message for _, message in _undeclared(composed)]
+    problems = list(_undeclared(composed))
     if composed.get("run_dir"):
         problems.append(f"run_dir={composed.run_dir} cannot be set directly: use hydra.run.dir={composed.run_dir}")
     try:
         directory = run_dir or str(composed.hydra.run.dir or "")
         if not directory:  # it would be the current directory
-            problems.append("hydra.run.dir is empty: name a directory, or leave it out")
+            problems.append("hydra.run.dir is empty: set a directory, or omit the option")
         with open_dict(composed):
             composed.pop("hydra", None)  # in a sweep, Hydra has taken it out already
         cfg = OmegaConf.to_object(composed)
@@ -123,20 +120,19 @@ def to_config(
             LOGGER.warning("optimizer.decay_lr=false is now schedule=constant; it is accepted until the next release")
             cfg.schedule = ScheduleConfig("constant")
         cfg.train.dtype = DTYPES[cfg.train.dtype]
+        if not problems:
+            return cfg
     except ConfigError as error:
         problems += str(error).splitlines()
     except OmegaConfBaseException as error:
         problems.append(f"{error.full_key or 'config'}: {first_line(error)}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return cast(Config, cfg)
+    raise ConfigError("\n".join(problems))
 
 
 def register() -> None:
     """Put the schema, and the alias group that lets ``train.backend=NAME`` choose a backend, into Hydra's store."""
-    for name, resolver in (("run_id", run_id), ("data_home", data_home)):
-        if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, resolver)
+    OmegaConf.register_new_resolver("run_id", lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True)
+    OmegaConf.register_new_resolver("data_home", data_home, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, options in SCHEMAS.items():
@@ -157,11 +153,6 @@ def _open(node: type[Any]) -> Any:
     return schema
 
 
-def run_id() -> str:
-    """Return the name of this run: the one that ``launch`` chose, else a new one."""
-    return os.environ.get("WORDRUN_RUN_ID") or new_run_id()
-
-
 def data_home() -> str:
     """Return the directory of the data sets: ``$WORDRUN_DATA_HOME``, or the user's cache."""
     return os.environ.get("WORDRUN_DATA_HOME") or os.path.expanduser("~/.cache/wordrun")
@@ -174,36 +165,33 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     backup = GlobalHydra.instance().hydra  # the caller may be a Hydra application itself
     GlobalHydra.instance().clear()
     start = (
-        initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
+        hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
         if tree.path
-        else initialize_config_module("wordrun.conf", version_base="1.3")
+        else hydra.initialize_config_module("wordrun.conf", version_base="1.3")
     )
     try:
         with start:
-            return hydra_compose(tree.name, overrides, return_hydra_config=True)
+            return hydra.compose(tree.name, overrides, return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = backup
 
 
-def _undeclared(composed: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield name and message of each key that no dataclass declares.
+def _undeclared(composed: DictConfig) -> Iterator[str]:
+    """Yield a message for each key that no dataclass declares.
 
     Hydra accepts ``+train.typo=1``, even on a typed config, and the value would be lost.
     """
     known = sorted(_keys(composed))
 
-    def walk(node: DictConfig, prefix: str) -> Iterator[tuple[str, str]]:
+    def walk(node: DictConfig, prefix: str) -> Iterator[str]:
         cls = OmegaConf.get_type(node)
         declared = {f.name for f in fields(cls)} if is_dataclass(cls) else None
         for key in node:
             name = f"{prefix}{key!s}"
-            if name == "hydra":
-                continue
-            if declared is not None and key not in declared:
-                yield name, f"unknown option '{name}'{nearest(name, known)}"
-            elif OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key)):
-                continue
-            elif isinstance(node[key], DictConfig):
+            unset = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
+            if declared is not None and key not in declared and name != "hydra":
+                yield f"unknown option '{name}'{nearest(name, known)}"
+            elif name != "hydra" and not unset and isinstance(node[key], DictConfig):
                 yield from walk(node[key], f"{name}.")
 
     yield from walk(composed, "")
@@ -211,21 +199,18 @@ def _undeclared(composed: DictConfig) -> Iterator[tuple[str, str]]:
 
 def _keys(composed: DictConfig) -> Iterator[str]:
     """Yield the names of all options that the chosen parts have."""
-    for section in SECTIONS:
-        nodes = composed[section].items() if section in SEVERAL else [("", composed[section])]
-        for name, node in nodes:
-            prefix = f"{section}.{name}".rstrip(".")
-            yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
+    for prefix, node in parts_in(composed).items():
+        yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
 
 
-def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | None, per_node: int | None) -> list[str]:
+def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | None, per_node: int | None) -> list[str]:
     """Return a message for every override that cannot be applied, and for every other problem."""
     problems: list[str] = []
     good: list[str] = []
     try:
         base = _compose([], tree)
     except REFUSALS:
-        return [f"the configuration tree itself does not compose: {whole}"]
+        return [f"the configuration tree itself does not compose: {cause}"]
     # Hydra's search path first, which brings files, then the choices of files, which bring options.
     for override in sorted(overrides, key=lambda o: (not _name(o).startswith("hydra"), _name(o) not in GROUPS)):
         try:
@@ -234,7 +219,7 @@ def _diagnose(overrides: list[str], tree: Tree, whole: Exception, ranks: int | N
         except REFUSALS as error:
             problems.append(_translate(override, error, base))
     if not problems:
-        return [first_line(whole)]
+        return [first_line(cause)]
     try:
         to_config(base, ranks=ranks, per_node=per_node)
     except ConfigError as error:
@@ -248,8 +233,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     name, text = _name(override), str(error)
     if isinstance(error, YAMLError):
         return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
-    options = re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL)
-    if options:
+    if options := re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL):
         known = options[1].partition("Config search path:")[0].split()
         offered = list(BACKENDS) if name == "train.backend" else known
         kind = name.rpartition(".")[2]
@@ -259,8 +243,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     if "=" not in override:
         return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
     reason = first_line(error.__cause__ or error)
-    inside = re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}")
-    if inside:
+    if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
     if unknown and unknown[1] in SEVERAL:
@@ -278,12 +261,10 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"unknown option '{name}'{nearest(name, known)}"
     # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
     wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-    match = re.search(r"converted to (\w+)|not a valid (\w+)", f"{text} {error.__cause__}")
-    if match:
-        kind = match[1] or match[2]
-        return f"{name}={value} should be {wanted.get(kind, kind)}"
+    if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
+        return f"{name}={value} should be {wanted.get(match[1], match[1])}"
     if value == "null":
-        return f"{name}=null needs a value: leave it out for the default"
+        return f"{name}=null needs a value: omit it for the default"
     return f"{override}: {reason}"
 
 

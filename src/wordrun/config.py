@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import math
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
 from wordrun.errors import UserError
-from wordrun.registry import Part
-from wordrun.validation import fractions, not_negative, one_of, positive
+from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -28,7 +29,7 @@ DTYPES = {
 class Section:
     """A section of the config."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone, a message each; ``wordrun.checks`` compares sections."""
         return []
 
@@ -42,31 +43,29 @@ class ModelConfig(Section):
     n_layer: int = 4
     """Number of transformer blocks."""
     n_head: int = 4
-    """Number of attention heads; must divide n_embd."""
+    """Number of attention heads, which must divide n_embd."""
     n_embd: int = 128
     """Width of the residual stream."""
     block_size: int = 64
-    """Tokens in a sequence."""
+    """Sequence length in tokens (context length)."""
     batch_size: int = 12
     """Sequences per rank and micro-step."""
     dropout: float = 0.0
-    """Probability of dropping an activation, 0 to less than 1."""
+    """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
-    """Rows of the embedding; null: as many as the tokenizer has."""
+    """Vocabulary size (rows of the embedding); null: the tokenizer's."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
-        if not problems and self.n_embd % self.n_head:
+        yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+        yield from fractions("model", self, "dropout")
+        if self.n_head > 0 and self.n_embd > 0 and self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             fits = f"{below} or {below + self.n_head}" if below else f"{self.n_head}"
-            problems.append(
+            yield (
                 f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: "
                 f"with {self.n_head} heads use n_embd={fits}"
             )
-        if not 0 <= self.dropout < 1:
-            problems.append(f"model.dropout={self.dropout} should be at least 0 and less than 1")
-        return problems
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -75,57 +74,55 @@ class ModelConfig(Section):
 
 @dataclass
 class GPTConfig(ModelConfig):
-    """A GPT-2 style transformer."""
+    """A GPT-2-style transformer."""
 
     bias: bool = False
     """Use biases in linear layers and norms, as GPT-2 does."""
     gelu: str = "none"
-    """Approximation of the MLP's GELU: none (exact) or tanh, with which OpenAI trained GPT-2."""
+    """GELU approximation in the MLP: none (exact) or tanh (as in GPT-2)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return super().problems() + one_of("model.gelu", self.gelu, ["none", "tanh"])
+        return [*super().problems(), *one_of("model.gelu", self.gelu, ["none", "tanh"])]
 
 
 @dataclass
 class LlamaConfig(ModelConfig):
-    """A LLaMA style transformer."""
+    """A LLaMA-style transformer."""
 
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
     n_kv_head: int | None = None
-    """Number of key/value heads (grouped-query attention); must divide n_head; null: n_head."""
+    """Number of key/value heads (grouped-query attention), which must divide n_head; null: n_head."""
     n_hidden: int = 352
-    """Hidden units of the MLP; LLaMA's is about 8/3 n_embd or more."""
+    """Hidden size of the MLP; in LLaMA models at least about 8/3 n_embd."""
     rope_theta: float = 10000.0
-    """Base of the rotary embedding; larger values rotate more slowly."""
+    """Base of the rotary position embedding; larger values give slower rotations."""
     rope_factor: float = 1.0
-    """Slows down rotations longer than 8,192 tokens by this factor, as Llama 3.1 does for long contexts; 1: none."""
+    """Llama 3.1's scaling for long contexts: slow rotations longer than 8,192 tokens by this factor; 1: no scaling."""
     norm_eps: float = 1e-5
     """Epsilon of RMSNorm."""
     tie: bool = False
-    """Share the output layer's weights with the token embedding."""
+    """Tie the output layer's weights to the token embedding."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + positive("model", self, "n_kv_head", "n_hidden", "rope_factor")
-        for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"model.{name}={getattr(self, name)} should be a number above 0")
+        yield from super().problems()
+        yield from positive("model", self, "n_kv_head", "n_hidden", "rope_factor")
+        yield from above_zero("model", self, "rope_theta", "norm_eps")
         if self.n_head < 1:
-            return problems
+            return
         if self.n_kv_head is not None and self.n_kv_head > 0 and self.n_head % self.n_kv_head:
             fits = max(n for n in range(1, self.n_kv_head) if self.n_head % n == 0)
-            problems.append(
+            yield (
                 f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
                 f"use model.n_kv_head={fits}, or another model.n_head"
             )
         if self.n_embd // self.n_head % 2:
-            problems.append(
+            yield (
                 f"model.n_embd={self.n_embd} and model.n_head={self.n_head} make heads of {self.n_embd // self.n_head} "
                 f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
             )
-        return problems
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -137,80 +134,81 @@ class DataConfig(Section):
     """Where the text comes from, and how it is divided into sequences."""
 
     name: str = "shakespeare"
-    """Name of the data set; part of the run directory."""
+    """Name of the dataset; part of the run directory."""
     kind: str = "file"
-    """Kind of source: file (path), download (path, else url), sample (embedded synthetic text), hf (dataset), shards
-    (path: a folder of tokens prepared elsewhere) or mix (several data sets)."""
+    """Kind of source: file (path), download (path, downloaded from url if missing), sample (built-in synthetic text),
+    hf (dataset), shards (path: a folder of tokens prepared elsewhere) or mix (several datasets)."""
     path: str | None = None
-    """A UTF-8 text file, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; for shards, their folder."""
+    """A UTF-8 text file, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
     url: str | None = None
-    """Address from which the file is downloaded if path does not exist."""
+    """URL from which to download the file if path does not exist."""
     sha256: str | None = None
-    """Expected hash of the file; a file with another hash is refused."""
+    """Expected SHA-256 of the file; a file with a different hash is rejected."""
     offline: str = "error"
-    """What to do if the download fails: error, or sample, which trains on the embedded text and warns in a banner."""
+    """What to do if the download fails: error, or sample (train on the built-in text and show a warning)."""
     text_key: str = "text"
-    """The field (.jsonl) or column (.parquet, hf) that holds the text."""
+    """Field (.jsonl) or column (.parquet, hf) that contains the text."""
     dataset: str | None = None
-    """A Hugging Face data set: its name, or a local folder."""
+    """A Hugging Face dataset: its name, or a local folder."""
     subset: str | None = None
-    """Configuration of the Hugging Face data set, such as sample-10BT."""
+    """Configuration of the Hugging Face dataset, such as sample-10BT."""
     split: str = "train"
-    """Split of the Hugging Face data set for both training and validation."""
+    """Split of the Hugging Face dataset, used for both training and validation."""
     revision: str | None = None
-    """Revision of the Hugging Face data set: a tag, branch or commit; null: the newest."""
+    """Revision of the Hugging Face dataset: a tag, branch or commit; null: the latest."""
     val_fraction: float = 0.1
-    """Share used for validation: the end of a text, or every (1 / share)-th of many documents."""
+    """Fraction used for validation: the end of a single text, or every (1 / val_fraction)-th document of many."""
     prepared: str | None = None
-    """Folder of the prepared shards; null: a folder under $WORDRUN_DATA_HOME/prepared, named by a hash."""
+    """Folder of the prepared shards; null: a folder under $WORDRUN_DATA_HOME/prepared whose name contains a hash."""
     shard_mb: int = 64
-    """Text per shard, in MiB; also the size of the work items that are prepared in parallel."""
+    """Text per shard in MiB; also the size of the work items prepared in parallel."""
     workers: int | None = None
     """Worker processes per rank for preparation; null: the number of cores per rank."""
     stage: str | None = None
-    """Folder on each node's own disk or in its memory to which the shards are copied before training."""
+    """Node-local folder (disk or memory) to which the shards are copied before training."""
     mix: dict[str, float] = field(default_factory=dict)
-    """Weights of data sets, such as {fineweb: 3, yelp: 1}; a key is the NAME of a data=NAME, or a folder of shards."""
+    """Weights of datasets, such as {fineweb: 3, yelp: 1}; a key is the NAME in data=NAME, or a folder of shards."""
     align: bool = False
-    """Move the start of each sequence to the first document that begins within it, if there is one."""
+    """Start each sequence at the first document boundary inside it, if there is one."""
     mask_documents: bool = False
-    """Confine attention to the document of each token."""
+    """Mask attention so that tokens attend only within their own document."""
     prefetch: int = 2
-    """Number of steps whose batches are prepared in advance, by a thread; 0: none."""
+    """Number of steps whose batches a background thread prepares in advance; 0: none."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
-        problems += one_of("data.offline", self.offline, ["error", "sample"])
+        yield from one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
+        yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind in ("file", "download") and not self.path:
-            problems.append(f"data={self.name} needs data.path=FILE, a text file")
+            yield f"data={self.name} needs data.path=FILE, a text file"
         if self.kind == "shards" and not self.path:
-            problems.append(f"data={self.name} needs data.path=FOLDER, a folder of .bin or .npy files")
-        if self.kind == "download" and not (self.url and self.sha256):
-            problems.append("data.kind=download needs data.url and data.sha256")
+            yield f"data={self.name} needs data.path=FOLDER, a folder of .bin or .npy files"
         if self.kind == "hf" and not self.dataset:
-            problems.append(f"data={self.name} needs data.dataset=NAME of a Hugging Face data set, or a FOLDER")
+            yield f"data={self.name} needs data.dataset=NAME of a Hugging Face dataset, or a FOLDER"
+        if self.kind == "download" and not (self.url and self.sha256):
+            yield "data.kind=download needs data.url and data.sha256"
         if not 0 < self.val_fraction < 1:
-            problems.append(f"data.val_fraction={self.val_fraction} should be between 0 and 1")
-        problems += positive("data", self, "shard_mb", "workers") + not_negative("data", self, "prefetch")
-        return problems + self._mix_problems()
+            yield f"data.val_fraction={self.val_fraction} should be between 0 and 1"
+        yield from positive("data", self, "shard_mb", "workers")
+        yield from not_negative("data", self, "prefetch")
+        yield from self._mix_problems()
 
-    def _mix_problems(self) -> list[str]:
+    def _mix_problems(self) -> Iterable[str]:
         if self.kind != "mix":
-            return [f"data.mix is for data=mix, not for data={self.name}: leave one of the two out"] if self.mix else []
+            if self.mix:
+                yield f"data.mix is for data=mix, not data={self.name}: omit one of the two"
+            return
         if not self.mix:
-            return ["data=mix needs data.mix, the weight of each data set, such as 'data.mix={fineweb: 3, yelp: 1}'"]
-        problems = [
-            f"data.mix.{name}={weight:g} should be a number above 0"
-            for name, weight in self.mix.items()
-            if not 0 < weight < math.inf
-        ]
+            yield "data=mix needs data.mix, the weight of each dataset, such as 'data.mix={fineweb: 3, yelp: 1}'"
         least = sum(self.mix.values()) / MIX_PERIOD
-        return problems or [
-            f"data.mix.{name}={weight:g} is less than 1 in {MIX_PERIOD} of all: leave it out, or raise it to {least:g}"
-            for name, weight in self.mix.items()
-            if weight < least
-        ]
+        for name, weight in self.mix.items():
+            if not 0 < weight < math.inf:
+                yield f"data.mix.{name}={weight:g} should be a number above 0"
+            elif weight < least < math.inf:
+                yield (
+                    f"data.mix.{name}={weight:g} is less than 1/{MIX_PERIOD} of the total: omit it, or raise it "
+                    f"to {least:g}"
+                )
 
 
 MIX_PERIOD = 4096
@@ -219,47 +217,45 @@ MIX_PERIOD = 4096
 
 @dataclass
 class TokenizerConfig(Section):
-    """How text becomes tokens: char (one per distinct character) or byte (256 and an end-of-text token)."""
+    """char (one token per distinct character) or byte (256 bytes and an end-of-text token)."""
 
     name: str = "char"
     """char, byte, gpt2, bpe or hf."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return one_of("tokenizer.name", self.name, PARTS["tokenizer"])
 
 
 @dataclass
 class GPT2TokenizerConfig(TokenizerConfig):
-    """GPT-2's byte pair encoding of 50,257 tokens, by tiktoken."""
+    """GPT-2's byte pair encoding with 50,257 tokens, through tiktoken."""
 
     name: str = "gpt2"
     """char, byte, gpt2, bpe or hf."""
     path: str | None = None
-    """Its vocabulary: a .tiktoken file, vocab.bpe, merges.txt or a folder with one of them; null: tiktoken's cache."""
+    """Vocabulary: a .tiktoken file, vocab.bpe, merges.txt or a folder with one of these; null: tiktoken's cache."""
 
 
 @dataclass
 class BPETokenizerConfig(TokenizerConfig):
-    """Byte pair encoding, trained on the text: any language, any size, no network."""
+    """Byte pair encoding trained on the text, in any language; needs no network."""
 
     name: str = "bpe"
     """char, byte, gpt2, bpe or hf."""
     vocab_size: int = 4096
-    """Largest number of tokens: 256 bytes, the end-of-text token, and merges."""
+    """Maximum vocabulary size: 256 bytes, the end-of-text token, and merges."""
     train_mb: int = 64
-    """Largest amount of text for training the tokenizer, in MiB, taken evenly from the source."""
+    """Maximum amount of text to train the tokenizer on, in MiB, sampled evenly from the source."""
     path: str | None = None
-    """A tokenizer.json trained before; null: train one."""
+    """An existing tokenizer.json; null: train one."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + positive("tokenizer", self, "train_mb")
+        yield from super().problems()
+        yield from positive("tokenizer", self, "train_mb")
         if self.vocab_size < 257:
-            problems.append(
-                f"tokenizer.vocab_size={self.vocab_size} should be at least 257: the bytes, and the end-of-text token"
-            )
-        return problems
+            yield f"tokenizer.vocab_size={self.vocab_size} should be at least 257: 256 bytes and the end-of-text token"
 
 
 @dataclass
@@ -269,19 +265,18 @@ class HFTokenizerConfig(TokenizerConfig):
     name: str = "hf"
     """char, byte, gpt2, bpe or hf."""
     path: str | None = None
-    """Folder of the model, with tokenizer.json."""
+    """Folder of the model, which contains tokenizer.json."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems()
+        yield from super().problems()
         if not self.path:
-            problems.append("tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json")
-        return problems
+            yield "tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json"
 
 
 @dataclass
 class BackendConfig(Section):
-    """How one optimizer step runs in parallel."""
+    """Parallelization of the optimizer step."""
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
@@ -293,50 +288,51 @@ class BackendConfig(Section):
 
 @dataclass
 class DDPConfig(BackendConfig):
-    """Distributed data parallel: the model on every rank, gradients averaged."""
+    """Distributed data parallel: a full model on every rank; gradients are averaged."""
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
     bucket_cap_mb: int = 25
-    """Size in MiB of the buckets in which gradients are averaged during the backward pass."""
+    """Size of the gradient all-reduce buckets, in MiB."""
     gradient_as_bucket_view: bool = True
-    """Store gradients in the buckets, which saves one copy in memory and time."""
+    """Let gradients be views into the buckets, which saves a copy (memory and time)."""
     static_graph: bool = False
-    """Promise that all backward passes are alike, which saves DDP some work; needs one micro-step per step."""
+    """Tell DDP that the graph never changes, which enables optimizations; requires one micro-step per step."""
     compress: str = "none"
-    """Send gradients as they are (none) or rounded to bf16, in half the bytes."""
+    """Gradient compression for the all-reduce: none, or bf16 (half the traffic)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("backend", self, "bucket_cap_mb")
-        return problems + one_of("backend.compress", self.compress, ["none", "bf16"])
+        yield from positive("backend", self, "bucket_cap_mb")
+        yield from one_of("backend.compress", self.compress, ["none", "bf16"])
 
 
 @dataclass
 class FSDPConfig(BackendConfig):
-    """Fully sharded data parallel: parameters, gradients and optimizer state are sharded over the ranks (ZeRO-3)."""
+    """Fully sharded data parallel: parameters, gradients and optimizer state are sharded across ranks (ZeRO-3)."""
 
     name: str = "FSDP"
     """Name of the backend; set by train.backend."""
     replicate: int = 1
-    """Copies of the model, each sharded over backend.shard ranks (hybrid sharding); -1: all remaining ranks."""
+    """Number of model replicas, each sharded across backend.shard ranks (hybrid sharding); -1: all remaining ranks."""
     shard: int = -1
-    """Ranks over which a copy of the model is sharded; -1: all remaining ranks."""
+    """Number of ranks across which each replica is sharded; -1: all remaining ranks."""
     tp: int | None = 1
-    """Ranks that split each matrix product (tensor parallel), within a node; null: all ranks of a node."""
+    """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
     reshard_after_forward: bool = True
-    """Gather parameters for the forward pass and again for the backward pass (ZeRO-3); false: keep them (ZeRO-2)."""
+    """Free gathered parameters after the forward pass and gather them again for the backward pass (ZeRO-3); false:
+    keep them in between (ZeRO-2)."""
     reduce_dtype: str = "fp32"
-    """Precision in which gradients are averaged: fp32 or bf16."""
+    """Precision of the gradient reduction: fp32 or bf16."""
     cpu_offload: bool = False
-    """Keep the shards in the host's memory, and run the optimizer there."""
+    """Keep the shards in host memory and run the optimizer on the CPU."""
     prefetch: int = 1
-    """Number of blocks whose parameters are gathered in advance; 0: gather them when they are needed."""
+    """Number of blocks whose parameters are gathered ahead of use; 0: gather on demand."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
-        return problems + not_negative("backend", self, "prefetch")
+        yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
+        yield from not_negative("backend", self, "prefetch")
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout."""
@@ -350,37 +346,38 @@ class FSDPConfig(BackendConfig):
 
 @dataclass
 class TPConfig(FSDPConfig):
-    """Tensor parallel (Megatron) with sequence parallel norms, over FSDP on the remaining ranks."""
+    """Tensor parallel (Megatron) with sequence-parallel norms, combined with FSDP across the remaining ranks."""
 
     name: str = "TP"
     """Name of the backend; set by train.backend."""
     tp: int | None = None
-    """Ranks that split each matrix product (tensor parallel), within a node; null: all ranks of a node."""
+    """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
 
 
 @dataclass
 class PPConfig(FSDPConfig):
-    """Pipeline parallel: ranks have different blocks, and micro-batches flow through them."""
+    """Pipeline parallel: each rank holds a stage of consecutive blocks, and micro-batches flow through the stages."""
 
     name: str = "PP"
     """Name of the backend; set by train.backend."""
     pp: int | None = None
-    """Ranks of a pipeline; null: all remaining ranks."""
+    """Number of ranks in a pipeline; null: all remaining ranks."""
     replicate: int = -1
-    """Copies of the pipeline, each on its own share of the data; -1: all remaining ranks."""
+    """Number of pipeline replicas, each with different data; -1: all remaining ranks."""
     shard: int = 1
-    """Ranks over which each stage's parameters, gradients and optimizer state are sharded."""
+    """Number of ranks across which each stage's parameters, gradients and optimizer state are sharded."""
     schedule: str = "1F1B"
-    """Order of the micro-batches: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble."""
+    """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble."""
     stages_per_rank: int = 2
-    """Virtual stages of a rank in the interleaved schedules."""
+    """Virtual stages per rank in interleaved schedules."""
     microbatches: int | None = None
-    """Micro-batches into which a micro-step's sequences are split; null: one per rank of the pipeline if possible."""
+    """Number of micro-batches per micro-step; null: one per rank of the pipeline if possible."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + one_of("backend.schedule", self.schedule, SCHEDULES)
-        return problems + positive("backend", self, "stages_per_rank", "microbatches")
+        yield from super().problems()
+        yield from one_of("backend.schedule", self.schedule, SCHEDULES)
+        yield from positive("backend", self, "stages_per_rank", "microbatches")
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout."""
@@ -399,48 +396,47 @@ class ThreeDConfig(PPConfig):
     name: str = "3D"
     """Name of the backend; set by train.backend."""
     pp: int | None = 2
-    """Ranks of a pipeline."""
+    """Number of ranks in a pipeline."""
     replicate: int = 1
-    """Copies of the sharded model; for DDP between the pipelines use replicate=-1 shard=1."""
+    """Number of replicas of the sharded model; for DDP across pipelines use replicate=-1 shard=1."""
     shard: int = -1
-    """Ranks over which each stage's parameters, gradients and optimizer state are sharded; -1: all remaining ranks."""
+    """Number of ranks across which each stage's parameters, gradients and optimizer state are sharded; -1: all
+    remaining ranks."""
     tp: int | None = 2
-    """Ranks that split each matrix product (tensor parallel), within a node; null: all ranks of a node."""
+    """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
 
 
 @dataclass
 class DeepSpeedConfig(BackendConfig):
-    """DeepSpeed's engine: data parallel, with the training state sharded over the ranks (ZeRO stages 0 to 3)."""
+    """DeepSpeed's engine: data parallel, with the training state sharded across ranks (ZeRO stages 0 to 3)."""
 
     name: str = "deepspeed"
     """Name of the backend; set by train.backend."""
     stage: int = 1
-    """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."""
     offload_optimizer: bool = False
-    """Keep the optimizer state in the host's memory, and run the optimizer there; stages 1 to 3."""
+    """Keep the optimizer state in host memory and run the optimizer on the CPU; stages 1 to 3."""
     offload_params: bool = False
-    """Keep the shards of the parameters in the host's memory; stage 3."""
+    """Keep parameter shards in host memory; stage 3."""
     bucket_elements: int | None = None
-    """Size in elements of the buckets of gradients and parameters; null: DeepSpeed's 500 million."""
+    """Bucket size for gradients and parameters, in elements; null: DeepSpeed's default, 500 million."""
     keep_below: int | None = None
-    """At stage 3, do not shard parameters with fewer elements than this; null: DeepSpeed's 100,000."""
+    """At stage 3, do not shard parameters with fewer elements than this; null: DeepSpeed's default, 100,000."""
     overlap_comm: bool | None = None
-    """Reduce gradients during the backward pass; null: DeepSpeed's default for the stage."""
+    """Overlap gradient reduction with the backward pass; null: DeepSpeed's default for the stage."""
     config: str | None = None
-    """A ds_config file (JSON) with further settings; one that contradicts the run's options is refused."""
+    """A ds_config file (JSON) with further settings; a file that contradicts the run's options is rejected."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("backend", self, "bucket_elements") + not_negative("backend", self, "keep_below")
+        yield from positive("backend", self, "bucket_elements")
+        yield from not_negative("backend", self, "keep_below")
         if not 0 <= self.stage <= 3:
-            problems.append(f"backend.stage={self.stage} should be 0, 1, 2 or 3")
+            yield f"backend.stage={self.stage} should be 0, 1, 2 or 3"
         if self.offload_optimizer and self.stage == 0:
-            problems.append("backend.offload_optimizer=true needs sharded optimizer state: backend.stage=1 to 3")
+            yield "backend.offload_optimizer=true needs sharded optimizer state: backend.stage=1 to 3"
         if self.offload_params and self.stage != 3:
-            problems.append(
-                f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
-            )
-        return problems
+            yield f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
 
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -452,38 +448,37 @@ SCHEDULES = ("GPipe", "1F1B", *INTERLEAVED)
 
 @dataclass
 class OptimizerConfig(Section):
-    """What every optimizer has."""
+    """Options of every optimizer."""
 
     name: str = "adamw"
     """Name of the optimizer: adamw or sgd."""
     learning_rate: float = 1e-3
-    """Peak learning rate, reached at the end of the warm-up; what follows is the schedule's."""
+    """Peak learning rate, reached at the end of the warm-up; the schedule determines the rest."""
     weight_decay: float = 0.1
-    """Decay of matrices; vectors (norms, biases) are not decayed."""
+    """Weight decay of matrices; vectors (norms, biases) are not decayed."""
     grad_clip: float = 1.0
-    """Largest norm of the gradients of the full model; 0: no clipping."""
+    """Maximum gradient norm over the full model; 0: no clipping."""
     decay_lr: bool = True
-    """Former name: decay_lr=false is schedule=constant, and accepted until the next release."""
+    """Deprecated: decay_lr=false means schedule=constant; accepted until the next release."""
     warmup_iters: int = 100
-    """Steps of linear warm-up."""
+    """Number of linear warm-up steps."""
     lr_decay_iters: int | None = None
     """Step at which the schedule reaches min_lr; null: train.max_iters."""
     min_lr: float | None = None
     """Final learning rate; null: a tenth of learning_rate."""
     scale_lr: str = "none"
-    """Multiply learning_rate by the number of data-parallel ranks (linear), its square root (sqrt), or not (none)."""
+    """Scale learning_rate by the number of data-parallel ranks (linear), by its square root (sqrt), or not (none)."""
     gas: int | None = None
-    """Gradient accumulation steps: micro-steps per optimizer step; null: 1, or as train.global_batch_size needs."""
+    """Gradient accumulation: micro-steps per optimizer step; null: 1, or as required by train.global_batch_size."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("optimizer", self, "gas", "lr_decay_iters")
-        problems += not_negative("optimizer", self, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
-        if not 0 < self.learning_rate < float("inf"):
-            problems.append(f"optimizer.learning_rate={self.learning_rate} should be a number above 0")
+        yield from positive("optimizer", self, "gas", "lr_decay_iters")
+        yield from not_negative("optimizer", self, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
+        yield from above_zero("optimizer", self, "learning_rate")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
-            problems.append(f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}")
-        return problems + one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
+            yield f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}"
+        yield from one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
 
 
 @dataclass
@@ -491,13 +486,13 @@ class AdamWConfig(OptimizerConfig):
     """AdamW: Adam with decoupled weight decay."""
 
     beta1: float = 0.9
-    """Decay of the running mean of the gradients."""
+    """Decay rate of the running mean of the gradients."""
     beta2: float = 0.99
-    """Decay of the running mean of the squared gradients."""
+    """Decay rate of the running mean of the squared gradients."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return super().problems() + fractions("optimizer", self, "beta1", "beta2")
+        return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
 
 
 @dataclass
@@ -507,16 +502,16 @@ class SGDConfig(OptimizerConfig):
     name: str = "sgd"
     """Name of the optimizer: adamw or sgd."""
     momentum: float = 0.9
-    """Decay of the running sum of the gradients; 0: none is kept."""
+    """Momentum factor; 0: no momentum."""
     nesterov: bool = False
-    """Nesterov's momentum, which looks one step ahead."""
+    """Use Nesterov momentum."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + fractions("optimizer", self, "momentum")
+        yield from super().problems()
+        yield from fractions("optimizer", self, "momentum")
         if self.nesterov and not self.momentum:
-            problems.append("optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false")
-        return problems
+            yield "optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false"
 
 
 @dataclass
@@ -529,112 +524,109 @@ class ScheduleConfig(Section):
 
 @dataclass
 class LinearScheduleConfig(ScheduleConfig):
-    """Constant after the warm-up, then a linear decay to optimizer.min_lr at the end (WSD: warm-up, stable, decay)."""
+    """Constant after the warm-up, then linear decay to optimizer.min_lr (WSD: warm-up, stable, decay)."""
 
     name: str = "linear"
     """Name of the schedule: cosine, linear or constant."""
     decay_iters: int | None = None
-    """Steps of the decay; null: all after the warm-up."""
+    """Number of decay steps; null: all steps after the warm-up."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return positive("schedule", self, "decay_iters")
 
 
 @dataclass
 class TrainConfig(Section):
-    """Length, batch, precision, evaluation, samples and checkpoints of the run."""
+    """Steps, batch size, precision, evaluation, samples and checkpoints."""
 
     backend: str = "DDP"
     """Parallelization backend: DDP, FSDP, TP, PP, 3D or deepspeed."""
     max_iters: int = 2000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; sets optimizer.gas."""
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
-    """Steps' worth of validation sequences per evaluation, spread evenly over the validation text; null: all of it."""
+    """Validation batches per evaluation, each the size of a training step and spread evenly over the validation data;
+    null: all validation data."""
     log_interval: int = 10
-    """Steps between lines of metrics."""
+    """Steps between logged metrics."""
     sample_interval: int = 500
     """Steps between generated samples; 0: only at the end."""
     sample_tokens: int = 200
     """Tokens to generate per sample; 0: no samples."""
     sample_prompt: str = "\n"
-    """Prompt of the samples."""
+    """Prompt for the samples."""
     temperature: float = 0.8
-    """Sampling temperature: lower is more deterministic."""
+    """Sampling temperature; lower is more deterministic."""
     top_k: int | None = 200
-    """Sample from the k most likely tokens; null: from all."""
+    """Sample from the k most likely tokens; null: from all tokens."""
     dtype: str = "auto"
-    """Precision of the computation: fp32, bf16, fp16, or auto (bf16 where the device has fast bf16, else fp32)."""
+    """Compute precision: fp32, bf16, fp16, or auto (bf16 if the device supports it at full speed, else fp32)."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile: a slower start, by up to minutes, and faster steps."""
+    """Compile the model's blocks with torch.compile: up to minutes of extra startup time, faster steps."""
     activation_checkpointing: str = "none"
-    """What to recompute in the backward pass, to save memory: none, full (every block), a number n (every n-th block),
-    or selective (everything in a block except matrix products)."""
+    """What to recompute in the backward pass to save memory: none, full (every block), a number n (every n-th block),
+    or selective (everything in a block except matrix products and attention)."""
     device: str = "auto"
-    """auto (an accelerator if there is one), cpu, cuda or xpu."""
+    """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
-    """Random seed of weights, data order, dropout and samples."""
+    """Random seed for weights, data order, dropout and samples."""
     timeout_s: int = 1800
-    """Seconds after which a collective that some rank does not reach aborts the run."""
+    """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
     checkpoint_interval: int = 1000
-    """Steps between checkpoints; the last step always makes one. 0: no checkpoints."""
+    """Steps between checkpoints, in addition to one after the last step; 0: no checkpoints."""
     keep_checkpoints: int = 2
-    """Checkpoints to keep: the most recent N, plus the best."""
+    """Number of recent checkpoints to keep, in addition to the best one."""
     save_best: bool = True
-    """Also make a checkpoint whenever an evaluation is the best so far."""
+    """Also write a checkpoint whenever the validation loss is the lowest so far."""
     async_save: bool = True
     """Write checkpoints in the background: only the device-to-host copy blocks training."""
     on_save_error: str = "continue"
-    """If a checkpoint cannot be written: continue with a warning, or stop."""
+    """What to do if a checkpoint cannot be written: continue (with a warning) or stop."""
     on_nonfinite: str = "stop"
-    """If gradients are non-finite: stop, skip the step, or rollback to the last checkpoint and continue with other
-    data."""
+    """What to do if gradients are non-finite: stop, skip (the step), or rollback (to the last checkpoint, continuing
+    with the data that comes next)."""
     resume: str | None = None
-    """Run directory or checkpoint to resume, or auto: this run directory's newest checkpoint if there is one, else a
-    new run; null: auto if the job was requeued, chained or retried, else a new run."""
+    """Run directory or checkpoint to resume from, or auto: the newest checkpoint in this run directory if there is
+    one, else a new run; null: auto if the job was requeued, chained or retried, else a new run."""
     init_from: str | None = None
-    """Initial weights only, from a run directory or checkpoint, or from Hugging Face by hf:DIRECTORY or hf:NAME."""
+    """Where to load the initial weights from: a run directory, a checkpoint, or a Hugging Face model (hf:DIRECTORY or
+    hf:NAME)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
-        problems += not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
+        yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
+        yield from positive("train", self, "keep_checkpoints")
+        yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
+        yield from not_negative("train", self, "checkpoint_interval")
+        yield from above_zero("train", self, "temperature")
         for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
             if getattr(self, name) > most:
-                problems.append(f"train.{name}={getattr(self, name)} should be at most {most}")
-        problems += one_of("train.dtype", self.dtype, DTYPES)
-        problems += self._save_problems()
+                yield f"train.{name}={getattr(self, name)} should be at most {most}"
+        yield from one_of("train.dtype", self.dtype, DTYPES)
+        yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
+        yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing
         if not (checkpointing.isdecimal() and int(checkpointing)):
-            problems += one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
-        problems += one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
-        if not 0 < self.temperature < float("inf"):
-            problems.append(f"train.temperature={self.temperature} should be a number above 0")
+            yield from one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
         if not self.sample_prompt:
-            problems.append("train.sample_prompt is empty: a prompt is needed, such as a line break")
-        return problems
-
-    def _save_problems(self) -> list[str]:
-        problems = not_negative("train", self, "checkpoint_interval") + positive("train", self, "keep_checkpoints")
-        problems += one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
-        problems += one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
+            yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
-            problems.append("train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval")
+            yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
         if self.init_from and self.resume not in (None, "auto"):
-            problems.append(
+            yield (
                 f"train.resume={self.resume} resumes a run and train.init_from={self.init_from} starts a new one: "
                 "choose one"
             )
-        return problems
 
 
 @dataclass
 class TrackerConfig(Section):
-    """metrics.jsonl and samples.txt in the run directory, which every run has."""
+    """metrics.jsonl and samples.txt in the run directory; every run writes these."""
 
 
 @dataclass
@@ -642,11 +634,11 @@ class WandbConfig(TrackerConfig):
     """Weights & Biases."""
 
     mode: str = "auto"
-    """auto (online if there is a key and network access, else offline), online or offline."""
+    """auto (online if there is an API key and network access, else offline), online or offline."""
     project: str = "wordrun"
     """W&B project."""
     entity: str | None = None
-    """W&B user or team; null: the key's default."""
+    """W&B user or team; null: the API key's default."""
     group: str | None = None
     """W&B group of runs."""
     tags: list[str] = field(default_factory=list)
@@ -654,15 +646,15 @@ class WandbConfig(TrackerConfig):
     probe_s: float = 3.0
     """Seconds to wait for the server before recording offline (mode=auto)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = one_of("tracker.wandb.mode", self.mode, ["auto", "online", "offline"])
-        return problems + not_negative("tracker.wandb", self, "probe_s")
+        yield from one_of("tracker.wandb.mode", self.mode, ["auto", "online", "offline"])
+        yield from not_negative("tracker.wandb", self, "probe_s")
 
 
 @dataclass
 class HookConfig(Section):
-    """Something that happens between steps."""
+    """Options of a hook, which the trainer calls between steps."""
 
 
 @dataclass
@@ -670,64 +662,62 @@ class EarlyStopConfig(HookConfig):
     """End the run when the validation loss no longer improves."""
 
     patience: int = 5
-    """Evaluations in a row without an improvement after which the run ends."""
+    """Number of consecutive evaluations without improvement after which the run ends."""
     min_delta: float = 0.0
-    """Decrease of the validation loss that counts as an improvement, in nats per token."""
+    """Smallest decrease in validation loss that counts as an improvement, in nats per token."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = positive("hooks.early_stop", self, "patience")
-        return problems + not_negative("hooks.early_stop", self, "min_delta")
+        return [*positive("hooks.early_stop", self, "patience"), *not_negative("hooks.early_stop", self, "min_delta")]
 
 
 @dataclass
 class ProfilerConfig(Section):
-    """What to measure besides the metrics."""
+    """Profiling of the run."""
 
     name: str = "none"
     """Name of the profiler."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks to profile, each with files of its own below profile/ in the run directory."""
+    """Ranks to profile; each writes its own files under profile/ in the run directory."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return [f"profiler.ranks={self.ranks} should not be negative"] if min(self.ranks, default=0) < 0 else []
+        if min(self.ranks, default=0) < 0:
+            yield f"profiler.ranks={self.ranks} should not be negative"
 
 
 @dataclass
 class PyinstrumentConfig(ProfilerConfig):
-    """Statistical profile of the Python code, as HTML and text."""
+    """Sampling profile of the Python code, as HTML and text."""
 
     name: str = "pyinstrument"
     """Name of the profiler."""
     interval_s: float = 0.001
-    """Seconds between samples of the stack."""
+    """Sampling interval in seconds."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems()
-        return (
-            problems if self.interval_s > 0 else [*problems, f"profiler.interval_s={self.interval_s} should be above 0"]
-        )
+        return [*super().problems(), *above_zero("profiler", self, "interval_s")]
 
 
 @dataclass
 class TorchProfilerConfig(ProfilerConfig):
-    """Operators and kernels of a few steps by torch.profiler, as a Chrome trace."""
+    """Chrome trace of operators and kernels over a few steps, by torch.profiler."""
 
     name: str = "torch"
     """Name of the profiler."""
     wait: int = 10
-    """Steps before the profiler is switched on."""
+    """Number of steps before the profiler starts."""
     warmup: int = 2
-    """Steps that it runs without keeping the result, which its own start-up would distort."""
+    """Number of warm-up steps: profiled but discarded, because profiler start-up distorts them."""
     active: int = 3
-    """Steps to record."""
+    """Number of steps to record."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        problems = super().problems() + not_negative("profiler", self, "wait", "warmup")
-        return problems + positive("profiler", self, "active")
+        yield from super().problems()
+        yield from not_negative("profiler", self, "wait", "warmup")
+        yield from positive("profiler", self, "active")
 
 
 @dataclass
@@ -764,6 +754,21 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 def documentation(cls: type[Any]) -> dict[str, str]:
     """Return the documentation of each field of a config dataclass, those of its bases included."""
     return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: its options, and the class or function that they configure."""
+
+    options: type[Any]
+    """A dataclass with the default, type and documentation of every option."""
+    target: str
+    """``package.module:Name``; the module is imported when the part is built, and not before."""
+
+    def load(self) -> Any:
+        """Return the class or function that ``target`` names."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 PARTS: dict[str, dict[str, Part]] = {
@@ -849,14 +854,14 @@ SEVERAL = ("tracker", "hooks")
 """Sections of which a run can have several parts: mappings from the name of a part to its options."""
 
 
-def parts_in(cfg: Config) -> dict[str, Any]:
-    """Return the options of each part by the prefix of their names, such as ``model`` and ``tracker.wandb``."""
-    found: dict[str, Any] = {}
-    for section in SECTIONS:
-        node = getattr(cfg, section)
-        found |= (
-            {f"{section}.{name}": options for name, options in node.items()} if section in SEVERAL else {section: node}
-        )
+def parts_in(cfg: Any) -> dict[str, Any]:
+    """Return the options of each part by the prefix of their names, such as ``model`` and ``tracker.wandb``.
+
+    ``cfg`` is a Config, or a composed tree that becomes one.
+    """
+    found = {section: getattr(cfg, section) for section in SECTIONS}
+    for section in SEVERAL:
+        found |= {f"{section}.{name}": options for name, options in found.pop(section).items()}
     return found
 
 

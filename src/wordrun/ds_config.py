@@ -63,20 +63,16 @@ def _settings(
     cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None
 ) -> dict[str, tuple[str, Any]]:
     """Return DeepSpeed's keys that the run decides: the option that does, and the value."""
-    optimizer = cfg.optimizer
+    optimizer, device = cfg.optimizer, {True: "cpu", False: "none"}
     settings: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("model.batch_size", cfg.model.batch_size),
         "gradient_clipping": ("optimizer.grad_clip", optimizer.grad_clip),
         "optimizer.type": ("optimizer", optimizer.name),
         **_optimizer_params(optimizer),
         "zero_optimization.stage": ("backend.stage", backend.stage),
-        "zero_optimization.offload_optimizer.device": (
-            "backend.offload_optimizer", "cpu" if backend.offload_optimizer else "none",
-        ),
-        "zero_optimization.offload_param.device": (
-            "backend.offload_params", "cpu" if backend.offload_params else "none",
-        ),
-    }  # fmt: skip
+        "zero_optimization.offload_optimizer.device": ("backend.offload_optimizer", device[backend.offload_optimizer]),
+        "zero_optimization.offload_param.device": ("backend.offload_params", device[backend.offload_params]),
+    }
     if ranks is not None and gas is not None:
         settings["gradient_accumulation_steps"] = ("optimizer.gas", gas)
         settings["train_batch_size"] = ("train.global_batch_size", cfg.model.batch_size * ranks * gas)
@@ -95,10 +91,9 @@ def _settings(
 
 def _optimizer_params(optimizer: OptimizerConfig) -> dict[str, tuple[str, Any]]:
     """Return DeepSpeed's parameters of an optimizer, which have torch's names."""
-    params: dict[str, tuple[str, Any]] = {"lr": ("optimizer.learning_rate", optimizer.learning_rate)}
-    params["weight_decay"] = ("optimizer.weight_decay", optimizer.weight_decay)
-    common = {f.name for f in fields(OptimizerConfig)}
+    common = {f.name for f in fields(OptimizerConfig)} - {"weight_decay"}
     own: dict[str, Any] = {f.name: getattr(optimizer, f.name) for f in fields(optimizer) if f.name not in common}
+    params: dict[str, tuple[str, Any]] = {"lr": ("optimizer.learning_rate", optimizer.learning_rate)}
     if "beta1" in own:
         params["betas"] = ("optimizer.beta1 and beta2", [own.pop("beta1"), own.pop("beta2")])
         params["eps"] = ("optimizer", 1e-8)

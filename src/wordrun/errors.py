@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: shown as one message without a traceback, with an exit status of their own."""
+"""User errors: shown as one message without a traceback, each kind with its own exit status."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from wordrun.arguments import run
 from wordrun.config import DTYPES, Section
 from wordrun.errors import ConfigError, UserError
+from wordrun.validation import above_zero, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class ExportConfig(Section):
     """The checkpoint, and where and how to write it."""
 
     run: str = "outputs/latest"
-    """Run directory, or one checkpoint in it."""
+    """Run directory, or a checkpoint in it."""
     out: str | None = None
     """Folder to create, which must not exist; null: FORM/step-NUMBER in the run directory."""
     form: str = "huggingface"
@@ -48,20 +49,16 @@ class ExportConfig(Section):
     dtype: str = "fp32"
     """Precision of the exported weights: fp32, bf16 or fp16."""
     shard_gb: float = 4.0
-    """Largest weights file in GB (10^9 bytes), unless a single weight is larger; export needs this much memory."""
+    """Maximum size of a weights file in GB (10^9 bytes), unless a single tensor is larger; export needs this much
+    memory."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options."""
-        problems = []
-        if self.dtype == "auto" or self.dtype not in DTYPES:
-            problems.append(f"dtype={self.dtype} should be fp32, bf16 or fp16")
-        if self.form not in ("huggingface", "checkpoint"):
-            problems.append(f"form={self.form} should be huggingface or checkpoint")
-        if not self.shard_gb > 0:
-            problems.append(f"shard_gb={self.shard_gb:g} should be above 0")
+        yield from one_of("dtype", self.dtype, [dtype for dtype in DTYPES if dtype != "auto"])
+        yield from one_of("form", self.form, ["huggingface", "checkpoint"])
+        yield from above_zero("", self, "shard_gb")
         if self.out is not None and Path(self.out).exists():
-            problems.append(f"out={self.out} already exists: remove it, or choose another folder")
-        return problems
+            yield f"out={self.out} already exists: remove it, or choose another folder"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,18 +122,16 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
             room = limit
         shards[-1].append(name)
         room -= size
-    weight_map: dict[str, str] = {}
-    total = 0
+    index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors |= to_huggingface({name: weights[name].to(kind)}, cfg)
         save_file(tensors, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        index["weight_map"] |= dict.fromkeys(tensors, file)
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
 
 

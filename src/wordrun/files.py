@@ -1,4 +1,4 @@
-"""Files that readers find either as they were or complete."""
+"""Atomic writes: a reader finds a file either as it was or complete."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def absolute(path: str) -> Path:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in one step: whoever reads it meanwhile finds the old text or the new one.
+    """Write ``text`` to ``path`` atomically: a concurrent reader finds the old text or the new one.
 
-    The file is written beside it and renamed, so that a process that is killed leaves no half of it.
+    The file is written beside it and renamed, so that a killed process leaves no partial file.
     """
     new = path.with_name(f".{path.name}.{_writer()}")
     new.write_text(text, encoding="utf-8")
@@ -30,5 +30,5 @@ def point(link: Path, target: Path | str) -> None:
 
 
 def _writer() -> str:
-    """Return what no other process has in the name of its file, on any host that shares the folder."""
+    """Return a suffix for temporary files that no other process uses, on any host that shares the folder."""
     return f"{os.uname().nodename}-{os.getpid()}"

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from wordrun.arguments import run
 from wordrun.config import DTYPES, Section
 from wordrun.errors import ConfigError
+from wordrun.validation import not_negative, one_of, positive
 
 if TYPE_CHECKING:
     import torch
@@ -33,21 +34,19 @@ The text is streamed to standard output, everything else goes to standard error.
 See docs/generate.md for details.
 """
 
-DEVICES = ("auto", "cpu", "cuda", "xpu")
-
 
 @dataclass
 class GenerateConfig(Section):
     """The model, and how to sample from it."""
 
     run: str = "outputs/latest"
-    """Run directory, or one checkpoint in it."""
+    """Run directory, or a checkpoint in it."""
     prompt: str = "\n"
     """Text to continue; in the shell, write a line break as $'\\n'."""
     length: int = 500
-    """Tokens to generate after the prompt."""
+    """Number of tokens to generate after the prompt."""
     num_samples: int = 1
-    """Number of texts, generated as one batch: the first is streamed, the others follow it."""
+    """Number of samples, generated as one batch: the first is streamed, the others follow."""
     temperature: float = 0.8
     """Sampling temperature; lower is more deterministic."""
     top_k: int | None = 200
@@ -64,29 +63,23 @@ class GenerateConfig(Section):
     device: str = "auto"
     """auto (an accelerator if there is one), cpu, cuda or xpu."""
     dtype: str = "auto"
-    """Precision of weights and computation: fp32, bf16, fp16, or auto (bf16 where the device is fast at it, else
-    fp32)."""
+    """Precision of weights and computation: fp32, bf16, fp16, or auto (bf16 if the device supports it at
+    full speed, else fp32)."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return what is wrong with these options."""
-        rules = [
-            (self.prompt != "", "prompt is empty: start with some text, such as a line break (prompt=$'\\n')"),
-            (self.length >= 0, f"length={self.length} should be at least 0"),
-            (self.num_samples >= 1, f"num_samples={self.num_samples} should be at least 1"),
-            (
-                0 < self.temperature < float("inf"),
-                f"temperature={self.temperature:g} should be above 0; for greedy decoding use top_k=1",
-            ),
-            (
-                self.top_k is None or self.top_k >= 1,
-                f"top_k={self.top_k} should be at least 1; for no limit use top_k=null",
-            ),
-            (0 < self.top_p <= 1, f"top_p={self.top_p:g} should be above 0 and at most 1"),
-            (self.slide >= 1, f"slide={self.slide} should be at least 1"),
-            (self.device in DEVICES, f"device={self.device} should be auto, cpu, cuda or xpu"),
-            (self.dtype in DTYPES, f"dtype={self.dtype} should be one of {', '.join(DTYPES)}"),
-        ]
-        return [message for holds, message in rules if not holds]
+        yield from not_negative("", self, "length")
+        yield from positive("", self, "num_samples", "slide")
+        yield from one_of("device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        yield from one_of("dtype", self.dtype, DTYPES)
+        if not self.prompt:
+            yield "prompt is empty: start with some text, such as a line break (prompt=$'\\n')"
+        if not 0 < self.temperature < float("inf"):
+            yield f"temperature={self.temperature:g} should be above 0; for greedy decoding use top_k=1"
+        if self.top_k is not None and self.top_k < 1:
+            yield f"top_k={self.top_k} should be at least 1; for no limit use top_k=null"
+        if not 0 < self.top_p <= 1:
+            yield f"top_p={self.top_p:g} should be above 0 and at most 1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -72,7 +72,7 @@ class RaisingFileHandler(logging.FileHandler):
 class LogHandle:
     """What ``start`` has set up: the screen, and the handlers that ``close`` removes."""
 
-    _open: ClassVar[list[LogHandle]] = []
+    opened: ClassVar[list[LogHandle]] = []
     """Open handles, newest last; only the newest writes to the screen."""
     _before: ClassVar[tuple[int, bool]]
     """The logger's level and propagation before the first handle was opened."""
@@ -81,12 +81,12 @@ class LogHandle:
         self.rank = rank
         self.screen = screen
         self._handlers: list[logging.Handler] = []
-        if not self._open:
+        if not self.opened:
             LogHandle._before = (LOGGER.level, LOGGER.propagate)
             LOGGER.setLevel(logging.INFO)
             LOGGER.propagate = False
             logging.captureWarnings(True)
-        self._open.append(self)
+        self.opened.append(self)
         # Records from before the run directory exists, which belong in its log as well.
         self._early: MemoryHandler | None = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1)
         self.add(self._early)
@@ -98,11 +98,6 @@ class LogHandle:
             logger.addHandler(handler)
         self._handlers.append(handler)
         return handler
-
-    def add_screen(self, handler: logging.Handler) -> None:
-        """Also send this rank's records to ``handler``, unless a newer handle is open."""
-        handler.addFilter(lambda record: self._open[-1:] == [self])
-        self.add(handler)
 
     def add_file(self, path: Path) -> logging.Handler:
         """Also send this rank's records to the file at ``path``, earlier ones included."""
@@ -125,9 +120,9 @@ class LogHandle:
         """Remove all handlers; the last handle restores the loggers."""
         for handler in list(self._handlers):
             self.remove(handler)
-        if self in self._open:
-            self._open.remove(self)
-            if not self._open:
+        if self in self.opened:
+            self.opened.remove(self)
+            if not self.opened:
                 level, LOGGER.propagate = self._before
                 LOGGER.setLevel(level)
                 logging.captureWarnings(False)
@@ -147,5 +142,6 @@ def start(rank: int) -> LogHandle:
     else:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    handle.add_screen(handler)
+    handler.addFilter(lambda record: LogHandle.opened[-1:] == [handle])
+    handle.add(handler)
     return handle

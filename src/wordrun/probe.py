@@ -24,14 +24,16 @@ def main(prefix: str) -> int:
     found: dict[str, Any] = {"host": socket.gethostname(), "rank": os.environ.get("RANK"), "problems": []}
     try:
         world = discover()
-        found |= {"rank": world.rank, "size": world.size, "source": world.source}
-        found |= {"local_rank": world.local_rank, "local_size": world.local_size}
-        found |= {"launcher": world.launcher, "node": world.node}
+        names = ("rank", "size", "local_rank", "local_size", "node", "launcher", "source")
+        found |= {name: getattr(world, name) for name in names}
         found["mpi_size"] = _mpi_size(world, found["problems"])
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         found["meets"], found["unreached"] = meet(world, address, port)
         if world.rank == 0:
-            found["wandb"] = _wandb_mode()
+            from wordrun.config import WandbConfig
+            from wordrun.track.wandb import choose_mode
+
+            found["wandb"] = choose_mode(WandbConfig())
     except UserError as error:
         found["problems"].append(str(error))
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -132,13 +134,6 @@ def _serve(others: int, port: int, end: float) -> tuple[str, list[str]]:
     except OSError as error:
         return f"cannot listen at port {port}: {error}", unreached
     return "", unreached
-
-
-def _wandb_mode() -> str:
-    from wordrun.config import WandbConfig
-    from wordrun.track.wandb import choose_mode
-
-    return choose_mode(WandbConfig())
 
 
 if __name__ == "__main__":

@@ -57,10 +57,9 @@ def _timed(check: Callable[[dist.World], None], name: str, world: dist.World) ->
     begin = time.perf_counter()
     try:
         check(world)
-    except AssertionError as error:
-        raise CheckError(f"check {name} failed on {world.host}: {error}") from None
     except Exception as error:
-        raise CheckError(f"check {name} failed on {world.host}: {type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        raise CheckError(f"check {name} failed on {world.host}: {kind}{error}") from error
     return 1000 * (time.perf_counter() - begin)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from wordrun.errors import nearest
@@ -10,22 +11,22 @@ from wordrun.errors import nearest
 
 def positive(section: str, node: Any, *names: str) -> list[str]:
     """Return a message for each of the options ``names`` of ``node`` that is below 1; None is left alone."""
-    return _at_least(1, section, node, names, "should be at least 1")
+    return _unless(lambda value: value >= 1, section, node, names, "should be at least 1")
 
 
 def not_negative(section: str, node: Any, *names: str) -> list[str]:
     """Return a message for each of the options ``names`` of ``node`` that is below 0; None is left alone."""
-    return _at_least(0, section, node, names, "should not be negative")
+    return _unless(lambda value: value >= 0, section, node, names, "should not be negative")
+
+
+def above_zero(section: str, node: Any, *names: str) -> list[str]:
+    """Return a message for each of the options ``names`` of ``node`` that is not a finite number above 0."""
+    return _unless(lambda value: 0 < value < math.inf, section, node, names, "should be a number above 0")
 
 
 def fractions(section: str, node: Any, *names: str) -> list[str]:
     """Return a message for each of the options ``names`` of ``node`` that is not at least 0 and less than 1."""
-    values = {name: getattr(node, name) for name in names}
-    return [
-        f"{section}.{name}={value} should be at least 0 and less than 1"
-        for name, value in values.items()
-        if not 0 <= value < 1
-    ]
+    return _unless(lambda value: 0 <= value < 1, section, node, names, "should be at least 0 and less than 1")
 
 
 def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
@@ -34,6 +35,7 @@ def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
     return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
 
 
-def _at_least(least: int, section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
+def _unless(is_valid: Callable[[Any], bool], section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:
     values = [(name, getattr(node, name)) for name in names]
-    return [f"{section}.{name}={value} {what}" for name, value in values if value is not None and not value >= least]
+    prefix = f"{section}." if section else ""
+    return [f"{prefix}{name}={value} {what}" for name, value in values if value is not None and not is_valid(value)]

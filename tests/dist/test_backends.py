@@ -36,7 +36,7 @@ import torch
 import torch.distributed as td
 import wordrun
 from wordrun import dist
-from wordrun.backend.split import full, local
+from wordrun.backend.native import full, local
 
 def nbytes(tensors):
     return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 import wordrun
 from wordrun import backend, dist
-from wordrun.backend.split import full
+from wordrun.backend.native import full
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import check
 from wordrun.config import part_of

@@ -87,7 +87,7 @@ def test_without_a_compiler_it_says_what_to_do(command: Command, tmp_path: Path)
     done = command("wordrun", *SMALL, "train.compile=true", "hydra.run.dir=run", **cache)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("train.compile=true: torch.compile cannot compile")
+    assert line.startswith("train.compile=true: torch.compile failed to compile")
     assert "train.compile=false" in line
     assert "g++" in line
     assert "UserError" in json.loads((tmp_path / "run" / "run.json").read_text())["exit_reason"]

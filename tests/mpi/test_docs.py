@@ -101,7 +101,7 @@ def test_quickstart_reuses_the_environment_and_shows_the_result(command: Any, tm
     assert done.returncode == 0, done.stdout + done.stderr
     assert "installing" not in done.stderr
     assert "$ launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in done.stdout
-    for last in ("validation loss", "sample after 4 steps", "plots/loss.png", "wandb sync"):
+    for last in ("validation loss", "sample at step 4", "plots/loss.png", "wandb sync"):
         assert last in done.stdout
     assert (tmp_path / "run" / "plots" / "loss.png").stat().st_size > 5000
 

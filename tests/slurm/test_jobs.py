@@ -120,7 +120,7 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     # SLURM looks at its jobs' time limits every 30 s, and these are whole minutes.
     minutes = (elapsed(cluster, jobs[0]) + 20) // 60 + 1
     cluster.run("scontrol", "update", f"jobid={jobs[0]}", f"timelimit={minutes}").check_returncode()
-    wait(cluster, lambda: "saved: the next job of the chain continues" in out(0), "the first link has been told")
+    wait(cluster, lambda: "saved: the next job of the chain resumes" in out(0), "the first link has been told")
     assert f"launch: stopped early, with its state saved (exit status 75): run {run_id} can be resumed" in out(0)
     assert "rank 0 ended" not in out(0)
 
@@ -132,7 +132,7 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     hold(35)
     wait(cluster, lambda: steps(run_dir()) == 35, "it goes on")
     cluster.run("scancel", "--signal=TERM", jobs[1]).check_returncode()
-    wait(cluster, lambda: "saved: the next job of the chain continues" in out(1), "the second link has been told")
+    wait(cluster, lambda: "saved: the next job of the chain resumes" in out(1), "the second link has been told")
     hold(STEPS)
     wait(cluster, lambda: "run directory" in out(2) and exit_reasons(run_dir())[-1] == "finished", "the last link ends")
     cluster.wait_idle(60)

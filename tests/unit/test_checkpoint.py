@@ -253,6 +253,7 @@ def test_a_failed_last_save_is_not_called_saved(small: Words, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     def stop(trainer: Trainer) -> None:
+        trainer.checkpoints.wait()
         monkeypatch.setattr(shards, "write", fail)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -482,7 +483,7 @@ def test_a_full_disk_may_stop_the_run(full_disk: Path, small: Words, capfd: pyte
         cli.main(words)
     captured = capfd.readouterr()
     assert "the checkpoint of step 6 could not be written" in captured.out + captured.err
-    assert "to train on without it, use train.on_save_error=continue" in captured.out + captured.err
+    assert "to continue without it, use train.on_save_error=continue" in captured.out + captured.err
     assert find(full_disk).step == 3
 
 
@@ -550,7 +551,7 @@ def test_by_default_the_run_stops(small: Words, tmp_path: Path) -> None:
 def test_a_step_may_be_skipped(small: Words, tmp_path: Path) -> None:
     trainer = train(small(*SAVING, "train.on_nonfinite=skip"), tmp_path / "run", poison(1, 7))
     assert [line["step"] for line in read(tmp_path / "run") if "loss" in line] == list(range(1, 13))
-    assert trainer.position == 13 * 4, "the data of that step are not taken again"
+    assert trainer.state.position == 13 * 4, "the data of that step are not taken again"
     assert all(torch.isfinite(p).all() for p in trainer.backend.parts[0].parameters())
 
 
@@ -558,7 +559,7 @@ def test_or_the_run_goes_back_to_its_checkpoint(small: Words, tmp_path: Path) ->
     words = small(*SAVING, "train.on_nonfinite=rollback")
     trainer = train(words, tmp_path / "run", poison(1, 7))
     assert [line["step"] for line in read(tmp_path / "run") if "loss" in line] == list(range(1, 13))
-    assert trainer.position == (12 + 2) * 4, "steps 7 and 8 were taken twice, with other data"
+    assert trainer.state.position == (12 + 2) * 4, "steps 7 and 8 were taken twice, with other data"
     with pytest.raises(UserError, match="after 3 rollbacks to the checkpoint of step 6"):
         train(words, tmp_path / "again", poison(9, 7))
 

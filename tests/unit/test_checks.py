@@ -23,7 +23,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP"],
             1,
-            "train.backend=FSDP shards the model across ranks, and there is only one: use launch -n 2",
+            "train.backend=FSDP shards the model across ranks, but there is only one: use launch -n 2",
         ),
         (
             ["train.backend=TP", "backend.tp=3"],
@@ -51,7 +51,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["backend.static_graph=true", "optimizer.gas=2"],
             4,
-            "backend.static_graph=true makes every backward pass send",
+            "backend.static_graph=true reduces gradients in every backward pass",
         ),
         (["backend.compress=fp16"], 4, "backend.compress=fp16 should be one of none, bf16"),
         (["train.activation_checkpointing=some"], 4, "train.activation_checkpointing=some should be one of"),

@@ -42,7 +42,7 @@ def help_text() -> str:
 
 
 def test_help_shows_every_option_with_its_meaning(help_text: str) -> None:
-    shown = [config.GPTConfig, config.DataConfig, config.DDPConfig, config.OptimizerConfig, config.TrainConfig,
+    shown = [config.GPTConfig, config.DataConfig, config.DDPConfig, config.AdamWConfig, config.TrainConfig,
              config.WandbConfig]  # fmt: skip
     flat = " ".join(help_text.split())  # long texts are wrapped
     for node in shown:

@@ -186,8 +186,8 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
         ("a.jsonl", b'["a"]\n', "only a list"),
         ("a.jsonl", b'{"text": 3}\n', "has no text in the field"),
         ("a.jsonl", b'{"text": "Gr\xfc\xdfe"}\n', "(line 1) is not UTF-8"),
-        ("a.jsonl.gz", b"no gzip", "is a damaged .gz"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999, mtime=0)[:-20], "is a damaged .gz"),
+        ("a.jsonl.gz", b"no gzip", "is damaged"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999, mtime=0)[:-20], "is damaged"),
         ("a.jsonl.zst", b"no zst, but long enough", "is damaged"),
         ("a.jsonl.zst", zstandard.ZstdCompressor().compress(b'{"text": "abc"}\n' * 999)[:-9], "is damaged"),
         ("a.parquet", b"PAR1 and no more", "is a damaged .parquet"),
@@ -223,4 +223,4 @@ def test_a_damaged_parquet_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "says"), [("", "has no .txt, .jsonl"), ("*.txt", "matches no file")])
 def test_no_files_are_one_message(path: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        files.find(f"{tmp_path}/{path}")
+        FileSource.locate(DataConfig(path=f"{tmp_path}/{path}")).files()

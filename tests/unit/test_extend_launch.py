@@ -17,8 +17,8 @@ PAGE = (ROOT / "docs" / "extend_launch.md").read_text()
 BLOCKS = re.findall(r"`(src/[\w/.]+)`(?:(?!`src/)(?!```).)*```\w+\n(.*?)```", PAGE, re.DOTALL)
 # What stands after an addition, for files that exist.
 BEFORE = {
-    "launchers/__init__.py": ("from wordrun.launch.launchers.hydra", "        Hydra,\n"),
-    "schedulers/__init__.py": ("from wordrun.launch.schedulers.none", "        PBS(),\n"),
+    "launchers/__init__.py": ("from wordrun.launch.launchers.hydra", "Hydra, OpenMPI"),
+    "schedulers/__init__.py": ("from wordrun.launch.schedulers.none", "PBS(), Slurm()"),
     "launch/rank_env.sh": ("  *)\n",),
     "dist/world.py": (")  # fmt: skip\n# An MPI launcher has set",),
 }
@@ -49,7 +49,7 @@ def env(tmp_path: Path) -> dict[str, str]:
         if len(anchors) == 2:
             imported, entry = text.splitlines(keepends=True)
             insert(file, anchors[0], imported)
-            insert(file, anchors[1], entry)
+            insert(file, anchors[1], f"{entry.strip()} ")
         elif anchors:
             insert(file, anchors[0], text)
         else:

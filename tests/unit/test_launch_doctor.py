@@ -17,11 +17,9 @@ from wordrun.launch import doctor
 from wordrun.launch.address import free_port
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import build
+from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided
+from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.site import Site
 
 JOB = Job(
@@ -39,7 +37,7 @@ HEALTHY = {
 @pytest.fixture
 def plan(tmp_path: Path) -> LaunchPlan:
     options = Options(np=4, command=("probe",))
-    decided = Decided("1-aa", "R", 12345, str(tmp_path), "/s", "/venv/bin", "a")
+    decided = Decided("1-aa", Identity("R"), 12345, str(tmp_path), "/s", "/venv/bin", "a")
     return build(JOB, options, decide_ranks(options, JOB), LAUNCHERS["srun"]("/usr/bin/srun", "test"), decided, {})
 
 
@@ -86,7 +84,7 @@ def test_each_problem_has_its_remedy(
 def test_ranks_that_do_not_answer(plan: LaunchPlan) -> None:
     (finding,) = doctor.of_ranks(plan, ranks()[:3], 1, "line\nsrun: error: n2: task 3: Killed\n")
     assert finding.state == "wrong"
-    assert "3 of 4 answered, missing [3]; status 1" in finding.found
+    assert "3 of 4 ranks answered, missing ranks [3]; exit status 1" in finding.found
     assert "task 3: Killed" in finding.found
 
 
@@ -122,7 +120,7 @@ def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
 )
 def test_the_way_to_the_internet(tmp_path: Path, site: Site, env: dict[str, str], state: str, found: str) -> None:
     options = Options(np=4, command=("probe",))
-    decided = Decided("1-aa", "R", 12345, str(tmp_path), "/s", "/venv/bin", "a")
+    decided = Decided("1-aa", Identity("R"), 12345, str(tmp_path), "/s", "/venv/bin", "a")
     site = replace(site, scheduler="slurm")
     plan = build(JOB, options, decide_ranks(options, JOB), LAUNCHERS["srun"]("srun"), decided, env, site)
     (finding,) = (f for f in doctor.of_machine(plan, env, site) if f.check == "internet")

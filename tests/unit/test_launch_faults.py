@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch.faults import classify, port_taken
 from wordrun.launch.job import Job, hold_back
+from wordrun.launch.tail import classify, port_taken
 
 # Recorded, but for the names of PALS's hosts.
 CURABLE = {

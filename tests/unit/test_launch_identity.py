@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from wordrun.errors import REQUEUE, ConfigError
-from wordrun.launch.identity import choose, file_name
 from wordrun.launch.job import Job
+from wordrun.launch.planner import choose_run, file_name
 
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 ALONE = Job(hosts=("box",), cores=(8,), devices=(0,), slots=(1,))
@@ -29,22 +29,22 @@ def test_status_75_is_wordruns_own() -> None:
 
 
 def test_a_new_run() -> None:
-    first, second = (choose({}, ALONE, COMMAND, "/nowhere") for _ in range(2))
+    first, second = (choose_run({}, ALONE, COMMAND, "/nowhere") for _ in range(2))
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", first.run_id)
     assert first.run_id != second.run_id
     assert (first.why, first.resume) == ("", "")
 
 
 def test_an_exported_name_is_kept() -> None:
-    assert choose({"WORDRUN_RUN_ID": "mine.2"}, AGAIN, COMMAND, "/nowhere").run_id == "mine.2"
+    assert choose_run({"WORDRUN_RUN_ID": "mine.2"}, AGAIN, COMMAND, "/nowhere").run_id == "mine.2"
     inside_a_rank = {"WORDRUN_RUN_ID": "mine", "WORDRUN_LAUNCH_ID": "1-aa"}
-    assert choose(inside_a_rank, ALONE, COMMAND, "/nowhere").run_id != "mine"
+    assert choose_run(inside_a_rank, ALONE, COMMAND, "/nowhere").run_id != "mine"
 
 
 @pytest.mark.parametrize("name", ["a/b", "../x", ".", "-n", "a b", "ä"])
 def test_a_name_that_cannot_be_part_of_a_file_name(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"WORDRUN_RUN_ID={name}: ")):
-        choose({"WORDRUN_RUN_ID": name}, ALONE, COMMAND, "/nowhere")
+        choose_run({"WORDRUN_RUN_ID": name}, ALONE, COMMAND, "/nowhere")
 
 
 def record(folder: Path, name: str, **facts: object) -> None:
@@ -54,7 +54,7 @@ def record(folder: Path, name: str, **facts: object) -> None:
 
 def test_a_requeued_job_resumes_its_runs(tmp_path: Path) -> None:
     def chosen(job: Job = AGAIN, words: list[str] = COMMAND) -> str:
-        return choose({}, job, words, str(tmp_path)).run_id
+        return choose_run({}, job, words, str(tmp_path)).run_id
 
     assert re.fullmatch(r"\d{8}-.*", chosen())  # there are no records yet
     record(tmp_path, "b-first-of-this-job")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch.options import Options
 from wordrun.launch.parser import GROUPS, help_text, parse
+from wordrun.launch.request import Options
 
 pytestmark = pytest.mark.unit
 

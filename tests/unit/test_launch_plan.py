@@ -17,19 +17,15 @@ from typing import Any
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import show
+from wordrun.launch import record
 from wordrun.launch.address import free_port, is_free, unresolved
-from wordrun.launch.environment import is_stale, threads
-from wordrun.launch.host import count_cores, count_devices, find_command, local_host
-from wordrun.launch.job import Job
+from wordrun.launch.job import Job, count_cores, count_devices, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
-from wordrun.launch.launchers.base import RANK_ENV, flavour
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import build
+from wordrun.launch.launchers.base import RANK_ENV, find_command, flavour
+from wordrun.launch.plan import LaunchPlan, build, is_stale, threads
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask, mask_words
-from wordrun.launch.request import Decided
+from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.schedulers import find_job
 
 pytestmark = pytest.mark.unit
@@ -41,7 +37,7 @@ LAPTOP = Job(
 GPU_BOX = Job(hosts=("box",), cores=(64,), devices=(4,), slots=(4,), reasons=LAPTOP.reasons)
 TWO_NODES = Job(hosts=("a", "b"), cores=(8, 8), devices=(2, 1), slots=(2, 1), scheduler="pbs", id="7")
 DECIDED = Decided(
-    launch_id="1-aa", run_id="20260102-030405-abcd", port=12345, cwd="/home/u", status_dir="/tmp/s",
+    launch_id="1-aa", run=Identity("20260102-030405-abcd"), port=12345, cwd="/home/u", status_dir="/tmp/s",
     own_bin="/venv/bin",
     interfaces=("eth0", "lo"),
 )  # fmt: skip
@@ -233,8 +229,8 @@ def test_secrets_are_hidden(name: str, hidden: bool) -> None:
 def test_dry_run_hides_secrets_and_can_be_pasted() -> None:
     options = Options(np=2, command=("sh", "-c", "exit 0", "API_KEY=hush"), env=(("HF_TOKEN", "hush"), ("A", "b c")))
     found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {"RANK": "3"})
-    text = show.dry_run(found, as_json=False)
-    assert "hush" not in text + show.dry_run(found, as_json=True)
+    text = record.dry_run(found, as_json=False)
+    assert "hush" not in text + record.dry_run(found, as_json=True)
     assert "unset RANK" in text
     assert "export A='b c'  # --env" in text
     pasted = "\n".join([*text.splitlines()[:-1], 'echo "$A|$HF_TOKEN|$MASTER_PORT|${RANK-}"'])

@@ -16,19 +16,16 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import address, site_files
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
+from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV
 from wordrun.launch.launchers.pals import cpu_binding
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import build
+from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided
+from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.schedulers import find_job
 from wordrun.launch.site import UNKNOWN, Site
-from wordrun.launch.site_check import SHAPES
+from wordrun.launch.site_files import SHAPES
 
 Env = Mapping[str, str]
 RUN = "/p/outputs/launches/R"
@@ -65,7 +62,7 @@ class Cluster:
         options = Options(**{"command": COMMAND, **asked})
         ranks = decide_ranks(options, job)
         master = address.decide(job.hosts, found, here, lambda name: "10.0.0.1")[0]
-        decided = Decided("1-aa", "R", 12345, "/p", "/p/s", "/venv/bin", master)
+        decided = Decided("1-aa", Identity("R"), 12345, "/p", "/p/s", "/venv/bin", master)
         return build(job, options, ranks, LAUNCHERS[launcher](launcher), decided, env, found)
 
 

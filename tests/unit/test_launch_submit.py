@@ -14,8 +14,8 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import site_files
-from wordrun.launch.options import seconds
 from wordrun.launch.parser import parse
+from wordrun.launch.request import seconds
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
 from wordrun.launch.submit import Origin, SubmitError, commands, margin, script, submit
@@ -106,7 +106,7 @@ trap 'ending=yes' TERM
 launch -N 2 -- python -m wordrun train.max_iters=5
 status=$?
 if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
-  echo "saved: the next job of the chain continues (after the last one, submit this script again)"
+  echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"
   status=0
 fi
 exit "$status"
@@ -329,7 +329,7 @@ MISTAKES = {
         ],
     ),
     "ranks": (
-        ["--walltime", "1:00:00", "--account", "X", "-n", "5", "--ppn", "4"], ["-n 5 on 2 nodes is not --ppn 4"]
+        ["--walltime", "1:00:00", "--account", "X", "-n", "5", "--ppn", "4"], ["-n 5 on 2 nodes contradicts --ppn 4"]
     ),
     "hours": (["--walltime", "2:00:00", "--account", "X", "--queue", "debug"], ["ends jobs after 1 h"]),
 }  # fmt: skip

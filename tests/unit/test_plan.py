@@ -320,12 +320,12 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
     planner = Planner(found.planner.cfg, replace(found.planner.model, cfg=OtherModel()), found.planner.hardware)
     rows = planner.rows()
     assert {row.label for row in rows if isinstance(row, Unavailable)} == {"no estimate"}
-    assert advise(planner, rows).why == ["There is no strategy to recommend, for the reasons above."]
+    assert advise(planner, rows).why == ["No strategy can be recommended, for the reasons above."]
 
 
 def test_a_batch_that_suits_no_strategy() -> None:
     found = advice("model=gpt3_13b", "plan.devices=16", "train.backend=3D", "backend.pp=4", "backend.tp=4")
-    assert (found.best, found.why) == (None, ["There is no strategy to recommend, for the reasons above."])
+    assert (found.best, found.why) == (None, ["No strategy can be recommended, for the reasons above."])
 
 
 # Options

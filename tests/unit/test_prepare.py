@@ -24,7 +24,7 @@ import pytest
 from matplotlib.image import imread
 
 import wordrun
-from wordrun.config import PARTS, BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, TokenizerConfig
+from wordrun.config import PARTS, BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, Part, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data.corpus import open_prepared
 from wordrun.dist import World
@@ -36,7 +36,6 @@ from wordrun.prepare.sources.base import Source
 from wordrun.prepare.sources.download import DownloadSource
 from wordrun.prepare.sources.files import FileSource
 from wordrun.prepare.sources.sample import sample_text
-from wordrun.registry import Part
 
 if TYPE_CHECKING:
     from conftest import Command, Start

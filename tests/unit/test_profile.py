@@ -11,9 +11,8 @@ import pytest
 
 import wordrun
 from wordrun import dist
-from wordrun.config import PARTS, ProfilerConfig
+from wordrun.config import PARTS, Part, ProfilerConfig
 from wordrun.errors import ConfigError
-from wordrun.registry import Part
 from wordrun.train.profile import Profiler, build
 
 

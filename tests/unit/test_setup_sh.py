@@ -222,7 +222,7 @@ def test_a_site_in_a_shell_without_modules(shell: str, tmp_path: Path, repositor
     env = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "MADE_UP": "cluster"}
     done = run(shell, "setup_python", tmp_path, repository / "bin" / "setup.sh", **env)
     assert done.returncode == 1
-    assert "no 'module': start it as a login shell" in done.stderr
+    assert "no 'module': start a login shell" in done.stderr
 
 
 @in_each_shell

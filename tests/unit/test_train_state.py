@@ -13,9 +13,8 @@ import pytest
 
 import wordrun
 from wordrun.checkpoint.saved import find
-from wordrun.config import PARTS, EarlyStopConfig, TrackerConfig, from_plain, to_plain
+from wordrun.config import PARTS, EarlyStopConfig, Part, TrackerConfig, from_plain, to_plain
 from wordrun.errors import ConfigError
-from wordrun.registry import Part
 from wordrun.track import Tracker
 from wordrun.track.jsonl import read
 from wordrun.train.hooks.early_stop import EarlyStop
@@ -178,7 +177,7 @@ def test_a_run_that_stops_early_is_finished_and_the_same_when_resumed(small: Wor
 
 
 def test_early_stop_needs_evaluations() -> None:
-    with pytest.raises(ConfigError, match=r"hooks=early_stop needs evaluations, but train\.eval_interval=0"):
+    with pytest.raises(ConfigError, match=r"hooks=\[early_stop\] needs evaluations, but train\.eval_interval=0"):
         wordrun.compose(["data=sample", "hooks=early_stop", "train.eval_interval=0"])
 
 

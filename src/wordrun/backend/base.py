@@ -90,15 +90,12 @@ class Backend(Protocol):
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``, one for each micro-step."""
-        ...
 
     def losses(self, batch: Any) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), without gradients."""
-        ...
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return a language model's logits for the last of ``tokens`` (B, T), as (B, V), without gradients."""
-        ...
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
         """Copy the present training state.
@@ -106,7 +103,6 @@ class Backend(Protocol):
         Args:
             own: further tensors of this rank for the checkpoint, under names that no other rank uses.
         """
-        ...
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
         """Restore the training state from a checkpoint, which any layout of ranks may have written.
@@ -119,11 +115,9 @@ class Backend(Protocol):
         Raises:
             ConfigError: this backend cannot read checkpoints of that kind.
         """
-        ...
 
     def close(self) -> None:
         """Release whatever holds the process group, which is destroyed next; no step can follow."""
-        ...
 
 
 def build(spec: BackendSpec) -> Backend:

@@ -53,8 +53,7 @@ class DDPBackend(NativeBackend):
         """Return the mean loss of ``batch``; the backward pass of the last one averages the gradients."""
         # Called directly, the model accumulates gradients on this rank only.
         forward = self.replica if last and not self.alone else None
-        with self.autocast():
-            return self.parts[0].losses(batch, forward).mean()
+        return self.forward_losses(batch, forward).mean()
 
     def close(self) -> None:
         """Release the reducer while others still hold the process group."""

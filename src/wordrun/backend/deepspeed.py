@@ -21,7 +21,7 @@ from wordrun.backend.native import prepare_blocks
 from wordrun.backend.optimizer import set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checkpoint.deepspeed import TAG
+from wordrun.checkpoint.saved import ENGINE
 from wordrun.checkpoint.shards import Group
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
@@ -140,7 +140,7 @@ class DeepSpeedBackend:
         return Save(facts, partial(self._write, own), in_background=False)
 
     def _write(self, own: Mapping[str, Tensor], folder: Path, group: Group) -> None:
-        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        self.engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False)
         torch.save(dict(own), self._own_file(folder))
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -156,12 +156,12 @@ class DeepSpeedBackend:
                 f"continued only like that, not by stage {self.stage} on {self.spec.world.size}: change them, or use "
                 f"its weights only by train.init_from={folder}"
             )
-        self.engine.load_checkpoint(str(folder), tag=TAG)
+        self.engine.load_checkpoint(str(folder), tag=ENGINE)
         found = torch.load(self._own_file(folder), weights_only=True) if own else {}
         return {name: found[name] for name in own}
 
     def _own_file(self, folder: Path) -> Path:
-        return folder / TAG / f"rank-{self.spec.world.rank:05d}.pt"
+        return folder / ENGINE / f"rank-{self.spec.world.rank:05d}.pt"
 
     def close(self) -> None:
         """Release the engine and what it holds of the process group."""
@@ -176,16 +176,14 @@ def _variables(world: World, device: torch.device) -> Iterator[None]:
     wanted = {"DS_ACCELERATOR": device.type, "LOCAL_RANK": number}
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed requires both to be equal
         wanted["OMPI_COMM_WORLD_LOCAL_RANK"] = number
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _import() -> Any:

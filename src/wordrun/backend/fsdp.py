@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wordrun.backend import split
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
-from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import FSDPConfig
+from wordrun.dist.mesh import AXES
 
 
 class FSDPBackend(NativeBackend):
@@ -34,7 +33,7 @@ class FSDPBackend(NativeBackend):
         options = spec.cfg.backend
         assert isinstance(options, FSDPConfig)
         self.options = options
-        self.mesh = split.device_mesh(spec.layout, spec.device)
+        self.mesh = init_device_mesh(spec.device.type, spec.layout.shape, mesh_dim_names=AXES)
         splitter = split.Splitter(spec, self.mesh, options)
         self.sharded = splitter.sharded
         super().__init__(spec, [splitter.build(layers) for layers in stages])
@@ -47,24 +46,16 @@ class FSDPBackend(NativeBackend):
                 model.set_requires_gradient_sync(last)
             model.set_requires_all_reduce(last)
             model.set_is_last_backward(last)
-        with self.sharded_cross_entropy():
-            return split.full(model.losses(batch)).mean()
+        return self.forward_losses(batch).mean()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate and reduce the gradients of ``loss``."""
-        with self.sharded_cross_entropy():
+        with self.forward_context():
             super().backward(loss)
 
-    @contextlib.contextmanager
-    def sharded_cross_entropy(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Let the cross entropy work on logits that tensor-parallel ranks split by vocabulary."""
-        with loss_parallel() if self.layout.tp > 1 else contextlib.nullcontext():
-            yield
-
-    def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
-        """Clip the gradients, take the optimizer's step and return the gradients' norm."""
-        self.complete_gradients()
-        return super().update(learning_rate, clock)
+        return loss_parallel() if self.layout.tp > 1 else nullcontext()
 
     def complete_gradients(self) -> None:
         """Finish reducing the gradients after the backward passes."""
@@ -79,21 +70,6 @@ class FSDPBackend(NativeBackend):
         """Return the norm of the gradients of the full model."""
         return split.total_norm(self.gradients(), self.mesh, self.device)
 
-    def clip(self, norm: Tensor) -> None:
-        """Scale the gradients down to optimizer.grad_clip where their ``norm`` is above it."""
-        split.clip(self.gradients(), norm, self.grad_clip)
-
-    @torch.no_grad()
-    def losses(self, batch: Any) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,)."""
-        with self.sharded_cross_entropy():
-            return split.full(self.parts[0].losses(batch))
-
-    @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the last of ``tokens``, (B, V)."""
-        return split.full(self.parts[0](self.padded(tokens), at=tokens.shape[1] - 1))
-
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""
         return [self.mesh.get_group(axis) for axis in ("replicate", "shard", "tp") if self.mesh[axis].size() > 1]
@@ -105,7 +81,3 @@ class FSDPBackend(NativeBackend):
                 if isinstance(module, FSDPModule):
                     module.reshard()
         return super().model_state(once=once)
-
-    def padded(self, tokens: Tensor) -> Tensor:
-        """Return ``tokens`` padded at the end to a multiple of ``backend.tp``; no earlier token attends to those."""
-        return F.pad(tokens, (0, -tokens.shape[1] % self.layout.tp))

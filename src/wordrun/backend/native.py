@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult
 from wordrun.backend.optimizer import Restored, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
@@ -74,6 +78,7 @@ class NativeBackend:
 
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
         """Clip the gradients, take the optimizer's step and return the gradients' norm."""
+        self.complete_gradients()
         self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
@@ -83,7 +88,7 @@ class NativeBackend:
             return norm
         # On a CPU the norm is at hand, and most steps need no clipping; an accelerator would have to be waited for.
         if self.device.type != "cpu" or norm > self.grad_clip:
-            self.clip(norm)
+            clip(self.parameters, norm, self.grad_clip)
         set_learning_rate(self.optimizer, learning_rate)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -91,28 +96,35 @@ class NativeBackend:
         clock.lap("optimizer")
         return norm
 
+    def complete_gradients(self) -> None:
+        """Finish reducing the gradients where the backward passes have not."""
+
     def total_norm(self) -> Tensor:
         """Return the norm of the gradients of the full model."""
         return get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
-    def clip(self, norm: Tensor) -> None:
-        """Scale the gradients down to optimizer.grad_clip where their ``norm`` is above it."""
-        clip_grads_with_norm_(self.parameters, self.grad_clip, norm)
-
     @torch.no_grad()
     def losses(self, batch: Any) -> Tensor:
         """Return the loss of each example of ``batch``, (B,)."""
-        with self.autocast():
-            return self.parts[0].losses(batch)
+        return self.forward_losses(batch)
+
+    def forward_losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), calling the model through ``forward`` if given."""
+        with self.forward_context():
+            return full(self.parts[0].losses(batch, forward))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of the last of ``tokens``, (B, V)."""
-        with self.autocast():
-            return self.parts[0](tokens, at=-1)  # type: ignore[no-any-return]
+        with self.forward_context():
+            return full(self.parts[0](self.padded(tokens), at=tokens.shape[1] - 1))
 
-    def autocast(self) -> torch.autocast:
-        """Return the context in which fp32 parameters compute in ``dtype``."""
+    def padded(self, tokens: Tensor) -> Tensor:
+        """Return ``tokens`` padded at the end to a multiple of ``backend.tp``; no earlier token attends to those."""
+        return F.pad(tokens, (0, -tokens.shape[1] % self.layout.tp))
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Return the context of forward passes: fp32 parameters compute in ``dtype``."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -185,6 +197,24 @@ class NativeBackend:
 
     def close(self) -> None:
         """Release whatever holds the process group."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the full tensor; all ranks that hold shards of it must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
+    """Scale down the gradients of ``parameters``, this rank's shards, so that their ``norm`` is at most ``most``."""
+    shards = [local(p.grad) for p in parameters if p.grad is not None]
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    for device in {shard.device for shard in shards}:
+        compat.scale([shard for shard in shards if shard.device == device], factor.to(device))
 
 
 def prepare_blocks(model: Model, cfg: Config) -> None:

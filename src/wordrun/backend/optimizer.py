@@ -63,10 +63,9 @@ class Restored:
         self.tensors: dict[str, Tensor] = {}
         self._keys: dict[str, list[tuple[str, str]]] = {}
         for full in stored:
-            for kind in (TENSOR, NUMBER):
-                name, _, key = full.removeprefix(kind).rpartition(".")
-                if full.startswith(kind):
-                    self._keys.setdefault(name, []).append((key, full))
+            if full.startswith((TENSOR, NUMBER)):
+                name, _, key = full.partition(".")[2].rpartition(".")
+                self._keys.setdefault(name, []).append((key, full))
         for name, parameter in self.parameters:
             for key, full in self._keys.get(name, ()):
                 self.tensors.setdefault(full, self._room(parameter, key, stored[full]))

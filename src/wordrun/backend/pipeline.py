@@ -13,9 +13,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from wordrun import compat
-from wordrun.backend import split
 from wordrun.backend.base import BackendSpec, StepResult
 from wordrun.backend.fsdp import FSDPBackend
+from wordrun.backend.native import full, local
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import INTERLEAVED, PPConfig
@@ -58,7 +58,7 @@ class PipelineBackend(FSDPBackend):
         self.schedule = getattr(pipelining, f"Schedule{options.schedule}")(
             parts if options.schedule in INTERLEAVED else parts[0],
             microbatches(cfg, options, pp) * accumulation(cfg, spec.layout.dp),
-            loss_fn=lambda outputs, targets: split.full(criterion(outputs, targets)).mean(),
+            loss_fn=lambda outputs, targets: full(criterion(outputs, targets)).mean(),
         )
         self.tied = self._tied_weights()
 
@@ -68,8 +68,8 @@ class PipelineBackend(FSDPBackend):
         losses: list[Tensor] = []
         first = (inputs,) if self.parts[0].is_first else ()
         last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}
-        with self.sharded_cross_entropy():
-            self.schedule.step(*first, **last, **every, **compat.without_outputs(self.schedule))
+        with self.forward_context():
+            compat.pipeline_step(self.schedule, *first, **last, **every)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.group, group_src=self.owners[-1])
         clock.lap("passes")
@@ -85,10 +85,6 @@ class PipelineBackend(FSDPBackend):
         """Return this rank's shards of the gradients; of a weight that two stages share, the first one's only."""
         again = self.parts[-1].head.weight if self.tied and self.parts[-1].is_last else None
         return [p.grad for p in self.parameters if p.grad is not None and p is not again]
-
-    def clip(self, norm: Tensor) -> None:
-        """Scale the gradients down to optimizer.grad_clip where their ``norm`` is above it."""
-        split.clip([p.grad for p in self.parameters if p.grad is not None], norm, self.grad_clip)
 
     def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters; an output layer that is the embedding has its name."""
@@ -117,7 +113,7 @@ class PipelineBackend(FSDPBackend):
         """Average the gradients over the copies of the pipeline in one message, unless ``fully_shard`` does."""
         if self.sharded or self.layout.replicate == 1:
             return
-        mine = [split.local(p.grad) for p in self.parameters if p.grad is not None]
+        mine = [local(p.grad) for p in self.parameters if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in mine])
         dist.all_reduce(flat, group=self.mesh.get_group("replicate"))
         flat /= self.layout.replicate
@@ -126,7 +122,7 @@ class PipelineBackend(FSDPBackend):
 
     def _share_tied_gradients(self) -> None:
         """Give all copies of the shared weight the sum of their gradients, so that they remain equal."""
-        mine = [split.local(p.grad) for p in self.tied if p.grad is not None]
+        mine = [local(p.grad) for p in self.tied if p.grad is not None]
         if len(mine) == 2:
             total = mine[0] + mine[1]
             mine[0].copy_(total)
@@ -135,12 +131,9 @@ class PipelineBackend(FSDPBackend):
             (gradient,) = mine
             peer = self.owners[-1] if self.parts[0].is_first else self.owners[0]
             theirs = torch.empty_like(gradient)
-            for work in dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, gradient.contiguous(), group=self.group, group_peer=peer),
-                    dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
-                ]
-            ):
+            send = dist.P2POp(dist.isend, gradient.contiguous(), group=self.group, group_peer=peer)
+            receive = dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer)
+            for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
             gradient += theirs
 
@@ -148,7 +141,7 @@ class PipelineBackend(FSDPBackend):
     def losses(self, batch: Any) -> Tensor:
         """Return the loss of each example of ``batch``, (B,)."""
         inputs, every, targets = self.parts[0].stage_inputs([batch])
-        with self.sharded_cross_entropy():
+        with self.forward_context():
             return self._forward(
                 inputs, targets.shape[:1], lambda part, x: part.criterion(part(x, **every), targets), every
             )
@@ -174,17 +167,14 @@ class PipelineBackend(FSDPBackend):
         # Autocast, where nothing is sharded, keeps the residual stream in fp32.
         dtype = self.dtype if self.sharded else torch.float32
         between = self.parts[0].stage_output_shape(inputs, self.layout.tp)
-        for stage, owner in enumerate(self.owners):
-            if owner != self.coordinate:
-                continue
-            part = self.parts[self.numbers.index(stage)]
-            if stage and self.owners[stage - 1] != owner:
+        for stage, part in zip(self.numbers, self.parts, strict=True):
+            if stage and self.owners[stage - 1] != self.coordinate:
                 x = torch.empty(between, device=self.device, dtype=dtype)
                 dist.recv(x, group=self.group, group_src=self.owners[stage - 1])
             x = last(part, x) if part.is_last else part(x, **every)
-            if stage + 1 < self.count and self.owners[stage + 1] != owner:
+            if stage + 1 < self.count and self.owners[stage + 1] != self.coordinate:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.owners[stage + 1])
         mine = self.owners[-1] == self.coordinate
-        result = split.full(x).float() if mine else torch.empty(*shape, device=self.device)
+        result = full(x).float() if mine else torch.empty(*shape, device=self.device)
         dist.broadcast(result, group=self.group, group_src=self.owners[-1])
         return result

@@ -30,10 +30,8 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
 
 
 def _is_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    if dtype == torch.float32:
+    if dtype == torch.float32 or device.type == "xpu":
         return True
     if device.type == "cuda":
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "xpu":
-        return True
     return dtype == torch.bfloat16 and compat.cpu_is_fast_at_bf16()

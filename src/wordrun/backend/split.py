@@ -9,23 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from wordrun import compat
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import prepare_block
+from wordrun.backend.native import local, prepare_block
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.config import FSDPConfig
-from wordrun.dist.mesh import AXES, Layout
 from wordrun.model import Model
-
-
-def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return torch's mesh of all ranks, with the names of ``AXES``; every rank must call this."""
-    return init_device_mesh(device.type, layout.shape, mesh_dim_names=AXES)
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class Splitter:
         model.tie()  # splitting has made two parameters of it again
         if self.sharded:
             self._shard(model)
-            self._prefetch(list(model.blocks.values()))
+            self._prefetch([block for block in model.blocks.values() if isinstance(block, FSDPModule)])
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]
         return model
@@ -88,43 +81,24 @@ class Splitter:
             parallelize_module(module, self.mesh["tp"], plan, src_data_rank=None)
 
     def _shard(self, module: nn.Module) -> None:
-        low = self.spec.dtype != torch.float32
-        fully_shard(
-            module,
-            mesh=self.mesh["replicate", "shard"] if self.spec.layout.replicate > 1 else self.mesh["shard"],
-            reshard_after_forward=self.options.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=self.spec.dtype if low else None,
-                reduce_dtype=TORCH_DTYPES[self.options.reduce_dtype] if low else None,
-            ),
-            offload_policy=CPUOffloadPolicy(pin_memory=self.spec.device.type != "cpu")
-            if self.options.cpu_offload
-            else OffloadPolicy(),
-        )
-        if self.spec.device.type == "cpu" and isinstance(module, FSDPModule):
+        spec, options = self.spec, self.options
+        mesh = self.mesh["replicate", "shard"] if spec.layout.replicate > 1 else self.mesh["shard"]
+        precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
+        if spec.dtype != torch.float32:
+            precision = MixedPrecisionPolicy(spec.dtype, TORCH_DTYPES[options.reduce_dtype])
+        if options.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=spec.device.type != "cpu")
+        reshard = options.reshard_after_forward
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
+        if spec.device.type == "cpu" and isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo of torch 2.8 sums where it should average
 
-    def _prefetch(self, blocks: list[nn.Module]) -> None:
+    def _prefetch(self, blocks: list[FSDPModule]) -> None:
         """Let each block prefetch the parameters of the next ones, in both directions."""
         ahead = self.options.prefetch
         for i, block in enumerate(blocks):
-            assert isinstance(block, FSDPModule)
-            block.set_modules_to_forward_prefetch(_sharded(blocks[i + 1 : i + 1 + ahead]))
-            block.set_modules_to_backward_prefetch(_sharded(blocks[max(0, i - ahead) : i][::-1]))
-
-
-def _sharded(blocks: list[nn.Module]) -> list[FSDPModule]:
-    return [block for block in blocks if isinstance(block, FSDPModule)]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor; all ranks that hold shards of it must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
 
 
 def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -156,9 +130,7 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     total = torch.zeros((), device=device)
     # The same order on every rank, whichever kinds it has.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
-        squares = torch.zeros((), device=device)
-        if axes in shards:
-            squares += (nn.utils.get_total_norm(shards[axes]).to(device)) ** 2
+        squares = nn.utils.get_total_norm(shards.get(axes, [])).to(device) ** 2
         for axis in axes:
             if mesh[axis].size() > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
@@ -166,11 +138,3 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     if mesh["pp"].size() > 1:
         dist.all_reduce(total, group=mesh.get_group("pp"))
     return total.sqrt()
-
-
-def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, most: float) -> None:
-    """Scale down the gradients, this rank's shards, so that their ``norm`` is at most ``most``."""
-    shards = [local(gradient) for gradient in gradients]
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
-    for device in {shard.device for shard in shards}:
-        compat.scale([shard for shard in shards if shard.device == device], factor.to(device))

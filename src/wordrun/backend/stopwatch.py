@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from typing import Any
 
 import torch
 
@@ -11,11 +13,10 @@ class Stopwatch:
     """Adds up seconds by label. On an accelerator it notes events and waits for them only when read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cpu = device.type == "cpu"
         self._device = device
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.Event, torch.Event]] = []
-        self._last: float | torch.Event = 0.0
+        self._on_cpu = device.type == "cpu"
+        self._laps: list[tuple[str, Any, Any]] = []  # label, begin and end: seconds on a CPU, otherwise events
+        self.start()
 
     def start(self) -> None:
         """Begin to count; what went before is left out."""
@@ -24,23 +25,20 @@ class Stopwatch:
     def lap(self, label: str) -> None:
         """Count the time since ``start`` or the last ``lap`` under ``label``."""
         now = self._now()
-        if isinstance(now, float) and isinstance(self._last, float):
-            self._seconds[label] = self._seconds.get(label, 0.0) + now - self._last
-        elif isinstance(now, torch.Event) and isinstance(self._last, torch.Event):
-            self._events.append((label, self._last, now))
+        self._laps.append((label, self._last, now))
         self._last = now
 
     def read(self) -> dict[str, float]:
         """Return the seconds under each label since the last ``read``; waits for the device."""
-        if self._events:
+        if self._laps and not self._on_cpu:
             torch.accelerator.synchronize(self._device)
-            for label, begin, end in self._events:
-                self._seconds[label] = self._seconds.get(label, 0.0) + begin.elapsed_time(end) / 1000
-            self._events.clear()
-        seconds, self._seconds = self._seconds, {}
-        return seconds
+        seconds: dict[str, float] = defaultdict(float)
+        for label, begin, end in self._laps:
+            seconds[label] += end - begin if self._on_cpu else begin.elapsed_time(end) / 1000
+        self._laps.clear()
+        return dict(seconds)
 
-    def _now(self) -> float | torch.Event:
+    def _now(self) -> Any:
         if self._on_cpu:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)

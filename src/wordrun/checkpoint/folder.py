@@ -115,8 +115,8 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
     path = path.resolve()  # latest and best are links
-    if (path / MANIFEST).exists() or NAME.fullmatch(path.name):
-        match = NAME.fullmatch(path.name)
+    match = NAME.fullmatch(path.name)
+    if match or (path / MANIFEST).exists():
         step = int(match[1]) if match else Folder(path, 0).manifest()["step"]
         return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent, [Folder(path, step)]
     run_dir = path.parent if path.name == CHECKPOINTS else path

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint import shards
@@ -17,9 +20,12 @@ from wordrun.config import Config, from_plain
 from wordrun.errors import UserError
 from wordrun.log import LOGGER
 from wordrun.model import meta_model
+from wordrun.model.base import LazyWeights
 
 MODEL = "model."
 """Prefix of the names of weights in a checkpoint."""
+ENGINE = "engine"
+"""Folder in a checkpoint that DeepSpeed's engine writes."""
 
 
 @dataclass(frozen=True)
@@ -35,37 +41,40 @@ class Saved:
     manifest: dict[str, Any]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights by the names of the model's ``state_dict``, each read when it is accessed."""
-        if self.manifest["backend"]["kind"] == "deepspeed":
-            from wordrun.checkpoint.deepspeed import weights
+        """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
-            return weights(self.folder, meta_model(self.config.model, self.vocab_size))
-        return Weights(self.folder)
+        Those of DeepSpeed's engine are gathered from all ranks' shards, all at once.
+
+        Raises:
+            UserError: the engine wrote them, and DeepSpeed is not installed.
+        """
+        if self.manifest["backend"]["kind"] == "deepspeed":
+            return self._engine_weights()
+        stored = shards.stored_in(self.folder)
+        names = [name for name in stored if name.startswith(MODEL)]
+        return LazyWeights({name.removeprefix(MODEL): partial(_read, self.folder, name, stored) for name in names})
+
+    def _engine_weights(self) -> dict[str, Tensor]:
+        try:
+            convert = importlib.import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
+        except ImportError as error:
+            raise UserError(
+                f"{self.folder} was written by DeepSpeed, which is needed to read it ({error}): "
+                "pip install 'wordrun[deepspeed]'"
+            ) from None
+        state = convert(str(self.folder), tag=ENGINE)
+        return {name: state[name] for name, _ in meta_model(self.config.model, self.vocab_size).weights()}
 
     def read_weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return all weights on ``device``; an output layer tied to the embedding is left out."""
         return {name: tensor.to(device) for name, tensor in self.weights().items()}
 
 
-class Weights(Mapping[str, Tensor]):
-    """The weights in a checkpoint folder, each read when it is accessed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        stored = shards.stored_in(folder)
-        self._stored = {name.removeprefix(MODEL): stored[name] for name in stored if name.startswith(MODEL)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one unsharded weight on the CPU."""
-        tensor = shards.empty_like(self._stored[name])
-        shards.read(self.folder, {MODEL + name: tensor}, alone=True)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+def _read(folder: Path, name: str, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
+    """Return one unsharded tensor on the CPU."""
+    tensor = shards.empty_like(stored[name])
+    shards.read(folder, {name: tensor}, alone=True)
+    return tensor
 
 
 def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
@@ -80,14 +89,13 @@ def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
         UserError: there is no such checkpoint (the message lists those there are), or all are damaged.
     """
     candidates = folders.choose(Path(run_dir), which)
-    for each in reversed(candidates):
+    while True:
         try:
-            return _open(each, check)
+            return _open(candidates.pop(), check)
         except DamagedError as error:
-            if each is candidates[0]:
+            if not candidates:
                 raise
             LOGGER.warning("%s; taking the one before it", error)
-    raise AssertionError("choose returns at least one")
 
 
 def _open(folder: Folder, check: bool) -> Saved:
@@ -95,8 +103,5 @@ def _open(folder: Folder, check: bool) -> Saved:
     problem = folder.check_content(manifest["files"], manifest) if check else ""
     if problem:
         raise DamagedError(problem)
-    try:
-        tokenizer = (folder.path / folders.TOKENIZER).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{folder.path / folders.TOKENIZER}: {error.strerror}") from None
+    tokenizer = (folder.path / folders.TOKENIZER).read_text(encoding="utf-8")
     return Saved(folder.path, folder.step, from_plain(manifest["config"]), tokenizer, manifest["vocab_size"], manifest)

@@ -16,17 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from wordrun import compat
@@ -49,9 +42,9 @@ class Shard:
     @property
     def item(self) -> WriteItem:
         """The shard's description for torch's writer."""
-        chunk = ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)
-        facts = TensorWriteData(chunk, TensorProperties(dtype=self.data.dtype), self.shape)
-        return WriteItem(MetadataIndex(self.name, chunk.offsets), WriteItemType.SHARD, tensor_data=facts)
+        chunk = metadata.ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)
+        facts = TensorWriteData(chunk, metadata.TensorProperties(dtype=self.data.dtype), self.shape)
+        return WriteItem(metadata.MetadataIndex(self.name, chunk.offsets), WriteItemType.SHARD, tensor_data=facts)
 
 
 def shard_of(name: str, tensor: Tensor) -> Shard:
@@ -145,16 +138,16 @@ def write(folder: Path, shards: Sequence[Shard], group: Group, *, alone: bool = 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # from torch 2.8's writer
-        save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=alone)
+        state_dict_saver.save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=alone)
 
 
-def stored_in(folder: Path) -> dict[str, TensorStorageMetadata]:
+def stored_in(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
     """Return shape and type of each tensor in the checkpoint ``folder``, by name."""
     found = FileSystemReader(os.fspath(folder)).read_metadata().state_dict_metadata
-    return {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
+    return {name: facts for name, facts in found.items() if isinstance(facts, metadata.TensorStorageMetadata)}
 
 
-def empty_like(stored: TensorStorageMetadata) -> Tensor:
+def empty_like(stored: metadata.TensorStorageMetadata) -> Tensor:
     """Return an empty tensor on the CPU with the shape and type of a stored one."""
     return torch.empty(stored.size, dtype=stored.properties.dtype)
 
@@ -170,4 +163,4 @@ def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) ->
     wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(wanted, storage_reader=FileSystemReader(os.fspath(folder)), no_dist=alone)
+        state_dict_loader.load(wanted, storage_reader=FileSystemReader(os.fspath(folder)), no_dist=alone)

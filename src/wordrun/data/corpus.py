@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wordrun import files
 from wordrun.config import DataConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data import shards, tokenizers
-from wordrun.data.shards import Array, Tokens
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.errors import ConfigError
@@ -28,8 +28,8 @@ COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_f
 class Part:
     """The part of a mix that comes from one data set."""
 
-    train: Tokens
-    val: Tokens
+    train: shards.Tokens
+    val: shards.Tokens
     share: float
     """Of the mix; the shares of all parts add up to 1."""
 
@@ -39,17 +39,17 @@ class Corpus:
     """The tokens on which a run trains and is evaluated."""
 
     tokenizer: Tokenizer
-    train: Array
-    val: Array
+    train: shards.Array
+    val: shards.Array
     origin: str
-    """Where the text came from, for people and for run.json."""
+    """Where the text came from, for the log and for run.json."""
     banner: str | None = None
-    """What everyone who looks at the results must know, if the text is not the one that was requested."""
+    """A warning beside all results, if the text is not the one that was requested."""
     mix: Sequence[Part] = ()
     """The parts of a mix, whose tokens ``train`` and ``val`` have one after the other."""
 
 
-Opened = tuple[Tokenizer, Array, Array]
+Opened = tuple[Tokenizer, shards.Array, shards.Array]
 """The tokenizer, and the tokens for training and for validation."""
 
 
@@ -73,16 +73,12 @@ def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *,
 
 def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokenizer: TokenizerConfig) -> None:
     """Refuse a folder that was prepared with other options than those of the run."""
-    made = manifest.settings
+    made, theirs = manifest.settings, manifest.settings["tokenizer"]
     wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
-    theirs = made["tokenizer"]
     wanted["tokenizer"] = (tokenizer.name, theirs["name"])
     if tokenizer.name == theirs["name"] and not (data.kind == "shards" or theirs.get("path")):
-        wanted |= {
-            f"tokenizer.{name}": (value, theirs.get(name))
-            for name, value in asdict(tokenizer).items()
-            if name != "path"
-        }
+        options = {name: value for name, value in asdict(tokenizer).items() if name != "path"}
+        wanted |= {f"tokenizer.{name}": (value, theirs.get(name)) for name, value in options.items()}
     problems = [
         f"{folder} was prepared with {key}={json.dumps(had)}, not {json.dumps(want)}: use {key}={had}, or prepare the "
         "data in another folder"
@@ -101,11 +97,12 @@ def open_foreign(data: DataConfig, tokenizer: TokenizerConfig) -> Opened:
     train, val = find_foreign(folder, data)
     found = foreign_tokenizer(folder, tokenizer)
     for split, tokens in zip(manifests.SPLITS, (train, val), strict=True):
-        _check_range(folder, split, tokens, found, tokenizer)
+        for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
+            check_range(part, found, f"the {split} shards in {folder}")
     return found, train, val
 
 
-def find_foreign(folder: Path, data: DataConfig) -> tuple[Tokens, Tokens]:
+def find_foreign(folder: Path, data: DataConfig) -> tuple[shards.Tokens, shards.Tokens]:
     """Return the tokens for training and validation in ``folder``, by the names of the files.
 
     Without a file for validation, the last data.val_fraction of the tokens are used.
@@ -121,9 +118,9 @@ def find_foreign(folder: Path, data: DataConfig) -> tuple[Tokens, Tokens]:
             f"data.path={folder} has no shards for training: .bin or .npy files with train in their names, and val for "
             f"validation (found: {shown})"
         )
-    tokens = Tokens([shards.examine(path) for path in train])
+    tokens = shards.Tokens([shards.examine(path) for path in train])
     if val:
-        return tokens, Tokens([shards.examine(path) for path in val])
+        return tokens, shards.Tokens([shards.examine(path) for path in val])
     return tokens.split(int(len(tokens) * (1 - data.val_fraction)))
 
 
@@ -135,21 +132,24 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     if cfg.name == "char" and text.exists():  # as nanoGPT leaves it beside its train.bin
         return CharTokenizer(text.read_text(encoding="utf-8"))
     if tokenizers.needs_text(cfg):
-        pickle = " (meta.pkl is a pickle, which can run arbitrary code, and is not read)"
+        has_pickle = (folder / "meta.pkl").exists()
+        pickle = " (meta.pkl is a pickle, which can run arbitrary code, and is not read)" if has_pickle else ""
         raise ConfigError(
             f"tokenizer={cfg.name} is made from a text, and {folder} holds tokens: put the tokenizer.json that wordrun "
-            "saved, or for tokenizer=char the text as input.txt, beside them"
-            f"{pickle * (folder / 'meta.pkl').exists()}, or choose another tokenizer"
+            f"saved, or for tokenizer=char the text as input.txt, beside them{pickle}, or choose another tokenizer"
         )
     return tokenizers.build(cfg)
 
 
-def _check_range(folder: Path, split: str, tokens: Tokens, tokenizer: Tokenizer, cfg: TokenizerConfig) -> None:
-    """Refuse tokens outside the vocabulary, as far as the beginning and the end of the split show them."""
-    for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
-        if len(part) and (int(part.max()) >= tokenizer.vocab_size or int(np.min(part)) < 0):
-            wrong = int(part.max()) if int(part.max()) >= tokenizer.vocab_size else int(np.min(part))
+def check_range(tokens: NDArray[np.integer], tokenizer: Tokenizer, what: str) -> None:
+    """Refuse tokens outside the vocabulary; ``what`` names them in the message.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for token in (int(tokens.max(initial=0)), int(tokens.min(initial=0))):
+        if not 0 <= token < tokenizer.vocab_size:
             raise ConfigError(
-                f"tokenizer={cfg.name} has {tokenizer.vocab_size:,} tokens, but the {split} shards in {folder} have "
-                f"token {wrong:,}: choose the tokenizer with which they were made"
+                f"tokenizer={tokenizer.kind} has {tokenizer.vocab_size:,} tokens, but {what} have token {token:,}: "
+                "choose the tokenizer with which they were made"
             )

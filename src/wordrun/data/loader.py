@@ -25,9 +25,9 @@ class _Slot:
     """Recorded when the batches are on the device, after which they may be overwritten."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Builder:
-    """Builds this rank's batches of any step."""
+    """Builds this rank's batches of any step, in a thread that holds no reference to the loader."""
 
     order: Order
     size: int
@@ -36,25 +36,7 @@ class _Builder:
     ranks: int
     pinned: bool
     eot: int | None
-
-    def build(self, step: int, slot: _Slot | None = None) -> _Slot:
-        """Return the batches of ``step``, in the buffers of ``slot`` if it is given."""
-        if slot is None:
-            slot = _Slot([self._empty() for _ in range(self.gas)])
-        elif slot.copied is not None:
-            slot.copied.synchronize()
-        for micro, batch in enumerate(slot.batches):
-            self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
-        return slot
-
-    def _empty(self) -> Batch:
-        return Batch.empty(self.size, self.order.block_size, pinned=self.pinned, eot=self.eot)
-
-
-@dataclass
-class _Shared:
-    """What the loader and its thread share. The thread holds no reference to the loader, which can be collected."""
-
+    prefetch: int
     condition: threading.Condition = field(default_factory=threading.Condition)
     wanted: int = -1
     """The next step; -1: none has been requested."""
@@ -63,6 +45,69 @@ class _Shared:
     failure: BaseException | None = None
     closed: bool = False
     thread: threading.Thread | None = None
+
+    def build(self, step: int, slot: _Slot | None = None) -> _Slot:
+        """Return the batches of ``step``, in the buffers of ``slot`` if it is given."""
+        if slot is None:
+            shape = self.size, self.order.block_size
+            slot = _Slot([Batch.empty(*shape, pinned=self.pinned, eot=self.eot) for _ in range(self.gas)])
+        elif slot.copied is not None:
+            slot.copied.synchronize()
+        for micro, batch in enumerate(slot.batches):
+            self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
+        return slot
+
+    def prefetched(self, step: int) -> _Slot:
+        """Return the batches of ``step``, which the thread builds."""
+        with self.condition:
+            if self.thread is None:
+                # A daemon: the process may end at any time without waiting for it.
+                self.thread = threading.Thread(target=self._run, name="wordrun-loader", daemon=True)
+                self.thread.start()
+            self.wanted = step
+            self.condition.notify_all()
+            while step not in self.ready:
+                if self.failure is not None:
+                    raise self.failure
+                self.condition.wait()
+            self.wanted = step + 1
+            self.condition.notify_all()
+            return self.ready.pop(step)
+
+    def close(self) -> None:
+        """End the thread."""
+        with self.condition:
+            self.closed = True
+            self.condition.notify_all()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        """Build the batches that will be needed next, until the loader is closed."""
+        try:
+            while (next_ := self._next()) is not None:
+                step, slot = next_
+                slot = self.build(step, slot)
+                with self.condition:
+                    self.ready[step] = slot
+                    self.condition.notify_all()
+        except BaseException as error:  # whatever it is, the caller that waits for the batch must see it
+            with self.condition:
+                self.failure = error
+                self.condition.notify_all()
+
+    def _next(self) -> tuple[int, _Slot | None] | None:
+        """Return the step to be built next and the buffers for it; None: the loader is closed."""
+        with self.condition:
+            while not self.closed:
+                near = range(self.wanted, self.wanted + self.prefetch) if self.wanted >= 0 else range(0)
+                for step in [step for step in self.ready if step not in near]:  # left behind by a jump
+                    self.free.append(self.ready.pop(step))
+                missing = [step for step in near if step not in self.ready]
+                if missing:
+                    return missing[0], self.free.pop() if self.free else None
+                self.condition.wait()
+        return None
 
 
 class Loader:
@@ -92,10 +137,9 @@ class Loader:
                 f"than the {ranks} data-parallel ranks: use fewer ranks, a smaller model.block_size, or more text"
             )
         self.device = device or torch.device("cpu")
-        self._builder = _Builder(order, batch_size, gas, rank, ranks, self.device.type != "cpu", eot)
-        self._prefetch = prefetch
-        self._shared = _Shared()
-        self.close = weakref.finalize(self, _close, self._shared)
+        pinned = self.device.type != "cpu"
+        self._builder = _Builder(order, batch_size, gas, rank, ranks, pinned, eot, prefetch)
+        self.close = weakref.finalize(self, self._builder.close)
         """Ends the thread; so does garbage collection. A closed loader builds batches when they are requested."""
 
     def step(self, step: int) -> list[Batch]:
@@ -104,68 +148,13 @@ class Loader:
         The step takes the next batch_size x ranks x gas sequences of the run. Which rank and which micro-step gets
         which of them does not change what the step learns.
         """
-        slot = self._prefetched(step) if self._prefetch and self.close.alive else self._builder.build(step)
+        builder = self._builder
+        slot = builder.prefetched(step) if builder.prefetch and self.close.alive else builder.build(step)
         if self.device.type == "cpu":
             return slot.batches
         batches = [batch.to(self.device) for batch in slot.batches]
         slot.copied = torch.Event(self.device)
         slot.copied.record()
-        with self._shared.condition:
-            self._shared.free.append(slot)
+        with builder.condition:
+            builder.free.append(slot)
         return batches
-
-    def _prefetched(self, step: int) -> _Slot:
-        shared = self._shared
-        with shared.condition:
-            if shared.thread is None:
-                # A daemon: the process may end at any time without waiting for it.
-                args = (shared, self._builder, self._prefetch)
-                shared.thread = threading.Thread(target=_work, args=args, name="wordrun-loader", daemon=True)
-                shared.thread.start()
-            shared.wanted = step
-            shared.condition.notify_all()
-            while step not in shared.ready:
-                if shared.failure is not None:
-                    raise shared.failure
-                shared.condition.wait()
-            slot = shared.ready.pop(step)
-            shared.wanted = step + 1
-            shared.condition.notify_all()
-        return slot
-
-
-def _work(shared: _Shared, builder: _Builder, prefetch: int) -> None:
-    """Build the batches that will be needed next, until the loader is closed."""
-    try:
-        while (next_ := _next(shared, prefetch)) is not None:
-            step, slot = next_
-            slot = builder.build(step, slot)
-            with shared.condition:
-                shared.ready[step] = slot
-                shared.condition.notify_all()
-    except BaseException as error:  # whatever it is, the caller that waits for the batch must see it
-        with shared.condition:
-            shared.failure = error
-            shared.condition.notify_all()
-
-
-def _next(shared: _Shared, prefetch: int) -> tuple[int, _Slot | None] | None:
-    """Return the step to be built next and the buffers for it; None: the loader is closed."""
-    with shared.condition:
-        while not shared.closed:
-            near = range(shared.wanted, shared.wanted + prefetch) if shared.wanted >= 0 else range(0)
-            for step in [step for step in shared.ready if step not in near]:  # left behind by a jump
-                shared.free.append(shared.ready.pop(step))
-            missing = [step for step in near if step not in shared.ready]
-            if missing:
-                return missing[0], shared.free.pop() if shared.free else None
-            shared.condition.wait()
-    return None
-
-
-def _close(shared: _Shared) -> None:
-    with shared.condition:
-        shared.closed = True
-        shared.condition.notify_all()
-    if shared.thread is not None and shared.thread is not threading.current_thread():
-        shared.thread.join(CLOSE_S)

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wordrun.data import shards
-from wordrun.data.shards import Shard, Tokens
 from wordrun.data.tokenizers import from_json
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.errors import ConfigError
@@ -102,7 +101,7 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     return from_json(content.decode())
 
 
-def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) -> Tokens:
+def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) -> shards.Tokens:
     """Return the tokens of the split ``name``.
 
     Args:
@@ -115,28 +114,26 @@ def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) 
     dtype = shards.dtype_for(manifest.vocab_size)
     entries = getattr(manifest, name)
     if examine:
-        return Tokens([shards.examine(folder / entry.file, entry.tokens) for entry in entries])
+        return shards.Tokens([shards.examine(folder / entry.file, entry.tokens) for entry in entries])
     offset = 4 * shards.HEADER
-    return Tokens([Shard(str(folder / entry.file), dtype, offset, entry.tokens) for entry in entries])
+    return shards.Tokens([shards.Shard(str(folder / entry.file), dtype, offset, entry.tokens) for entry in entries])
 
 
 def verify(folder: Path, manifest: Manifest) -> list[str]:
     """Return a message for each shard whose content differs from its checksum."""
     problems = []
     for entry in [*manifest.train, *manifest.val]:
+        path, digest = folder / entry.file, shards.checksum()
         try:
-            with open(folder / entry.file, "rb") as file:
-                digest = shards.checksum()
+            with open(path, "rb") as file:
                 while block := file.read(2**22):
                     digest.update(block)
-            found = digest.hexdigest()
         except OSError as error:
-            problems.append(f"{folder / entry.file} cannot be read: {error.strerror}")
+            problems.append(f"{path} cannot be read: {error.strerror}")
             continue
-        if found != entry.xxh3:
-            problems.append(
-                f"{folder / entry.file} is damaged: its checksum is {found[:12]}, the manifest says {entry.xxh3[:12]}"
-            )
+        found, wanted = digest.hexdigest()[:12], entry.xxh3[:12]
+        if digest.hexdigest() != entry.xxh3:
+            problems.append(f"{path} is damaged: its checksum is {found}, the manifest says {wanted}")
     return problems
 
 

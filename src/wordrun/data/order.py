@@ -77,10 +77,6 @@ class Order(ABC):
         self.fill(first, batch)
         return batch
 
-    def epoch_of(self, index: int) -> float:
-        """Return the number of epochs before sequence ``index``."""
-        return index / self.per_epoch
-
 
 class Sequences(Order):
     """The training sequences of one corpus.
@@ -113,27 +109,24 @@ class Sequences(Order):
 
     def starts(self, first: int, count: int) -> NDArray[np.int64]:
         """Return where in the tokens the sequences begin, before they are aligned."""
-        return np.concatenate([self._starts(e, at, n) for e, at, n in self._spans(first, count)])
-
-    def _spans(self, first: int, count: int) -> list[tuple[int, int, int]]:
-        spans = []
+        found = []
         while count:
             epoch, at = divmod(first, self.per_epoch)
-            n = min(count, self.per_epoch - at, BLOCK - at % BLOCK)
-            spans.append((epoch, at, n))
-            first, count = first + n, count - n
-        return spans
+            block, skipped = divmod(at, BLOCK)
+            found.append(self._starts(epoch, block)[skipped : skipped + count])
+            first, count = first + len(found[-1]), count - len(found[-1])
+        return np.concatenate(found)
 
-    def _starts(self, epoch: int, at: int, count: int) -> NDArray[np.int64]:
-        block = at // BLOCK * BLOCK
+    def _starts(self, epoch: int, block: int) -> NDArray[np.int64]:
+        """Return where the sequences of one block of an epoch begin."""
         computed, starts = self._block  # read once: another thread may replace it
         if computed != (epoch, block):
             key = f"{self.seed}/{epoch}"
             offset = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % self.block_size
-            positions = np.arange(block, min(block + BLOCK, self.per_epoch))
+            positions = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.per_epoch))
             starts = offset + self.block_size * Permutation(self.per_epoch, key)(positions)
             self._block = ((epoch, block), starts)
-        return starts[at - block : at - block + count]
+        return starts
 
     def _aligned(self, starts: NDArray[np.int64], eot: int) -> NDArray[np.int64]:
         """Return ``starts``, each moved to the first ``eot`` of its sequence."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import resource
 import threading
@@ -19,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -35,10 +34,18 @@ SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
 MACOS = 10_240
 """Open files that macOS allows, whatever the limit is."""
-MAPPED = 8
-"""Files that each ``Tokens`` maps at once, at most."""
-RELEASE_AFTER = 128
-"""Slices after which the pages that they touched are released. Each may map 64 KiB (the kernel's fault-around)."""
+MOST_READ = 2**27
+"""Tokens that are read at once, at most: the kernel reads less than 2 GiB."""
+
+
+_open_files: weakref.WeakSet[_File] = weakref.WeakSet()
+"""All of this process."""
+_wanted = 0
+"""Number of files that all ``Tokens`` of this process have."""
+_lock = threading.Lock()
+
+checksum = xxhash.xxh3_128
+"""Makes a digest for the checksum of a shard. It is as fast as memory, but not cryptographic."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,6 @@ class Shard:
     """Bytes before its first token."""
     count: int
     """Tokens."""
-
-    def open(self) -> NDArray[np.integer]:
-        """Return its tokens, memory-mapped.
-
-        Raises:
-            ConfigError: the file is missing or has been truncated.
-        """
-        return _mapped(self)[0]
 
 
 def examine(path: str | Path, expected: int | None = None) -> Shard:
@@ -87,7 +86,7 @@ def examine(path: str | Path, expected: int | None = None) -> Shard:
     if expected is not None and shard.count != expected:
         raise ConfigError(
             f"the shard {path} has {shard.count:,} tokens, but the manifest says {expected:,}: "
-            "it does not belong to this data set; copy or prepare it again"
+            "it does not belong to this dataset; copy or prepare it again"
         )
     return shard
 
@@ -128,56 +127,16 @@ def dtype_for(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-def checksum() -> xxhash.xxh3_128:
-    """Return a new digest for the checksum of a shard: XXH3 of 128 bits, which is as fast as memory.
-
-    It detects errors of disks and networks. It is not cryptographic.
-    """
-    return xxhash.xxh3_128()
-
-
-def _mapped(shard: Shard) -> tuple[NDArray[np.integer], mmap.mmap | None]:
-    if shard.count == 0:
-        return np.empty(0, dtype=shard.dtype), None
-    end = shard.offset + shard.count * np.dtype(shard.dtype).itemsize
-    try:
-        fd = os.open(shard.path, os.O_RDONLY)
-        try:
-            if os.fstat(fd).st_size < end:  # touching missing pages would kill the process
-                raise _truncated(shard.path)
-            pages = mmap.mmap(fd, end, access=mmap.ACCESS_READ)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise _unreadable(shard.path, error) from None
-    if hasattr(mmap, "MADV_RANDOM"):
-        pages.madvise(mmap.MADV_RANDOM)  # otherwise the kernel reads 32 pages around each one
-    return np.frombuffer(pages, dtype=shard.dtype, count=shard.count, offset=shard.offset), pages
-
-
 class _File:
-    """A file that is open for reading until it is garbage-collected, and a count of all of them."""
-
-    lock = threading.RLock()  # garbage collection may run anywhere, even while it is held
-    open = 0
-    """Number of these files that are open in this process."""
-    wanted = 0
-    """Number of files that all ``Tokens`` of this process have."""
+    """A file that is open for reading until it is garbage-collected."""
 
     def __init__(self, path: str) -> None:
         try:
             self.number = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise _unreadable(path, error) from None
-        with _File.lock:
-            _File.open += 1
-        weakref.finalize(self, self._close, self.number)
-
-    @staticmethod
-    def _close(number: int) -> None:
-        os.close(number)
-        with _File.lock:
-            _File.open -= 1
+        weakref.finalize(self, os.close, self.number)
+        _open_files.add(self)
 
 
 def _will_open(files: int) -> None:
@@ -186,10 +145,11 @@ def _will_open(files: int) -> None:
     Opening a file takes longer than reading a sequence; on a parallel file system a thousand times as long, on a server
     that all ranks share. The limit is often low for the sake of select(), which neither torch nor MPI uses.
     """
-    with _File.lock:
-        _File.wanted += files
+    global _wanted
+    with _lock:
+        _wanted += files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _File.wanted + _File.wanted // 3 + 1  # see _may_open
+        wanted = _wanted + _wanted // 3 + 1  # see _may_open
         if hard != resource.RLIM_INFINITY:
             wanted = min(wanted, hard)
         if soft != resource.RLIM_INFINITY and wanted > soft:
@@ -208,56 +168,52 @@ def _may_open() -> float:
 class Tokens:
     """The tokens of many shards as one array: ``len``, slices, and rows from many positions at once.
 
-    Slices are views of memory maps. Rows are copied by ``pread`` from the same page cache, which takes a fifth of the
-    time for rows at random positions, because no pages have to be mapped and released. Files are opened when they are
-    first needed and stay open as far as the limit allows. The resident memory stays small however much is read. It is
-    safe to share between threads.
+    Tokens are copied by ``pread`` from the page cache, which for rows at random positions takes a fifth of the time of
+    a memory map, whose pages have to be mapped and released. Files are opened when they are first needed and stay open
+    as far as the limit allows. It is safe to share between threads.
     """
 
-    def __init__(self, shards: Sequence[Shard], most_open: int | None = None) -> None:
+    def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = [shard for shard in shards if shard.count]
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
-        self._locations = [_location(*pair) for pair in zip(self.shards, self._ends, strict=True)]
-        self._most = most_open
+        self._locations = []
+        """Of each shard the path, the offset of token 0 of all shards if it were in this file, and the type."""
+        for shard, end in zip(self.shards, self._ends, strict=True):
+            dtype = np.dtype(shard.dtype)
+            self._locations.append((shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype))
         _will_open(len({path for path, _, _ in self._locations}))
-        self._maps: dict[int, tuple[NDArray[np.integer], mmap.mmap | None]] = {}
         self._files: dict[str, _File] = {}
-        self._touched: set[int] = set()
-        self._slices = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
-        """Return the tokens of a slice without a step; a slice within one shard is not copied."""
+        """Return a copy of the tokens of a slice without a step."""
         start, stop, step = wanted.indices(len(self))
         assert step == 1
-        stop = max(start, stop)
-        number = bisect_right(self._ends, start)
-        if number < len(self._ends) and stop <= self._ends[number]:
-            return self._within(number, start, stop)
-        parts = []
-        while start < stop:
-            end = min(stop, self._ends[number])
-            parts.append(self._within(number, start, end))
-            start, number = end, number + 1
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+        return self.rows(np.array([start]), max(0, stop - start)).reshape(-1)
 
     def rows(self, starts: NDArray[np.int64], width: int) -> NDArray[np.integer]:
         """Return the ``width`` tokens from each of ``starts`` on, (len(starts), width)."""
         out = np.empty((len(starts), width), dtype=self.dtype)
         with self._lock:
             for row, start in zip(out, starts.tolist(), strict=True):
-                number, filled = bisect_right(self._ends, start), 0
+                filled = 0
                 while filled < width:  # more than once if the row spans several shards
+                    position = start + filled
+                    number = bisect_right(self._ends, position)
                     path, zero, dtype = self._locations[number]
                     file = self._files.get(path) or self._open(path)
-                    position = start + filled
-                    count = min(width - filled, self._ends[number] - position)
-                    row[filled : filled + count] = _read(file, path, zero + position * dtype.itemsize, count, dtype)
-                    filled, number = filled + count, number + 1
+                    count = min(width - filled, self._ends[number] - position, MOST_READ)
+                    content = os.pread(file.number, count * dtype.itemsize, zero + position * dtype.itemsize)
+                    if len(content) != count * dtype.itemsize:
+                        raise ConfigError(
+                            f"the shard {path} has been truncated since it was opened: copy or prepare it again"
+                        )
+                    row[filled : filled + count] = np.frombuffer(content, dtype=dtype)
+                    filled += count
         return out
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
@@ -271,57 +227,16 @@ class Tokens:
         return Tokens(before), Tokens(after)
 
     def _open(self, path: str) -> _File:
-        while self._files and _File.open >= (self._most or _may_open()):
+        while self._files and len(_open_files) >= _may_open():
             del self._files[next(iter(self._files))]
         file = self._files[path] = _File(path)
         return file
-
-    def _within(self, number: int, start: int, stop: int) -> NDArray[np.integer]:
-        entry = self._maps.get(number) or self._map(number)
-        self._touched.add(number)
-        self._slices += 1
-        if self._slices >= RELEASE_AFTER:
-            self._release()
-        base = self._ends[number] - self.shards[number].count
-        return entry[0][start - base : stop - base]
-
-    def _map(self, number: int) -> tuple[NDArray[np.integer], mmap.mmap | None]:
-        while len(self._maps) >= (self._most or MAPPED):  # a map keeps its file open, too
-            self._maps.pop(next(iter(self._maps)), None)
-        entry = self._maps[number] = _mapped(self.shards[number])
-        return entry
-
-    def _release(self) -> None:
-        """Release the pages that slices touched; they stay in the page cache."""
-        touched, self._touched, self._slices = self._touched, set(), 0
-        for number in touched:
-            pages = self._maps.get(number, (None, None))[1]
-            if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
-                pages.madvise(mmap.MADV_DONTNEED)
 
 
 Array = NDArray[np.integer] | Tokens
 """Tokens in memory or on disk, which have a length and slices."""
 
 
-def _location(shard: Shard, end: int) -> tuple[str, int, np.dtype[Any]]:
-    """Return the path, the offset of token 0 of all shards if it were in this file, and the type of its tokens."""
-    dtype = np.dtype(shard.dtype)
-    return shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype
-
-
-def _read(file: _File, path: str, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[np.integer]:
-    content = os.pread(file.number, count * dtype.itemsize, at)
-    if len(content) != count * dtype.itemsize:
-        raise _truncated(path)
-    return np.frombuffer(content, dtype=dtype)
-
-
 def _unreadable(path: str, error: OSError) -> ConfigError:
-    if error.errno == errno.EMFILE:
-        return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Raise the limit by ulimit -n")
-    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. Prepare the data again")
-
-
-def _truncated(path: str) -> ConfigError:
-    return ConfigError(f"the shard {path} has been truncated since it was opened: copy or prepare it again")
+    remedy = "Raise the limit by ulimit -n" if error.errno == errno.EMFILE else "Prepare the data again"
+    return ConfigError(f"the shard {path} cannot be read: {error.strerror}. {remedy}")

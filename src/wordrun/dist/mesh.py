@@ -96,19 +96,16 @@ def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
     product = math.prod(given.values())
     if ranks % product or (not rest and ranks != product):
         near = max(1, ranks // product) * product if rest else product
-        raise ConfigError(
-            f"{shown}{f' = {product}' * (len(given) > 1)} does not fit {ranks} rank{'s' * (ranks != 1)}: start {near} ranks"
-            f"{_or_sizes(ranks, given)}"
-        )
+        remedy = f"start {near} ranks{_or_sizes(ranks, given)}"
+        shown = f"{shown} = {product}" if len(given) > 1 else shown
+        raise ConfigError(f"{shown} does not fit {ranks} rank{'s' * (ranks != 1)}: {remedy}")
     if rest:
         sizes[rest[0]] = ranks // product
     layout = Layout(**sizes)
     if ranks > per_node and per_node % layout.tp:
         fits = max(n for n in range(1, per_node + 1) if per_node % n == 0 and ranks % n == 0 and n <= layout.tp)
-        raise ConfigError(
-            f"backend.tp={layout.tp} would span nodes, which have {per_node} ranks each, and every layer waits "
-            f"for its group: use backend.tp={fits}"
-        )
+        spans = f"backend.tp={layout.tp} would span nodes, which have {per_node} ranks each"
+        raise ConfigError(f"{spans}, and every layer waits for its group: use backend.tp={fits}")
     return layout
 
 

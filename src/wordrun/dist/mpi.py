@@ -52,7 +52,7 @@ def verify(world: World) -> World:
     """Return ``world`` corrected by MPI; every rank must call this.
 
     Raises:
-        WorldError: MPI sees another number of ranks, which means that mpiexec and libmpi do not belong together.
+        WorldError: MPI sees another number of ranks, which means that mpiexec and libmpi do not match.
     """
     from mpi4py import MPI
 
@@ -60,7 +60,7 @@ def verify(world: World) -> World:
     if world.launcher != "mpi" and comm.size != world.size:
         raise WorldError(
             f"{world.launcher} started {world.size} ranks ({world.source}), but MPI sees {comm.size}: "
-            "the launcher and the MPI library do not belong together.\n"
+            "the launcher and the MPI library do not match.\n"
             f"  launcher: {_launcher_path()}\n  library:  {_library_path()}\n"
             "Use the mpiexec that comes with the library (under srun: --mpi=pmi2, pmix or cray_shasta, "
             "as `srun --mpi=list` offers), or rebuild mpi4py against the launcher's MPI."
@@ -84,11 +84,10 @@ def _launcher_path() -> str:
     path = os.environ.get("WORDRUN_LAUNCHER_PATH")
     if path:
         return path
-    try:
-        parent = Path(f"/proc/{os.getppid()}/exe").resolve(strict=True)
-    except OSError:
-        parent = None
-    return f"{parent} (parent process)" if parent else f"{shutil.which('mpiexec')} (first mpiexec in PATH)"
+    parent = f"/proc/{os.getppid()}/exe"
+    if os.path.exists(parent):
+        return f"{os.path.realpath(parent)} (parent process)"
+    return f"{shutil.which('mpiexec')} (first mpiexec in PATH)"
 
 
 def _library_path() -> str:

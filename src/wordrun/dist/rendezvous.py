@@ -39,18 +39,15 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are leftovers of an earlier job
-    address = (os.environ.get("MASTER_ADDR") if decided else "") or (
-        "127.0.0.1" if world.nodes == 1 else world.hosts[0]
-    )
+    first = "127.0.0.1" if world.nodes == 1 else world.hosts[0]
+    address = (decided and os.environ.get("MASTER_ADDR")) or first
     store = None
     port: int | str = 0
     if world.rank == 0:
         wanted = int(os.environ.get("MASTER_PORT") or 0) if decided else 0
-        for candidate in dict.fromkeys((wanted, 0)):
+        for choice in dict.fromkeys((wanted, 0)):
             try:
-                store = TCPStore(
-                    address, candidate, world.size, is_master=True, timeout=timeout, wait_for_workers=False
-                )
+                store = TCPStore(address, choice, world.size, is_master=True, timeout=timeout, wait_for_workers=False)
                 port = store.port
                 break
             except Exception as error:  # torch raises DistNetworkError or RuntimeError by version

@@ -104,14 +104,11 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
         WorldError: the ranks cannot meet, or the device is not there.
     """
     if _joined.world is None:
-        world = world or identify()
-        _join(world, device, timeout_s)
+        _join(world or identify(), device, timeout_s)
         atexit.register(_leave)
     elif device not in ("auto", _joined.world.device.partition(":")[0]):
-        raise WorldError(
-            f"device={device}, but this process has joined its group with {_joined.world.device}: "
-            "close what uses that device first"
-        )
+        joined = f"this process has joined its group with {_joined.world.device}"
+        raise WorldError(f"device={device}, but {joined}: close what uses that device first")
     _joined.users += 1
     if seed is not None:
         seed_everything(seed)
@@ -166,17 +163,12 @@ def guard(world: World) -> Iterator[None]:
     except UserError as error:
         _report(world, str(error))
         abort(world, error.exit_status)
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            _report(world, f"failed on host {world.host}\n{traceback.format_exc().rstrip()}")
-        else:
-            where = error.filename or "the run directory"
-            _report(
-                world, f"cannot write to {where} on {world.host}: {error.strerror}. What was written before is intact."
-            )
-        abort(world, 1)
-    except Exception:
-        _report(world, f"failed on host {world.host}\n{traceback.format_exc().rstrip()}")
+    except Exception as error:
+        message = f"failed on host {world.host}\n{traceback.format_exc().rstrip()}"
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            what = f"cannot write to {error.filename or 'the run directory'} on {world.host}: {error.strerror}"
+            message = f"{what}. What was written before is intact."
+        _report(world, message)
         abort(world, 1)
 
 
@@ -200,9 +192,8 @@ def _report(world: World, message: str) -> None:
     if world.size == 1:
         print(message, file=sys.stderr, flush=True)
         return
-    who = f"[rank {world.rank}] "
     if _joined.store is None:
-        # There is no store yet to find out who was first. This early all ranks usually fail alike, so rank 0 reports.
+        # Without a store nobody can tell who was first. This early all ranks usually fail alike, so rank 0 reports.
         time.sleep(1.0 if world.rank else 0.0)
     else:
         try:
@@ -214,7 +205,7 @@ def _report(world: World, message: str) -> None:
         if not first:
             time.sleep(SECONDARY_WAIT_S)
             return
-    sys.stderr.write(f"{who}{message}\n")  # in one write, so that no other rank's output comes between
+    sys.stderr.write(f"[rank {world.rank}] {message}\n")  # in one write, so that no other rank's output comes between
     sys.stderr.flush()
 
 
@@ -232,13 +223,10 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     store = shared_store(world, timeout_s)
     try:
         torch.distributed.init_process_group(
-            _group_backend(chosen),
-            store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
+            _group_backend(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
+            rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
             device_id=chosen if chosen.type != "cpu" else None,
-        )
+        )  # fmt: skip
     except Exception:
         _joined.world = None
         raise
@@ -274,10 +262,9 @@ def choose_device(kind: str, world: World) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if kind != have:
-        raise WorldError(
-            f"device={kind}, but torch {torch.__version__} finds {'no accelerator' if have == 'cpu' else have} "
-            f"on {world.host}: use device=auto, or install a torch built for {kind}"
-        )
+        found_here = f"{'no accelerator' if have == 'cpu' else have} on {world.host}"
+        remedy = f"use device=auto, or install a torch built for {kind}"
+        raise WorldError(f"device={kind}, but torch {torch.__version__} finds {found_here}: {remedy}")
     count = torch.accelerator.device_count()
     if count != 1 and world.local_size > count:
         LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
@@ -297,8 +284,6 @@ def _group_backend(device: torch.device) -> str:
     try:
         import oneccl_bindings_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
-        raise WorldError(
-            "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed: "
-            "load the site's frameworks module"
-        ) from error
+        missing = "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed"
+        raise WorldError(f"{missing}: load the site's frameworks module") from error
     return "ccl"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wordrun.errors import WorldError
@@ -82,11 +82,7 @@ TORCHRUN = Family(
     needs=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="GROUP_RANK",
 )  # fmt: skip
-LOCAL = Family(
-    "local",
-    needs=("WORDRUN_LAUNCHER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="NODE_RANK",
-)  # fmt: skip
+LOCAL = replace(TORCHRUN, launcher="local", needs=("WORDRUN_LAUNCHER", *TORCHRUN.needs[:4]), node="NODE_RANK")
 FAMILIES = (
     Family(
         "srun",
@@ -136,11 +132,8 @@ def discover(env: Mapping[str, str] | None = None) -> World:
         _check_agents(env)
         return _read(TORCHRUN, env)
     named = env.get("WORDRUN_LAUNCHER", "")
-    for family in (LOCAL, *FAMILIES):
-        if family.launcher == named and family.present(env):
-            _check_others(family, env)
-            return _read(family, env)
-    for family in FAMILIES:
+    by_launch = [family for family in (LOCAL, *FAMILIES) if family.launcher == named]
+    for family in (*by_launch, *FAMILIES):
         if family.present(env):
             _check_others(family, env)
             return _read(family, env)
@@ -174,13 +167,12 @@ def _check_agents(env: Mapping[str, str]) -> None:
 
 
 def _both(one: Family, other: Family, env: Mapping[str, str]) -> str:
-    says = [
-        f"{'launch' if family is LOCAL else family.launcher} says "
-        + " ".join(f"{name}={env[name]}" for name in family.identity if env.get(name))
-        for family in (one, other)
-    ]
+    def says(family: Family) -> str:
+        values = " ".join(f"{name}={env[name]}" for name in family.identity if env.get(name))
+        return f"{'launch' if family is LOCAL else family.launcher} says {values}"
+
     return (
-        f"{says[0]}, but {says[1]}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
+        f"{says(one)}, but {says(other)}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
         "step or job: launch --scheduler none), or unset the variables of the one that did not start this process."
     )
 
@@ -232,18 +224,15 @@ def _size(family: Family, env: Mapping[str, str], local_size: int) -> tuple[int,
     if env.get(family.size):
         size = _number(family.size, env)
         if by_launch and env.get("WORDRUN_LAUNCHER") == family.launcher and _number("WORDRUN_WORLD_SIZE", env) != size:
-            raise WorldError(
-                f"launch started {by_launch} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}: "
-                "another launcher runs inside this one; start the inner command without it"
-            )
+            differ = f"launch started {by_launch} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}"
+            remedy = "start the inner command without it"
+            raise WorldError(f"{differ}: another launcher runs inside this one; {remedy}")
         return size, family.size
     if by_launch:
         return _number("WORDRUN_WORLD_SIZE", env), "WORDRUN_WORLD_SIZE"
     nodefile = env.get("PBS_NODEFILE", "")
     if nodefile and Path(nodefile).is_file():
-        hosts = dict.fromkeys(Path(nodefile).read_text().split())
+        hosts = set(Path(nodefile).read_text().split())
         return local_size * len(hosts), f"{family.local_size} x hosts in PBS_NODEFILE"
-    raise WorldError(
-        f"{family.launcher} sets rank {env.get(family.rank)} but no world size ({family.size} is not set): "
-        "start the ranks with `launch`, or export WORDRUN_WORLD_SIZE"
-    )
+    missing = f"{family.launcher} sets rank {env.get(family.rank)} but no world size ({family.size} is not set)"
+    raise WorldError(f"{missing}: start the ranks with `launch`, or export WORDRUN_WORLD_SIZE")

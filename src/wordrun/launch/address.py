@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import short
+from wordrun.launch.job import short
 from wordrun.launch.site import Site, fill
 from wordrun.ports import PORTS, pick
 
@@ -32,12 +32,9 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
         resolve: returns the address of a name, or None.
     """
     first = hosts[0]
-    names: dict[str, str] = {}
-    if site.name:
-        names[fill(site.master_addr, host=short(first))] = (
-            f"first host of the job, by its name on {site.name}'s network"
-        )
-    names[first] = names.get(first, "first host of the job")
+    on_network = f"first host of the job, by its name on {site.name}'s network"
+    names = {fill(site.master_addr, host=short(first)): on_network} if site.name else {}
+    names.setdefault(first, "first host of the job")
     for name, why in names.items():
         if resolve(name) is not None:
             return name, why, ""
@@ -64,10 +61,9 @@ def is_unknown(name: str) -> bool:
     """Say whether a name does not exist; a failing name service does not count."""
     try:
         socket.getaddrinfo(name.encode("ascii"), None)
-    except socket.gaierror as error:
-        return error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-    except (OSError, UnicodeError):
-        return False
+    except (OSError, UnicodeError) as error:
+        unknown = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+        return isinstance(error, socket.gaierror) and error.errno in unknown
     return False
 
 
@@ -117,10 +113,8 @@ def usable_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise ConfigError(f"--env MASTER_PORT={text}: a port is a number from 1 to 65535")
     if not is_free(int(text)):
-        raise ConfigError(
-            f"port {text} (--env MASTER_PORT) is in use by another process, or reserved; leave MASTER_PORT out, and "
-            "launch finds a free one"
-        )
+        taken = f"port {text} (--env MASTER_PORT) is in use by another process, or reserved"
+        raise ConfigError(f"{taken}; leave MASTER_PORT out, and launch finds a free one")
     return int(text)
 
 

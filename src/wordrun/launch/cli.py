@@ -8,16 +8,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import wordrun
 from wordrun.errors import REQUEUE, UserError
-from wordrun.launch.host import short
-from wordrun.launch.options import Options
+from wordrun.launch import record
+from wordrun.launch.job import short
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan
+from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.version import __version__
 
-# After this long the ranks have met, and a port that is taken is one of their program's.
+# After this long the ranks have met, so a port that is taken is one that the user's program opens.
 MEETING_S = 600.0
 
 
@@ -41,7 +42,7 @@ def _launch(options: Options) -> int:
         print(help_text())
         return 0
     if options.version:
-        print(f"launch (wordrun) {wordrun.__version__}")
+        print(f"launch (wordrun) {__version__}")
         return 0
     if not (options.command or options.info or options.doctor):
         print(f"{USAGE}\n(launch --help lists the options)", file=sys.stderr)
@@ -58,24 +59,21 @@ def _launch(options: Options) -> int:
         return submit.main(options)
     plan = make_plan(options)
     if options.dry_run:
-        from wordrun.launch import show
-
-        print(show.dry_run(plan, as_json=options.json))
+        print(record.dry_run(plan, as_json=options.json))
         return 0
     return _run(options, plan)
 
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once with another port, and up to --retries times without failed hosts."""
-    from wordrun.launch.faults import classify, port_taken
-    from wordrun.launch.identity import Identity
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
+    from wordrun.launch.tail import classify, port_taken
 
     for note in plan.job.notes:
         say(note)
-    if plan.decided.resume_why:
-        say(f"continuing run {plan.decided.run_id}: {plan.decided.run_why}")
+    if plan.decided.run.resume:
+        say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     left_out: frozenset[str] = frozenset()
     retries = options.retries
     # Only launch can choose another port for all ranks; one that the user chose is kept.
@@ -105,13 +103,11 @@ def _run(options: Options, plan: LaunchPlan) -> int:
 
 
 def _info(options: Options) -> int:
-    from wordrun.launch import show
-
     job, site, ranks, launcher = look_around(options)
     if job.ends_at is None:
         scheduler = SCHEDULERS[job.scheduler]
         end = scheduler.end_time(job.id, within_s=3)
         if end is not None:
             job = replace(job, ends_at=end, reasons={**job.reasons, "time_left": scheduler.end_query[0]})
-    print(show.info(job, site, ranks, launcher, as_json=options.json))
+    print(record.info(job, site, ranks, launcher, as_json=options.json))
     return 0

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wordrun.launch import site_files
-from wordrun.launch.environment import is_stale
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.plan import LaunchPlan, is_stale
 from wordrun.launch.planner import make_plan
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, numbers
 from wordrun.launch.submit import inner
@@ -48,8 +47,7 @@ def main(options: Options) -> int:
     words = [sys.executable, "-m", "wordrun.launch", *inner(probe, SCHEDULERS[plan.job.scheduler])[1:]]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)
-        output, status = done.stdout, done.returncode
-        errors = done.stderr
+        output, errors, status = done.stdout, done.stderr, done.returncode
     except subprocess.TimeoutExpired as late:
         output, errors, status = _text(late.stdout), _text(late.stderr), 124
     ranks = [json.loads(line.partition(PREFIX)[2]) for line in output.splitlines() if PREFIX in line]
@@ -74,26 +72,22 @@ def _check(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -
 def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) -> list[Finding]:
     """Return the findings of this process, without the ranks."""
     stale = " ".join(sorted(name for name in env if is_stale(name)))
-    left = f"left by an earlier launcher: {stale}" if stale else ""
-    remedy = f"launch removes them; for a bare python: unset {stale}"
+    left = f"left over from another launcher: {stale}" if stale else ""
+    remedy = f"launch removes them; without launch: unset {stale}"
     findings = [
         Finding("site", "ok", f"{plan.site.name or 'unknown'}, scheduler {plan.job.scheduler} {plan.job.id}".strip()),
         Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
-        _check("variables", left, remedy, "none left by an earlier launcher", "warning"),
+        _check("variables", left, remedy, "none left over from another launcher", "warning"),
     ]
     if known.name:
         findings.append(_internet(plan, env, known))
     scratch = plan.env.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
-        writable = os.access(folder, os.W_OK)
-        findings.append(
-            _check(
-                name, "" if writable else f"cannot write to {folder}", "launch from another folder, or export TMPDIR",
-                f"{folder} is writable",
-            )
-        )  # fmt: skip
+        wrong = "" if os.access(folder, os.W_OK) else f"cannot write to {folder}"
+        remedy = "launch from another folder, or export TMPDIR"
+        findings.append(_check(name, wrong, remedy, f"{folder} is writable"))
     if len(scratch) > LONG_TMPDIR and findings[-1].state == "ok":
-        found = f"{scratch} has {len(scratch)} characters; a socket's path in it may be too long"
+        found = f"{scratch} has {len(scratch)} characters; paths of sockets in it may be too long"
         findings[-1] = Finding("TMPDIR", "warning", found, "export TMPDIR=/tmp")
     return findings
 
@@ -102,10 +96,11 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
     mode = plan.env.get("WANDB_MODE", env.get("WANDB_MODE", ""))
     if not known.internet:
         wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
-        return _check("internet", wrong, "unset WANDB_MODE, and launch sets offline", known.way_out, "warning")
+        return _check("internet", wrong, "unset WANDB_MODE: launch then sets it to offline", known.way_out, "warning")
     missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
     wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
-    return _check("internet", wrong, f"unset {' '.join(missing)}, and launch sets the site's", known.way_out, "warning")
+    remedy = f"unset {' '.join(missing)}, so that launch sets the site's"
+    return _check("internet", wrong, remedy, known.way_out, "warning")
 
 
 def of_ranks(
@@ -124,14 +119,14 @@ def of_ranks(
     if len(ranks) < count or status:
         missing = sorted({*range(count)} - {rank.get("rank") for rank in ranks})
         last = " | ".join(errors.strip().splitlines()[-3:])
-        found = f"{len(ranks)} of {count} answered, missing {missing[:8]}; status {status}: {last}"
-        remedy = "run the command of `launch --dry-run true` by hand, beginning with one rank (-n 1)"
+        found = f"{len(ranks)} of {count} ranks answered, missing ranks {missing[:8]}; exit status {status}: {last}"
+        remedy = "run the command of `launch --dry-run true` by hand, starting with one rank (-n 1)"
         return [Finding("ranks", "wrong", found, remedy)]
     hosts = len({rank["host"] for rank in ranks})
     answered = {1: "the rank", 2: "both ranks"}.get(count, f"all {count} ranks")
     findings = [Finding("ranks", "ok", f"{answered} answered ({hosts} host{'s' * (hosts > 1)})")]
-    for problem in dict.fromkeys(text for rank in ranks for text in rank["problems"]):
-        findings.append(Finding("ranks", "wrong", problem))
+    problems = dict.fromkeys(text for rank in ranks for text in rank["problems"])
+    findings += [Finding("ranks", "wrong", problem) for problem in problems]
     if not all("unreached" in rank for rank in ranks):  # some did not find out who they are, and looked no further
         return findings
     slowest = max(rank["torch_s"] for rank in ranks)
@@ -153,51 +148,47 @@ def of_ranks(
 def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
-        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that meet by address")
-    return _check(
-        "MPI", "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}",
-        "the launcher and the MPI library that mpi4py loads do not belong together: use the library's own mpiexec, "
-        "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py",
-        f"sees {count} ranks, as {launcher} does",
-    )  # fmt: skip
+        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that connect through MASTER_ADDR")
+    wrong = "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}"
+    remedy = (
+        "the launcher and the MPI library that mpi4py loads do not match: use the library's own mpiexec, "
+        "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py"
+    )
+    return _check("MPI", wrong, remedy, f"sees {count} ranks, as many as {launcher} started")
 
 
 def _address(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unmet = [f"rank {rank['rank']} on {rank['host']} {rank['meets']}" for rank in ranks if rank.get("meets")]
-    return _check(
-        "address", "; ".join(unmet[:3]),
-        "--env MASTER_ADDR=ADDRESS, of the first host, on a network that the others reach",
-        f"a socket opens at {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}",
-    )  # fmt: skip
+    remedy = "set --env MASTER_ADDR=ADDRESS to an address of the first host that the other hosts can reach"
+    ok = f"can connect to {plan.env['MASTER_ADDR']}:{plan.env['MASTER_PORT']}"
+    return _check("address", "; ".join(unmet[:3]), remedy, ok)
 
 
 def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     unreached = [text for rank in ranks for text in rank["unreached"]]
     hosts = len(plan.hosts)
-    return _check(
-        "sockets", f"rank 0 cannot open one to {'; '.join(unreached[:3])}" if unreached else "",
-        "ports between the hosts are closed on this network: name another by --env GLOO_SOCKET_IFNAME=NAME (and "
-        "NCCL_SOCKET_IFNAME), or ask the site which ports are open",
-        f"open from each of {hosts} hosts to rank 0's, and back" if hosts > 1 else "one host",
-    )  # fmt: skip
+    wrong = f"rank 0 cannot connect to {'; '.join(unreached[:3])}" if unreached else ""
+    another = "choose another with --env GLOO_SOCKET_IFNAME=NAME (and NCCL_SOCKET_IFNAME)"
+    remedy = f"ports between the hosts are closed on this network: {another}, or ask the site which ports are open"
+    ok = f"every host can connect to rank 0's host, and back ({hosts} hosts)" if hosts > 1 else "one host"
+    return _check("sockets", wrong, remedy, ok)
 
 
 def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
     have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
-    return _check(
-        "cores", f"a rank may use 1 core, though there are {have} for each" if least == 1 < have else "",
-        "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI --bind-to none: see launch --dry-run",
-        f"{least} per rank",
-    )  # fmt: skip
+    wrong = f"each rank is limited to 1 core, although {have} per rank are available" if least == 1 < have else ""
+    remedy = (
+        "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI needs --bind-to none: see launch --dry-run"
+    )
+    return _check("cores", wrong, remedy, f"{least} per rank")
 
 
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     many = [rank for rank in ranks if (rank["threads"] or "").isdigit() and int(rank["threads"]) > rank["cores"]]
-    return _check(
-        "threads", f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores of a rank" if many else "",
-        "unset OMP_NUM_THREADS, and launch divides the cores", f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning",
-    )  # fmt: skip
+    wrong = f"OMP_NUM_THREADS={many[0]['threads']} on {many[0]['cores']} cores per rank" if many else ""
+    remedy = "unset OMP_NUM_THREADS: launch sets it to the cores per rank"
+    return _check("threads", wrong, remedy, f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning")
 
 
 def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
@@ -207,11 +198,10 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
             found = f"{sharing} ranks share {count} devices on {rank['host']}"
             return Finding("devices", "warning", found, f"--ppn {count}")
     seen = sorted({rank["devices"] for rank in ranks})
-    return _check(
-        "devices", f"torch sees {seen} devices on different ranks" if len(seen) > 1 else "",
-        "a node has lost one, or the launcher assigns them unevenly: leave that node out by --hostfile",
-        f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks compute on CPUs",
-    )  # fmt: skip
+    wrong = f"torch sees {seen} devices on different ranks" if len(seen) > 1 else ""
+    remedy = "a node has lost a device, or the launcher assigns them unevenly: exclude that node with --hostfile"
+    ok = f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks run on CPUs"
+    return _check("devices", wrong, remedy, ok)
 
 
 def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:
@@ -220,27 +210,22 @@ def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) ->
     near = known.cores_near_device
     # The numbers of a core's two hardware threads differ by half of all.
     half = known.cores // 2 if known.cores else sys.maxsize
-    wrong, remedy = "", ""
     for rank in ranks:
         where = f"rank {rank['rank']} on {rank['host']}"
         name, device = rank.get("device_id") or rank.get("device"), rank.get("device")
         if name is not None and rank["local_size"] <= min(plan.job.devices):
             owner = owners.setdefault((rank["host"], str(name)), rank["rank"])
             if owner != rank["rank"]:
-                wrong = wrong or f"{where} has the same device as rank {owner}: {name}"
-                remedy = remedy or (
-                    "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none), or one of "
-                    "its own"
-                )
+                found = f"{where} has the same device as rank {owner}: {name}"
+                remedy = "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none)"
+                return [Finding("device order", "wrong", found, f"{remedy}, or one of its own")]
         bound = {core % half for core in rank["affinity"]}
         if device is not None and device < len(near) and bound and not bound & numbers(near[device]):
-            wrong = (
-                wrong or f"{where} has device {device}, which is next to cores {near[device]}, but none of these cores"
-            )
-            remedy = remedy or "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
-    if not (owners or wrong):
-        return []
-    return [_check("device order", wrong, remedy, "each rank has its own" + (", next to its cores" if near else ""))]
+            found = f"{where} has device {device}, which is next to cores {near[device]}, but none of these cores"
+            remedy = "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
+            return [Finding("device order", "wrong", found, remedy)]
+    ok = "each rank has its own" + (", next to its cores" if near else "")
+    return [Finding("device order", "ok", ok)] if owners else []
 
 
 def _show(findings: Sequence[Finding]) -> None:
@@ -251,8 +236,7 @@ def _show(findings: Sequence[Finding]) -> None:
     colours = {"ok": "green", "warning": "yellow", "wrong": "red"}
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
+        state = f"[{colours[finding.state]}]{finding.state}[/]"
         remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
-        table.add_row(
-            f"[{colours[finding.state]}]{finding.state}[/]", finding.check, escape(f"{finding.found}{remedy}")
-        )
+        table.add_row(state, finding.check, escape(f"{finding.found}{remedy}"))
     Console(highlight=False).print(table)

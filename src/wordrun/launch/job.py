@@ -1,12 +1,78 @@
-"""The hosts that a launch may use, and what each of them has."""
+"""The hosts that a launch may use, this machine or those of a scheduler's job, and what each of them has."""
 
 from __future__ import annotations
 
+import glob
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import short
+
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class LocalHost:
+    """This machine, and how each fact was found."""
+
+    name: str
+    cores: int
+    cores_why: str
+    devices: int
+    devices_why: str
+
+
+def local_host(env: Mapping[str, str]) -> LocalHost:
+    """Return what this machine shows to a process with ``env``."""
+    return LocalHost(socket.gethostname(), *count_cores(), *count_devices(env))
+
+
+def short(host: str) -> str:
+    """Return a host's name without its domain."""
+    return host.partition(".")[0]
+
+
+def count_cores() -> tuple[int, str]:
+    """Return how many cores this process may use, and how that was found."""
+    try:
+        return len(os.sched_getaffinity(0)), "the CPU affinity of this process"
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1, "the cores of this machine"
+
+
+def count_devices(env: Mapping[str, str], root: str = "/") -> tuple[int, str]:
+    """Return how many accelerators a process with ``env`` would see, and how that was found.
+
+    Args:
+        env: its environment; a ``*_VISIBLE_DEVICES`` in it is believed.
+        root: the directory of ``proc``, ``dev`` and ``sys``.
+    """
+    for name in DEVICE_VARIABLES:
+        if name in env:
+            visible = [word.strip() for word in env[name].split(",")]
+            # CUDA stops at the first invalid name: empty, -1 or NoDevFiles hide all that follow.
+            end = next((i for i, word in enumerate(visible) if word in ("", "-1", "NoDevFiles")), len(visible))
+            return end, f"{name}={env[name]}"
+    nvidia = len(glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*")))
+    if nvidia:
+        nodes = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
+        # A container sees every GPU of the machine in /proc, but has device files only for its own.
+        return (nodes, "/dev/nvidia*") if 0 < nodes < nvidia else (nvidia, "/proc/driver/nvidia/gpus")
+    amd = sum(_gpu_id(path) != 0 for path in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")))
+    if amd:
+        return amd, "/sys/class/kfd"
+    return 0, "none in /proc/driver/nvidia or /sys/class/kfd"
+
+
+def _gpu_id(path: str) -> int:
+    """Return the id in a node's ``gpu_id`` file; CPUs are nodes too, with id 0."""
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
 
 
 @dataclass(frozen=True)
@@ -98,10 +164,8 @@ def with_hostfile(job: Job, path: str, *, in_job_order: bool) -> Job:
     known = {short(host): i for i, host in enumerate(job.hosts)}
     strangers = [name for name in slots if short(name) not in known]
     if strangers and not job.is_local:
-        raise ConfigError(
-            f"--hostfile {path}: {', '.join(strangers[:5])} not in {job.title}, "
-            f"which has {', '.join(job.hosts[:5])}{', ...' * (len(job.hosts) > 5)}"
-        )
+        has = f"{', '.join(job.hosts[:5])}{', ...' * (len(job.hosts) > 5)}"
+        raise ConfigError(f"--hostfile {path}: {', '.join(strangers[:5])} not in {job.title}, which has {has}")
     if in_job_order:
         slots = dict(sorted(slots.items(), key=lambda item: known[short(item[0])]))
     part = job.only([known.get(short(name), 0) for name in slots])
@@ -126,9 +190,7 @@ def hold_back(job: Job, spares: int, left_out: frozenset[str] = frozenset()) -> 
     failed = len(job.hosts) - len(good)
     used = good[: max(0, len(good) - max(0, spares - failed))]
     if not used:
-        raise ConfigError(
-            f"--spare-nodes {spares}: {job.title} has {len(job.hosts)} nodes"
-            + (f", of which {', '.join(sorted(left_out))} failed" if left_out else "")
-            + "; none would be left for ranks"
-        )
+        lost = f", of which {', '.join(sorted(left_out))} failed" if left_out else ""
+        has = f"{job.title} has {len(job.hosts)} nodes{lost}"
+        raise ConfigError(f"--spare-nodes {spares}: {has}; none would be left for ranks")
     return replace(job.only(used), partial=True)

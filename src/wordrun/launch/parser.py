@@ -9,7 +9,7 @@ from typing import Any
 
 from wordrun.errors import ConfigError, nearest
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.options import Options, seconds
+from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers import SCHEDULERS
 
 # Every rank gets its own values of these from its launcher: one value for all ranks is never right.
@@ -110,13 +110,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--env",), "env", "set a variable for every rank (repeatable)", "K=V", _setting, repeat=True),
         Option(("--cpu-bind",), "cpu_bind", "CPU binding, in the launcher's own syntax", "S"),
         Option(("--launcher-args",), "launcher_args", "extra arguments for mpiexec, srun or torchrun", '"..."', _words),
-        Option(
-            ("--idle-timeout",),
-            "idle_timeout",
-            "stop the job after S seconds without output",
-            "S",
-            _seconds,
-        ),
+        Option(("--idle-timeout",), "idle_timeout", "stop the job after S seconds without output", "S", _seconds),
         Option(("--retries",), "retries", "relaunch up to N times after a node or network failure", "N", _count),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(

@@ -1,12 +1,32 @@
-"""What a launch will run, and why."""
+"""What a launch will run, and why: its command line, the environment of its ranks. Nothing is looked up here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+from wordrun.launch.job import Job
+from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import Launcher
-from wordrun.launch.request import Request
+from wordrun.launch.request import LONGEST, Decided, Options, Ranks, Request
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.site import UNKNOWN, Site, fill
+
+# Variables that an outer launch has set for its ranks; each launcher names its own.
+OWN = (
+    "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
+    "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
+)  # fmt: skip
+STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
+STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
+# Variables that users export for the ranks, for launchers that pass on only what they are given.
+FOR_RANKS = (
+    "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_", "WANDB_",
+    "WORDRUN_",
+)  # fmt: skip
+# A value and its reason (empty: it needs none).
+Setting = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +45,111 @@ class LaunchPlan(Request):
         """Return the environment in which ``argv`` is started from one that has ``env``."""
         kept = {name: value for name, value in env.items() if name not in self.env_unset}
         return {**kept, **self.env}
+
+
+def build(
+    job: Job, options: Options, ranks: Ranks, launcher: Launcher, decided: Decided, env: Mapping[str, str],
+    site: Site = UNKNOWN,
+) -> LaunchPlan:  # fmt: skip
+    """Return the plan that starts ``options.command`` as ``ranks``; nothing is looked up here.
+
+    Raises:
+        ConfigError: the launcher cannot do what an option asks.
+    """
+    request = Request(job, options, ranks, decided, site)
+    unset = {name for name in env if is_stale(name) or name in site.unset}
+    known = {*site.env, *site.proxies}
+    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
+    env_set, reasons = environment(request, launcher, env)
+    request = replace(request, env=env_set, exported=tuple(exported))
+    argv = launcher.argv(request)
+    path = request.hosts_file
+    is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
+    return LaunchPlan(
+        **vars(request), launcher=launcher, argv=argv, env_unset=tuple(sorted(unset - set(env_set))),
+        reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
+        files={path: launcher.hosts_text(request)} if is_named else {},
+    )  # fmt: skip
+
+
+def is_stale(name: str) -> bool:
+    """Say whether a variable is one that an earlier launcher set for its own ranks."""
+    return name in STALE or name.startswith(STALE_PREFIXES)
+
+
+def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return OMP_NUM_THREADS for a rank that has ``cores`` (None: leave it unchanged), and why."""
+    given = env.get("OMP_NUM_THREADS")
+    if given is None:
+        return str(cores), "cores per rank"
+    if SCHEDULERS[scheduler].sets_threads(env):
+        return str(cores), f"cores per rank, instead of {scheduler.upper()}'s {given}"
+    return None, f"kept: OMP_NUM_THREADS={given} was exported"
+
+
+def environment(request: Request, launcher: Launcher, env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that are set for every rank, and the reasons for their values."""
+    site, reasons = request.site, {}
+    settings = {**_meeting(request), **launcher.variables(request), **dict(_convenience(request, launcher, env))}
+    omp, reasons["OMP_NUM_THREADS"] = threads(launcher.cores_per_rank(request), request.job.scheduler, env)
+    if omp:
+        settings["OMP_NUM_THREADS"] = omp, reasons["OMP_NUM_THREADS"]
+    if request.job.scheduler == site.scheduler:
+        settings |= _of_site(request, env)
+    settings |= {name: (value, "--env") for name, value in request.options.env}
+    reasons |= {name: why for name, (_, why) in settings.items() if why}
+    return {name: value for name, (value, _) in settings.items()}, reasons
+
+
+def _meeting(request: Request) -> dict[str, Setting]:
+    """Return the identity of the launch, and where its ranks meet."""
+    job, ranks, decided = request.job, request.ranks, request.decided
+    address, why = decided.master_addr or job.hosts[0], decided.master_why or "first host of the job"
+    if ranks.nodes == 1:
+        address, why = "127.0.0.1", "all ranks are on one host"
+    hosts = ",".join(request.hosts)
+    return {
+        "MASTER_ADDR": (address, why),
+        "MASTER_PORT": (str(decided.port), "a free port, chosen at random"),
+        "WORDRUN_LAUNCH_ID": (decided.launch_id, ""),
+        "WORDRUN_RUN_ID": (decided.run.run_id, decided.run.why),
+        "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
+        "WORDRUN_LAUNCH_RECORD": (decided.path("json"), ""),
+        # The names are informational, and ten thousand of them do not fit into a variable.
+        **({"WORDRUN_HOSTS": (hosts, "")} if len(hosts) <= LONGEST else {}),
+        **({"WORDRUN_RESUME": ("auto", decided.run.resume)} if decided.run.resume else {}),
+    }
+
+
+def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
+    """Yield defaults that make ranks behave as expected, where the user has not exported these variables."""
+    decided, watched = request.decided, request.options.idle_timeout
+    yield "WORDRUN_LAUNCHER", (launcher.name, "")
+    if launcher.in_between and "PYTHONUNBUFFERED" not in env:
+        yield "PYTHONUNBUFFERED", ("1", "ranks write to a pipe; the lines before a crash should not be lost")
+    if watched and "PYTHONFAULTHANDLER" not in env:
+        yield "PYTHONFAULTHANDLER", ("1", "--idle-timeout: stuck ranks print their stacks")
+    loopback = next((name for name in decided.interfaces if name in ("lo", "lo0")), "")
+    if request.ranks.nodes == 1 and request.ranks.np > 1 and loopback and "GLOO_SOCKET_IFNAME" not in env:
+        yield "GLOO_SOCKET_IFNAME", (loopback, "single host: the loopback interface needs no name resolution")
+    if decided.terminal and (launcher.in_between or watched):
+        yield "WORDRUN_TERMINAL", (decided.terminal, "ranks cannot see the terminal that launch writes to")
+    if decided.own_bin not in env.get("PATH", "").split(os.pathsep):
+        path = os.pathsep.join(filter(None, (decided.own_bin, env.get("PATH", ""))))
+        yield "PATH", (path, "so that `python` is the one that has wordrun")
+
+
+def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
+    """Return the site's variables, except those that the user exported."""
+    site = request.site
+    words = {"devices": str(request.devices), "devices_reversed": ",".join(map(str, reversed(range(request.devices))))}
+    proxies = {name: (value, "compute nodes reach the internet by it") for name, value in site.proxies.items()}
+    asked = {**site.env, **proxies}
+    if not site.internet:
+        asked["WANDB_MODE"] = ("offline", "compute nodes have no internet")
+    return {
+        name: (fill(value, **words), f"site {site.name}: {why}")
+        for name, (value, why) in asked.items()
+        # A list of devices comes from the scheduler, not from the user.
+        if name not in env or name == "CUDA_VISIBLE_DEVICES"
+    }

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import glob
+import json
 import os
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from wordrun.errors import ConfigError
-from wordrun.launch import address, identity
-from wordrun.launch.environment import FOR_RANKS, environment, is_stale
-from wordrun.launch.host import check_command, local_host, own_bin
-from wordrun.launch.identity import Identity
-from wordrun.launch.job import Job, hold_back
+from wordrun.errors import ConfigError, UserError
+from wordrun.launch import address
+from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import choose
-from wordrun.launch.launchers.base import Launcher
-from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.ranks import Ranks, decide_ranks
+from wordrun.launch.launchers.base import Launcher, find_command, own_bin
+from wordrun.launch.plan import LaunchPlan, build
+from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.record import mask_words
-from wordrun.launch.request import Decided, Request
+from wordrun.launch.request import Decided, Identity, Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
+from wordrun.run_id import new_run_id
+
+
+class CommandError(UserError):
+    """The command cannot be started."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Identity | None = None) -> LaunchPlan:
@@ -64,41 +72,13 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     return job, site, ranks, choose(options.launcher, ranks.np, env, job, site)
 
 
-def build(
-    job: Job, options: Options, ranks: Ranks, launcher: Launcher, decided: Decided, env: Mapping[str, str],
-    site: Site = UNKNOWN,
-) -> LaunchPlan:  # fmt: skip
-    """Return the plan that starts ``options.command`` as ``ranks``; nothing is looked up here.
-
-    Raises:
-        ConfigError: the launcher cannot do what an option asks.
-    """
-    request = Request(job, options, ranks, decided, site)
-    unset = {name for name in env if is_stale(name) or name in site.unset}
-    known = {*site.env, *site.proxies}
-    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
-    env_set, reasons = environment(request, launcher, env)
-    request = replace(request, env=env_set, exported=tuple(exported))
-    argv = launcher.argv(request)
-    path = request.hosts_file
-    is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
-    return LaunchPlan(
-        **vars(request),
-        launcher=launcher,
-        argv=argv,
-        env_unset=tuple(sorted(unset - set(env_set))),
-        reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
-        files={path: launcher.hosts_text(request)} if is_named else {},
-    )
-
-
 def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity | None) -> Decided:
     """Decide what all ranks must agree on."""
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     asked = dict(options.env)
     folder = os.path.join(os.getcwd(), "outputs", "launches")
-    run = same or identity.choose(os.environ, job, mask_words(options.command), folder)
-    name = identity.file_name(folder, run.run_id)
+    run = same or choose_run(os.environ, job, mask_words(options.command), folder)
+    name = file_name(folder, run.run_id)
     master, why = ("", "") if "MASTER_ADDR" in asked else _address(options, job, ranks, site)
     # Ranks on other hosts can report only through a folder that they share with this one.
     if ranks.nodes > 1 or not job.is_local:
@@ -106,20 +86,11 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity
     else:
         status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
-        launch_id=launch_id,
-        run_id=run.run_id,
-        run_why=run.why,
-        resume_why=run.resume,
-        name=name,
+        launch_id=launch_id, run=run, name=name, cwd=os.getcwd(), status_dir=status_dir, own_bin=own_bin(),
         port=address.usable_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else address.free_port(),
-        cwd=os.getcwd(),
-        status_dir=status_dir,
-        own_bin=own_bin(),
-        master_addr=master,
-        master_why=why,
+        master_addr=master, master_why=why, terminal=_terminal(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        terminal=_terminal(),
-    )
+    )  # fmt: skip
 
 
 def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str, str]:
@@ -133,17 +104,96 @@ def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str,
     if SCHEDULERS[job.scheduler].checks_names and not options.dry_run:
         absent = address.unresolved(job.hosts[: ranks.nodes], here, address.is_unknown)
         if absent:
-            raise ConfigError(
-                f"{job.reasons['hosts']}: {', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be resolved "
-                "here: correct the list, or, if only the launcher knows these names, set the first host's address by "
-                "--env MASTER_ADDR=ADDRESS"
-            )
+            names = f"{', '.join(absent[:5])}{', ...' * (len(absent) > 5)} cannot be resolved here"
+            remedy = "if only the launcher knows these names, set the first host's address by --env MASTER_ADDR=ADDRESS"
+            raise ConfigError(f"{job.reasons['hosts']}: {names}: correct the list, or, {remedy}")
     return master, why
 
 
 def _terminal() -> str:
     try:
-        size = os.get_terminal_size(1)
+        return "{}x{}".format(*os.get_terminal_size(1))
     except OSError:
         return ""
-    return f"{size.columns}x{size.lines}"
+
+
+def check_command(word: str, path: str) -> None:
+    """Raise a CommandError, with the exit status of a shell, where ``word`` cannot be run with this PATH."""
+    runnable, plain = find_command(word, path)
+    if runnable:
+        return
+    if not plain:
+        directory = " (it is a directory)" if os.path.isdir(word) else ""
+        where = "no such file" if "/" in word else "in no directory of PATH"
+        raise CommandError(f"{word}: command not found{directory or f': {where}'}", 127)
+    if plain.endswith(".py"):
+        raise CommandError(f"{word} is not an executable file; did you mean: launch python {word}", 126)
+    if "/" in word:
+        raise CommandError(f"{word} is not executable: chmod +x {word}", 126)
+    raise CommandError(f"{word}: command not found: in no directory of PATH (there is a file {plain}; chmod +x?)", 127)
+
+
+def choose_run(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str) -> Identity:
+    """Return which run this is: the one that WORDRUN_RUN_ID names, the one that a requeued job began, or a new one.
+
+    Args:
+        env: this process's environment. That of a rank names the rank's own run, which this one is not.
+        job: the scheduler's job.
+        command: what the ranks run, without secrets.
+        folder: the folder of the records of launches.
+
+    Raises:
+        ConfigError: WORDRUN_RUN_ID cannot be part of a file name.
+    """
+    named = exported_id(env)
+    if named:
+        return Identity(named, "WORDRUN_RUN_ID was exported")
+    if job.restarts:
+        begun = _begun_before(job, command, folder)
+        count = f"{job.reasons.get('restarts', 'restarts')}={job.restarts}"
+        if begun:
+            return Identity(begun, f"begun by this job before it was requeued ({count})", f"requeued: {count}")
+    return Identity(new_run_id())
+
+
+def exported_id(env: Mapping[str, str]) -> str:
+    """Return the run's name that the user, or a job script, has exported; empty: none.
+
+    Raises:
+        ConfigError: it cannot be part of a file name.
+    """
+    run_id = env.get("WORDRUN_RUN_ID", "")
+    if not run_id or "WORDRUN_LAUNCH_ID" in env:
+        return ""
+    if not re.fullmatch(r"\w[\w.-]*", run_id, re.ASCII):
+        raise ConfigError(
+            f"WORDRUN_RUN_ID={run_id}: it is part of file names, so only letters, digits and _ . - are allowed"
+        )
+    return run_id
+
+
+def file_name(folder: str, run_id: str) -> str:
+    """Return the name in ``folder`` of this launch's files: the run's, with a number where it is not the first one."""
+    name, number = run_id, 1
+    while glob.glob(os.path.join(glob.escape(folder), f"{name}.*")):
+        number += 1
+        name = f"{run_id}-{number}"
+    return name
+
+
+def _begun_before(job: Job, command: Sequence[str], folder: str) -> str:
+    """Return the first run of ``command`` that earlier attempts of ``job`` began and this one has not resumed yet.
+
+    One script may launch the same command several times.
+    """
+    tries: dict[str, int] = {}
+    for path in glob.glob(os.path.join(glob.escape(folder), "*.json")):
+        try:
+            with open(path) as file:
+                facts = json.load(file)
+        except (OSError, ValueError):
+            continue  # its run directory is gone, or it is being written
+        if facts.get("job") == job.id and facts.get("command") == list(command):
+            run_id = facts["run_id"]
+            tries[run_id] = max(tries.get(run_id, 0), facts.get("restarts", 0))
+    return next((run_id for run_id in sorted(tries) if tries[run_id] < job.restarts), "")

@@ -68,10 +68,12 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
     """
     table = {process.pid: process for process in _table()}
     mine = {process.pid for process in descendants(pid)}
+    setting = f"WORDRUN_LAUNCH_ID={launch_id}".encode()
     found = {
         process.pid for process in table.values()
-        if process.name.startswith(("python", "pypy")) and not (own_module and _runs(process.pid, own_module))
-        and (process.pid in mine or _has(process.pid, f"WORDRUN_LAUNCH_ID={launch_id}"))
+        if process.name.startswith(("python", "pypy"))
+        and not (own_module and own_module.encode() in _read(f"/proc/{process.pid}/cmdline"))
+        and (process.pid in mine or setting in _read(f"/proc/{process.pid}/environ").split(b"\0"))
     }  # fmt: skip
 
     def is_below_another(process: Process) -> bool:
@@ -100,22 +102,13 @@ def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> 
             send(pid, signal.SIGCONT)
 
 
-def _runs(pid: int, module: str) -> bool:
-    """Say whether a Python process runs ``module``."""
+def _read(path: str) -> bytes:
+    """Return the content of a file in /proc; empty if its process has ended or is another user's."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return module.encode() in file.read()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError:
-        return False
-
-
-def _has(pid: int, setting: str) -> bool:
-    """Say whether a process was started with ``setting``, NAME=VALUE, in its environment."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return setting.encode() in file.read().split(b"\0")
-    except OSError:
-        return False
+        return b""
 
 
 def send(pid: int, number: int, *, group: bool = False) -> None:
@@ -126,11 +119,7 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
 
 def orphans(child: int) -> bool:
     """Say whether launch has children other than ``child``: adopted ones (Linux)."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return any(int(pid) != child for pid in file.read().split())
-    except OSError:
-        return False
+    return any(int(pid) != child for pid in _read(f"/proc/self/task/{os.getpid()}/children").split())
 
 
 def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
@@ -210,19 +199,12 @@ def _table() -> Iterator[Process]:
     if sys.platform != "linux":
         yield from _table_of_ps()
         return
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            with open(f"/proc/{entry}/stat", errors="replace") as file:
-                text = file.read()
-        except OSError:
-            continue  # it has just ended
+    for entry in filter(str.isdigit, os.listdir("/proc")):
         # The name is in parentheses and may itself contain spaces and parentheses.
-        name = text[text.index("(") + 1 : text.rindex(")")]
-        state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
+        begin, _, rest = _read(f"/proc/{entry}/stat").decode(errors="replace").rpartition(")")
+        state, parent, group, *_ = rest.split() or ["X", "0", "0"]  # empty: it has just ended
         if state not in "ZX":
-            yield Process(int(entry), int(parent), int(group), name)
+            yield Process(int(entry), int(parent), int(group), begin.partition("(")[2])
 
 
 def _table_of_ps() -> Iterator[Process]:

@@ -3,40 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.options import Options
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks and their hosts."""
-
-    layout: tuple[int, ...]
-    """Ranks on each of the first hosts of the job."""
-    why: str
-
-    @property
-    def np(self) -> int:
-        """Total number of ranks."""
-        return sum(self.layout)
-
-    @property
-    def nodes(self) -> int:
-        """Number of hosts that have ranks."""
-        return len(self.layout)
-
-    @property
-    def ppn(self) -> int:
-        """Most ranks on a host."""
-        return max(self.layout)
-
-    @property
-    def even(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
-        return len(set(self.layout)) == 1
+from wordrun.launch.request import Options, Ranks
 
 
 def decide_ranks(options: Options, job: Job) -> Ranks:
@@ -55,10 +25,8 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
         if np % ppn or needed > have or (nodes is not None and nodes * ppn != np):
             whole = f"{needed} nodes of {ppn}" if np % ppn == 0 else f"no integral number of nodes of {ppn}"
             fits = (nodes or have) * ppn
-            raise ConfigError(
-                f"{asked}: {np} ranks fill {whole}, and {job.title} has {nodes or have}; "
-                f"-n {fits} --ppn {ppn} would fit, or -n {np} without --ppn"
-            )
+            remedy = f"-n {fits} --ppn {ppn} would fit, or -n {np} without --ppn"
+            raise ConfigError(f"{asked}: {np} ranks fill {whole}, and {job.title} has {nodes or have}; {remedy}")
         return _checked((ppn,) * needed, asked, job)
     if ppn is not None:
         nodes = nodes or have
@@ -67,7 +35,7 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
         return Ranks(_spread(np, nodes, job, asked), asked)
     nodes = nodes or have
     slots = job.slots[:nodes]
-    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no device, so one process"
+    why = f"one per device ({sum(slots)} found)" if any(job.devices[:nodes]) else "no devices, so a single process"
     if not job.is_local and not any(job.devices[:nodes]):
         why = f"{'+'.join(map(str, slots)) if nodes < 9 else sum(slots)} by the scheduler or the site"
     return Ranks(slots, f"{asked}: {why}" if asked else why)
@@ -79,10 +47,9 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
     With -N, or where the slots are too few, all hosts share the ranks evenly, as far as their cores go. Devices are not
     shared unless --ppn says so.
     """
-    slots, room = job.slots[: nodes or None], _room(job)[: nodes or None]
+    slots = job.slots[: nodes or None]
     shared = not job.is_local and any(job.devices)
-    if shared:
-        room = slots
+    room = slots if shared else _room(job)[: nodes or None]
     if np < (nodes or 1):
         raise ConfigError(f"{asked}: {np} ranks cannot be on {nodes} nodes; -N {np}, or -n {nodes}, would fit")
     if np <= sum(slots) and not (nodes and np % nodes == 0 and all(np // nodes <= most for most in room)):
@@ -108,10 +75,8 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
 def _checked(layout: tuple[int, ...], why: str, job: Job) -> Ranks:
     room = _room(job)[: len(layout)]
     if any(ranks > most for ranks, most in zip(layout, room, strict=True)):
-        raise ConfigError(
-            f"{why}: {job.title} has room for {listed(room)} ranks on its nodes, "
-            f"by devices and cores; --ppn {min(room)} would fit"
-        )
+        has = f"{job.title} has room for {listed(room)} ranks on its nodes, by devices and cores"
+        raise ConfigError(f"{why}: {has}; --ppn {min(room)} would fit")
     return Ranks(layout, why)
 
 

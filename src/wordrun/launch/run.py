@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import time
@@ -64,9 +65,7 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                     last_lines += job.tail.lines()
     finally:
         if status_dir:
-            for name in os.listdir(status_dir):
-                os.unlink(os.path.join(status_dir, name))
-            os.rmdir(status_dir)
+            shutil.rmtree(status_dir)
     if record:
         try:
             record.end(status)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from wordrun.launch.host import short
+from wordrun.launch.job import short
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
-from wordrun.launch import identity, site_files
-from wordrun.launch.options import Options, seconds
+from wordrun.launch import planner, site_files
 from wordrun.launch.parser import INNER
+from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
@@ -115,10 +115,8 @@ def margin(options: Options) -> float | None:
 
 def _ending(options: Options, scheduler: Scheduler) -> list[str]:
     """Return the lines that run the launch, and continue a run that has saved."""
-    continuing: Sequence[str] = scheduler.continuing
-    if options.chain > 1:
-        echo = 'echo "saved: the next job of the chain continues (after the last one, submit this script again)"'
-        continuing = [echo, "status=0"]
+    echo = 'echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"'
+    continuing = (echo, "status=0") if options.chain > 1 else scheduler.continuing
     return [
         f"# {scheduler.canceller} and the time limit signal this shell too: then the ranks save, and the job is over",
         "trap 'ending=yes' TERM",
@@ -186,52 +184,37 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
             raise SubmitError(f"cannot run {words[0]}: {error.strerror}; the script is {path}") from None
         if done.returncode:
             so_far = f"; submitted before it: {' '.join(jobs)}" if jobs else ""
-            raise SubmitError(
-                f"{shlex.join(words)} refused the job (exit status {done.returncode}{so_far}):\n"
-                + (done.stderr or done.stdout).strip()
-            )
+            refused = f"{shlex.join(words)} refused the job (exit status {done.returncode}{so_far})"
+            raise SubmitError(f"{refused}:\n{(done.stderr or done.stdout).strip()}")
         # sbatch --parsable adds the cluster's name after a semicolon.
         jobs.append(done.stdout.strip().partition(";")[0])
     return jobs
 
 
 def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    problems = []
-    if options.walltime is None:
-        problems.append("--submit needs --walltime H:MM:SS")
-    np, nodes, ppn = options.np, node_count(options, site), options.ppn
-    if np and ppn and np != nodes * ppn:
-        # Otherwise the launch inside the job would refuse it, perhaps after a night in the queue.
-        problems.append(f"-n {np} on {nodes} nodes is not --ppn {ppn}; leave one of -n, -N and --ppn out")
-    problems += _part_of_a_node(options, site, scheduler)
-    if site.submit.get("account_needed") and not options.account:
-        problems.append(f"--submit on {site.name} needs --account PROJECT")
-    if site.submit.get("queue_needed") and not options.queue:
-        problems.append(f"--submit on {site.name} needs --queue NAME")
-    if options.queue and site.queues and options.queue not in site.queues:
-        # The list may be outdated: reject only likely misspellings, and let the scheduler decide.
-        hint = nearest(options.queue, site.queues)
-        if hint:
-            problems.append(f"--queue {options.queue} is not one of {site.name}'s {', '.join(site.queues)}{hint}")
-    queue = site.queue(options.queue)
+    np, nodes, ppn, queue = options.np, node_count(options, site), options.ppn, site.queue(options.queue)
     least, most = queue.get("nodes", (1, nodes))
-    if not least <= nodes <= most:
-        asked = f"-N {nodes}" if options.nodes else f"{nodes} nodes (for -n {np})"
-        problems.append(f"{asked}: {site.name}'s queue {options.queue} takes {least} to {most} nodes")
-    hours = queue.get("hours", float("inf"))
-    jobs = "jobs"
+    asked = f"-N {nodes}" if options.nodes else f"{nodes} nodes (for -n {np})"
+    hours, jobs = queue.get("hours", float("inf")), "jobs"
     if isinstance(hours, Mapping):
-        hours, jobs = _hours(hours, nodes), f"jobs of {nodes} node{'s' * (nodes > 1)}"
-    if options.walltime and seconds(options.walltime) > 3600 * hours:
-        problems.append(
-            f"--walltime {options.walltime}: {site.name}'s queue {options.queue} ends {jobs} after {hours} h"
-        )
-    return problems
-
-
-def _hours(limits: Mapping[int, float], nodes: int) -> float:
-    """Return the hours that a job of ``nodes`` may run, from a table of most nodes and hours."""
-    return next((hours for most, hours in sorted(limits.items()) if nodes <= most), float("inf"))
+        hours = next((limit for size, limit in sorted(hours.items()) if nodes <= size), float("inf"))
+        jobs = f"jobs of {nodes} node{'s' * (nodes > 1)}"
+    too_long = options.walltime and seconds(options.walltime) > 3600 * hours
+    # The list of queues may be outdated: reject only likely misspellings, and let the scheduler decide.
+    hint = nearest(options.queue, site.queues) if options.queue and options.queue not in site.queues else ""
+    named = f"{site.name}'s queue {options.queue}"
+    uneven = f"-n {np} on {nodes} nodes contradicts --ppn {ppn}; omit one of -n, -N and --ppn"
+    checks = (
+        (options.walltime is None, "--submit needs --walltime H:MM:SS"),
+        # Otherwise the launch inside the job would refuse it, perhaps after a night in the queue.
+        (np and ppn and np != nodes * ppn, uneven),
+        (site.submit.get("account_needed") and not options.account, f"--submit on {site.name} needs --account PROJECT"),
+        (site.submit.get("queue_needed") and not options.queue, f"--submit on {site.name} needs --queue NAME"),
+        (hint, f"--queue {options.queue} is not one of {site.name}'s {', '.join(site.queues)}{hint}"),
+        (not least <= nodes <= most, f"{asked}: {named} takes {least} to {most} nodes"),
+        (too_long, f"--walltime {options.walltime}: {named} ends {jobs} after {hours} h"),
+    )
+    return [problem for wrong, problem in checks if wrong] + _part_of_a_node(options, site, scheduler)
 
 
 def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
@@ -247,10 +230,8 @@ def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[
         if has is not None and asked > has:
             problems.append(f"{name} {asked}: a node of {site.name} has {has or 'no'} {what}")
         elif fixed:
-            problems.append(
-                f"{name} {asked}: the file of {site.name} says {fixed}; "
-                f"leave {name} out, or change it in a file of your own (--site FILE)"
-            )
+            remedy = f"leave {name} out, or change it in a file of your own (--site FILE)"
+            problems.append(f"{name} {asked}: the file of {site.name} says {fixed}; {remedy}")
     return problems
 
 
@@ -261,7 +242,7 @@ def main(options: Options) -> int:
     root = os.path.abspath(__file__).removesuffix(os.path.join("src", "wordrun", "launch", "submit.py"))
     setup = os.path.join(root, "bin", "setup.sh")
     origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
-    run_id = identity.exported_id(os.environ) or new_run_id()
+    run_id = planner.exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
     path = os.path.join("outputs", "jobs", f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh")
     jobs: list[str] = []
@@ -271,15 +252,9 @@ def main(options: Options) -> int:
     if options.json:
         to_come = [f"JOB{i + 1}" for i in range(options.chain)]
         facts = {
-            "site": site.name or None,
-            "site_why": why,
-            "scheduler": scheduler.name,
-            "run_id": run_id,
-            "path": path,
-            "script": text,
-            "commands": commands(scheduler, path, jobs or to_come),
-            "jobs": jobs,
-        }
+            "site": site.name or None, "site_why": why, "scheduler": scheduler.name, "run_id": run_id, "path": path,
+            "script": text, "commands": commands(scheduler, path, jobs or to_come), "jobs": jobs,
+        }  # fmt: skip
         print(json.dumps(facts, indent=2))
     elif options.dry_run:
         print(text.rstrip("\n"))

@@ -139,7 +139,7 @@ class Supervisor:
         try:
             self.plan.launcher.send(number, self.child.pid, self.plan.job, self.plan.decided.step)
         except (OSError, subprocess.SubprocessError) as error:
-            say(f"could not pass {signal.Signals(number).name} on: {error}")
+            say(f"could not forward {signal.Signals(number).name}: {error}")
 
     def receive(self, number: int) -> None:
         """Act on a signal that launch received."""
@@ -148,21 +148,15 @@ class Supervisor:
         if number not in STOPPING:
             self.deliver(number)
             return
-        again = self.stopped_by != 0
+        self.interrupts += number == signal.SIGINT
+        repeated = self.stopped_by and not self.interrupts
         self.stopped_by = self.stopped_by or number
-        if number == signal.SIGINT:
-            self.interrupts += 1
-            if self.interrupts == 1:
-                say("Ctrl-C: passed on; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
-            if self.interrupts > 2:
-                self.kill()
-                return
-            self.deliver(signal.SIGINT if self.interrupts == 1 else signal.SIGTERM)
-        elif again and self.interrupts == 0:
+        if repeated or self.interrupts > 2:
             self.kill()
             return
-        else:
-            self.deliver(number)
+        if number == signal.SIGINT and self.interrupts == 1:
+            say("Ctrl-C: forwarded; waiting for the ranks to finish (again: SIGTERM, a third time: SIGKILL)")
+        self.deliver(signal.SIGTERM if self.interrupts == 2 else number)
         self.patience(STOP_PATIENCE_S if self.plan.job.is_local else JOB_PATIENCE_S, self.kill)
 
     def warn_before_end(self, margin: float) -> None:
@@ -192,10 +186,9 @@ class Supervisor:
         process end.
         """
         launcher = self.plan.launcher
-        looked, ranks = False, processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
-        for rank in ranks:
-            looked = _spy(rank) or looked
-        if looked:
+        ranks = processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
+        shown = [_spy(rank) for rank in ranks]
+        if any(shown):
             self.give_up()
             return
         say("py-spy is not installed or not permitted, so each rank prints its stacks and aborts (SIGABRT)")
@@ -236,10 +229,9 @@ class Supervisor:
 def _spy(pid: int) -> bool:
     """Print a process's stacks with py-spy; say whether that was possible."""
     program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
+    command = [program, "dump", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=30, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     if done.returncode == 0:

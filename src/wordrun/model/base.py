@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,26 @@ DRAWN_ON_CPU = 2**25
 
 Larger ones are drawn on their own device: the CPU would take seconds for each.
 """
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """Weights by name, each read when it is accessed by the function that ``readers`` has for it."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one weight."""
+        return self._readers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
 
 
 class Model(nn.Module):

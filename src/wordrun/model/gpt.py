@@ -62,12 +62,12 @@ class GPT(Transformer):
 
     cfg: GPTConfig
     tied = True
+    first_layers = ("attention.qkv", "mlp.up")
 
     def add_embedding(self) -> None:
         """Add the embeddings of tokens and positions."""
         super().add_embedding()
         self.positions = nn.Embedding(self.cfg.block_size, self.cfg.n_embd)
-        self.drop = Dropout(self.cfg.dropout)
 
     def new_block(self) -> Block:
         """Return a block."""
@@ -90,17 +90,4 @@ class GPT(Transformer):
         return {
             **super().tensor_parallel_plan(),
             "positions": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-            "blocks.*.attention.qkv": tp.ColwiseParallel(),
-            "blocks.*.mlp.up": tp.ColwiseParallel(),
         }
-
-    def flops_per_token(self) -> int:
-        """Return the floating-point operations of one token's forward and backward pass.
-
-        6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for the
-        attention over T tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is
-        not a matrix product and does not count; the output layer does.
-        """
-        cfg = self.cfg
-        weights = 12 * cfg.n_layer * cfg.n_embd**2 + self.vocab_size * cfg.n_embd
-        return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size

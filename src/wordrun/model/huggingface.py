@@ -5,7 +5,7 @@ LlamaForCausalLM. The library itself is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,44 +18,27 @@ from wordrun.model import meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
-    "tokens": "transformer.wte",
-    "positions": "transformer.wpe",
-    "blocks": "transformer.h",
-    "norm_1": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.proj": "attn.c_proj",
-    "norm_2": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.proj": "mlp.c_proj",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-}
+    "tokens": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
+    "blocks": "transformer.h", "norm_1": "ln_1", "norm_2": "ln_2",
+    "attention.qkv": "attn.c_attn", "attention.proj": "attn.c_proj",
+    "mlp.up": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
+}  # fmt: skip
 LLAMA_NAMES = {
-    "tokens": "model.embed_tokens",
-    "blocks": "model.layers",
-    "norm_1": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
+    "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+    "blocks": "model.layers", "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+    "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
     "attention.proj": "self_attn.o_proj",
-    "norm_2": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.proj": "mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
+}  # fmt: skip
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 """Otherwise transformers assumes special tokens of its own."""
 STRETCH = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED_LENGTH,
-}
+}  # fmt: skip
 """Settings of Llama 3.1's rotary embedding besides the factor."""
 
 
@@ -82,25 +65,7 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
     names, problems = match(state, {name: tensor.shape for name, tensor in state.items()}, cfg)
     if problems:
         raise ConfigError("\n".join([*problems, "choose the model, and its options, that the checkpoint holds"]))
-    return dict(Converted(state, names, cfg))
-
-
-class Converted(Mapping[str, Tensor]):
-    """transformers' weights under our names and in our layout, each converted when it is accessed."""
-
-    def __init__(self, theirs: Mapping[str, Tensor], names: Mapping[str, str], cfg: ModelConfig) -> None:
-        self._theirs, self._names, self._cfg = theirs, names, cfg
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one weight in its original type."""
-        tensor = _to_ours(name, self._theirs[self._names[name]], self._cfg)
-        return tensor[: self._cfg.block_size] if name == "positions.weight" else tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    return {name: to_ours(name, state[theirs], cfg) for name, theirs in names.items()}
 
 
 def match(
@@ -156,35 +121,23 @@ def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
     return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_positions": cfg.block_size,
-        "n_embd": cfg.n_embd,
-        "n_layer": cfg.n_layer,
-        "n_head": cfg.n_head,
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"],
+        "n_positions": cfg.block_size, "n_embd": cfg.n_embd, "n_layer": cfg.n_layer, "n_head": cfg.n_head,
         "activation_function": "gelu_new" if cfg.gelu == "tanh" else "gelu",
-        "resid_pdrop": cfg.dropout,
-        "embd_pdrop": cfg.dropout,
-        "attn_pdrop": cfg.dropout,
-    }
+        "resid_pdrop": cfg.dropout, "embd_pdrop": cfg.dropout, "attn_pdrop": cfg.dropout,
+    }  # fmt: skip
 
 
 def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "max_position_embeddings": cfg.block_size,
-        "hidden_size": cfg.n_embd,
-        "num_hidden_layers": cfg.n_layer,
-        "num_attention_heads": cfg.n_head,
-        "num_key_value_heads": cfg.n_kv_head or cfg.n_head,
-        "intermediate_size": cfg.n_hidden,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": cfg.block_size, "hidden_size": cfg.n_embd, "intermediate_size": cfg.n_hidden,
+        "num_hidden_layers": cfg.n_layer, "num_attention_heads": cfg.n_head,
+        "num_key_value_heads": cfg.n_kv_head or cfg.n_head, "tie_word_embeddings": cfg.tie,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": {**STRETCH, "factor": cfg.rope_factor} if cfg.rope_factor != 1 else None,
-        "rms_norm_eps": cfg.norm_eps,
-        "attention_dropout": cfg.dropout,
-        "tie_word_embeddings": cfg.tie,
-    }
+        "rms_norm_eps": cfg.norm_eps, "attention_dropout": cfg.dropout,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -226,13 +179,13 @@ def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
 
 
-def _to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
-    """Undo ``_to_theirs``."""
+def to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
+    """Return transformers' tensor for our parameter ``name`` in our layout, with as many positions as ``cfg`` has."""
     if _is_transposed(name, tensor, cfg):
         tensor = tensor.T.contiguous()
     if ".qkv." in name:
         tensor = tensor.reshape(3, cfg.n_head, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
-    return tensor
+    return tensor[: cfg.block_size] if name == "positions.weight" else tensor
 
 
 def _is_transposed(name: str, tensor: Tensor, cfg: ModelConfig) -> bool:

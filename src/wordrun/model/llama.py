@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,16 +119,12 @@ class Llama(Transformer):
     """
 
     cfg: LlamaConfig
+    first_layers = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 
     @property
     def tied(self) -> bool:
         """Whether the output layer shares its weights with the token embedding."""
         return self.cfg.tie
-
-    def add_embedding(self) -> None:
-        """Add the embedding of tokens; positions are encoded by rotating queries and keys."""
-        super().add_embedding()
-        self.drop = Dropout(self.cfg.dropout)
 
     def new_block(self) -> Block:
         """Return a block."""
@@ -138,26 +133,3 @@ class Llama(Transformer):
     def new_norm(self) -> nn.Module:
         """Return a norm."""
         return nn.RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
-
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return the embedding of each token, (B, T, C)."""
-        return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
-
-    def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group split the matrices."""
-        from torch.distributed.tensor import parallel as tp
-
-        begin = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
-        return {**super().tensor_parallel_plan(), **{f"blocks.*.{name}": tp.ColwiseParallel() for name in begin}}
-
-    def flops_per_token(self) -> int:
-        """Return the floating-point operations of one token's forward and backward pass.
-
-        Counted as for GPT: 6 for each weight of a matrix product and 12 n_layer C T for the attention (Chowdhery et al.
-        2022, appendix B). Grouped-query attention saves weights, but no operations of the attention itself.
-        """
-        cfg = self.cfg
-        shared = cfg.n_embd * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
-        block = cfg.n_embd * (2 * cfg.n_embd + 2 * shared + 3 * cfg.n_hidden)
-        weights = cfg.n_layer * block + self.vocab_size * cfg.n_embd
-        return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, value_text
 from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, Converted, match
+from wordrun.model.base import LazyWeights
+from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
 KINDS = {"gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug")}
 """transformers' name of a model type to its options here, its display name and a preset."""
@@ -47,16 +49,14 @@ def fetch(source: str) -> Path:
     try:
         for name in FORMATS:
             stem, suffix = os.path.splitext(name)
-            folder = Path(
-                snapshot_download(source, allow_patterns=["config.json", f"{stem}*{suffix}", f"{name}{INDEX}"])
-            )
+            patterns = ["config.json", f"{stem}*{suffix}", f"{name}{INDEX}"]
+            folder = Path(snapshot_download(source, allow_patterns=patterns))
             if any(folder.glob(f"{stem}*{suffix}")):
                 break
     except Exception as error:  # of the network, the hub or its cache
-        reason = first_line(error)
         raise UserError(
-            f"hf:{source} is not a folder, and cannot be downloaded from Hugging Face's hub ({reason}). On a machine "
-            f"with a network (a login node): hf download {source} --local-dir DIR; then use hf:DIR"
+            f"hf:{source} is not a folder, and cannot be downloaded from Hugging Face's hub ({first_line(error)}). "
+            f"On a machine with a network (a login node): hf download {source} --local-dir DIR; then use hf:DIR"
         ) from None
     return folder
 
@@ -75,7 +75,7 @@ def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) 
         ConfigError: they belong to another model; names every option and every weight that differs.
         UserError: there are no weights, or a file is damaged.
     """
-    files = Files(folder)
+    files, shapes = open_files(folder)
     described = replace(cfg, vocab_size=cfg.vocab_size or vocab_size)
     problems: list[str] = []
     words: list[str] = []
@@ -86,13 +86,17 @@ def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) 
             biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
             described.bias = any(bool(files[name].any()) for name in biases)
         problems, words = differences(folder, described, cfg, vocab_size)
-    names, mismatches = match(files, files.shapes, described)
+    names, mismatches = match(files, shapes, described)
     if words:
         problems.append(f"use the options of these weights: {' '.join(words)}")
     problems += [f"{folder}: {problem}" for problem in mismatches]
     if problems:
         raise ConfigError("\n".join(problems))
-    return Converted(files, names, cfg)
+    return LazyWeights({name: partial(_convert, files, name, theirs, cfg) for name, theirs in names.items()})
+
+
+def _convert(files: Mapping[str, Tensor], name: str, theirs: str, cfg: ModelConfig) -> Tensor:
+    return to_ours(name, files[theirs], cfg)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -147,12 +151,9 @@ def _gpt2(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
     tanh = facts.get("activation_function") in ("gelu_new", "gelu_pytorch_tanh")
     return cfg, {
         "activation_function": facts["activation_function"] if tanh or cfg.gelu == "none" else "gelu_new",
-        "n_inner": facts.get("n_inner") and 4 * cfg.n_embd,
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "tie_word_embeddings": True,
-    }
+        "n_inner": facts.get("n_inner") and 4 * cfg.n_embd, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    }  # fmt: skip
 
 
 def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
@@ -205,76 +206,44 @@ def differences(
     return problems, [f"model.{key}={value_text(value)}" for key, value in different.items()]
 
 
-class Files(Mapping[str, Tensor]):
-    """The weights in a folder by their names there, each read through a memory map when it is asked for.
+def open_files(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
+    """Return the weights in a folder by their names there, each read when it is accessed, and their shapes.
 
     Raises:
         UserError: there are none, or a file is damaged or missing.
     """
+    readers: dict[str, Callable[[], Tensor]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for path in _paths(folder):
+        try:
+            if path.suffix == ".bin":
+                state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                readers |= {name: partial(state.__getitem__, name) for name in state}
+                shapes |= {name: tensor.shape for name, tensor in state.items()}
+            else:
+                from safetensors import safe_open
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._where: dict[str, Mapping[str, Tensor]] = {}
-        self.shapes: dict[str, torch.Size] = {}
-        for path in self._paths():
-            file, shapes = _open(path)
-            self.shapes |= shapes
-            self._where |= dict.fromkeys(shapes, file)
-
-    def _paths(self) -> list[Path]:
-        for name in FORMATS:
-            if (self.folder / name).exists():
-                return [self.folder / name]
-            index = self.folder / f"{name}{INDEX}"
-            if index.exists():
-                try:
-                    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise UserError(f"{index} is no index of weights: {error}") from None
-                missing = [name for name in names if not (self.folder / name).exists()]
-                if missing:
-                    raise UserError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} names")
-                return [self.folder / name for name in names]
-        raise UserError(f"{self.folder} has no weights: neither {' nor '.join(FORMATS)}, nor an index of several")
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one weight."""
-        return self._where[name][name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
+                file: Any = safe_open(path, framework="pt")
+                readers |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+                shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except Exception as error:  # safetensors, pickle and zip have errors of their own
+            raise UserError(f"{path} is damaged, or no file of weights: {first_line(error)}") from None
+    return LazyWeights(readers), shapes
 
 
-class _Safetensors(Mapping[str, Tensor]):
-    """The weights in a safetensors file."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)  # type: ignore[no-any-return]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file.keys())
-
-    def __len__(self) -> int:
-        return len(self._file.keys())
-
-
-def _open(path: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
-    """Return the weights in one file, none of which has been read, and their shapes."""
-    try:
-        if path.suffix == ".bin":
-            state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return state, {name: tensor.shape for name, tensor in state.items()}
-        from safetensors import safe_open
-
-        file: Any = safe_open(path, framework="pt")
-        weights = _Safetensors(file)
-        return weights, {name: torch.Size(file.get_slice(name).get_shape()) for name in weights}
-    except Exception as error:  # safetensors, pickle and zip have errors of their own
-        reason = first_line(error)
-        raise UserError(f"{path} is damaged, or no file of weights: {reason}") from None
+def _paths(folder: Path) -> list[Path]:
+    """Return the files of weights in ``folder``, one or as many as an index names."""
+    for name in FORMATS:
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f"{name}{INDEX}"
+        if index.exists():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{index} is no index of weights: {error}") from None
+            missing = [name for name in names if not (folder / name).exists()]
+            if missing:
+                raise UserError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
+            return [folder / name for name in names]
+    raise UserError(f"{folder} has no weights: neither {' nor '.join(FORMATS)}, nor an index of several")

@@ -18,6 +18,7 @@ from wordrun.config import ModelConfig
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
+from wordrun.model.dropout import Dropout
 
 
 class Block(nn.Module):
@@ -25,10 +26,8 @@ class Block(nn.Module):
 
     def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.norm_1 = norm_1
-        self.attention = attention
-        self.norm_2 = norm_2
-        self.mlp = mlp
+        self.norm_1, self.attention = norm_1, attention
+        self.norm_2, self.mlp = norm_2, mlp
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the residual stream after this block.
@@ -65,6 +64,9 @@ class Transformer(Model):
     the same initial values in every stage as in the full model, so that any layout of ranks holds the same model.
     """
 
+    first_layers: tuple[str, ...]
+    """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
+
     def __init__(self, cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> None:
         super().__init__()
         self.cfg = cfg
@@ -83,6 +85,7 @@ class Transformer(Model):
     def add_embedding(self) -> None:
         """Add the modules that ``embed`` uses, including ``tokens``."""
         self.tokens = nn.Embedding(self.vocab_size, self.cfg.n_embd)
+        self.drop = Dropout(self.cfg.dropout)
 
     @property
     def tied(self) -> bool:
@@ -98,8 +101,17 @@ class Transformer(Model):
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of one token's forward and backward pass of the full model."""
-        raise NotImplementedError
+        """Return the floating-point operations of one token's forward and backward pass of the full model.
+
+        6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for the attention over T
+        tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is not a matrix
+        product and does not count; the output layer does. Grouped-query attention saves weights, but no operations of
+        the attention itself.
+        """
+        cfg, block = self.cfg, next(iter(self.blocks.values()))
+        weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
+        weights = cfg.n_layer * weights + self.vocab_size * cfg.n_embd
+        return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         # The last stage of a pipeline has the output layer without the embedding that it is tied to.
@@ -118,7 +130,6 @@ class Transformer(Model):
 
         As in Megatron-LM (Shoeybi et al. 2019), attention is split by heads, the MLP by hidden units, embedding and
         output layer by vocabulary, and what lies between by tokens (sequence parallelism, Korthikanti et al. 2022).
-        Models add the first layers of their attention and their MLP.
         """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor import parallel as tp
@@ -132,13 +143,14 @@ class Transformer(Model):
             "blocks.*.norm_2": tp.SequenceParallel(),
             "blocks.*.mlp": gathered,
             "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+            **{f"blocks.*.{name}": tp.ColwiseParallel() for name in self.first_layers},
             "norm": tp.SequenceParallel(),
             "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Return the input of the first block, (B, T, C); ``start`` is the position of the first token."""
-        return self.tokens(tokens)  # type: ignore[no-any-return]
+        return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
 
     def tie(self) -> None:
         """Let the output layer use the embedding's weights, if the model ties them and both are in this stage."""

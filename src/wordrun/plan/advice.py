@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from wordrun.plan.candidates import AS_ASKED, Estimate, Planner, Unavailable
 
@@ -37,32 +38,33 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
 
     def pick(names: Sequence[str], kinds_tried: Sequence[str] = kinds) -> tuple[Estimate, str] | None:
         """Return the first that fits with its activation checkpointing: the least checkpointing first."""
-        for kind in kinds_tried:
-            for name in names:
-                for row in candidates:
-                    if row.strategy.name == name and row.fits and kinds.index(row.fits) <= kinds.index(kind):
-                        return row, kind
+        for kind, name, row in product(kinds_tried, names, candidates):
+            if row.strategy.name == name and row.fits and kinds.index(row.fits) <= kinds.index(kind):
+                return row, kind
         return None
 
     def advice(pair: tuple[Estimate, str], *why: str, other: tuple[Estimate, str] | None = None) -> Advice:
-        return Advice(*pair, [*why, *_cost(pair[1], kinds)], other and other[0])
+        row, kind = pair
+        what = "all but the matrix products" if kind == "selective" else "a third of the operations"
+        cost = [] if kind == kinds[0] else [f"It fits with activation checkpointing, which recomputes {what}."]
+        return Advice(row, kind, [*why, *cost], other and other[0])
 
     if not candidates:
-        return Advice(None, kinds[0], ["There is no strategy to recommend, for the reasons above."])
+        return Advice(None, kinds[0], ["No strategy can be recommended, for the reasons above."])
     device = f"{hardware.kind} of {hardware.memory:g} GiB, {hardware.reserve:.0%} of it left free"
     if found := pick(["DDP"], kinds[:1] if hardware.devices > 1 else kinds):
         only = ": ranks only average gradients" if hardware.devices > 1 else ""
-        return advice(found, f"The whole model fits one {device}{only}.")
+        return advice(found, f"The full model fits on one {device}{only}.")
     plain = "Without activation checkpointing the" if kinds[0] == "none" else "The"
-    why = [f"{plain} whole model does not fit one {device}."]
+    why = [f"{plain} full model does not fit on one {device}."]
     if hardware.nodes > MANY_NODES:
         if found := pick(SHARDED[:1]):
-            together = f"The {hardware.per_node} devices of a node can hold it: no layer is gathered across nodes."
+            together = f"The {hardware.per_node} devices of a node can hold it, so no layer is gathered across nodes."
             return advice(found, *why, together)
         if found := pick(["3D"]):
             layered = (
                 f"Gathering every layer from {hardware.nodes} nodes is slow: pipeline stages communicate least, and "
-                "ranks that share matrix products are neighbours on a node."
+                "tensor-parallel ranks share a node."
             )
             return advice(found, *why, layered)
     if found := pick(["DDP", *SHARDED]) or pick(["FSDP, offload"]):
@@ -70,26 +72,16 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
         if name == "DDP":
             return advice(found, *why)
         offload = name == "FSDP, offload"
-        where = " and kept in the host's memory" if offload else " across the ranks"
+        where = " and kept in host memory" if offload else " across the ranks"
         why.append(f"Its largest layer does: parameters, gradients and optimizer state are sharded{where}.")
         return advice(found, *why, other=pick(ZERO_OFFLOAD if offload else ["ZeRO-2", "ZeRO-3"]))
     if found := pick(ZERO_OFFLOAD):
-        return advice(
-            found,
-            *why,
-            "There are no ranks to shard it across, but DeepSpeed can keep part of it in the host's memory.",
-        )
+        why.append("There are no ranks to shard it across, but DeepSpeed can keep part of it in host memory.")
+        return advice(found, *why)
     if found := pick(["TP over FSDP"]) or pick(["3D"]) or pick(["PP"]):
-        shared = "Neither does one layer with its activations: the ranks of a node share each matrix product."
+        shared = "One layer does not fit either: tensor parallelism splits each layer across a node's ranks."
         return advice(found, *why, shared)
     return Advice(None, kinds[0], [*why, *_remedies(planner, candidates)])
-
-
-def _cost(checkpointing: str, kinds: Sequence[str]) -> list[str]:
-    if checkpointing == kinds[0]:
-        return []
-    what = "all but the matrix products" if checkpointing == "selective" else "a third of the operations"
-    return [f"It fits with activation checkpointing, which recomputes {what}."]
 
 
 def _remedies(planner: Planner, candidates: Sequence[Estimate]) -> list[str]:
@@ -103,11 +95,9 @@ def _remedies(planner: Planner, candidates: Sequence[Estimate]) -> list[str]:
         f"{need.total / 2**30:.1f} GiB of {hardware.usable / 2**30:.1f}."
     ]
     if need.host > hardware.usable_host:
-        remedies.append(f"It also needs {need.host / 2**30:.1f} GiB of the host's memory per device.")
+        remedies.append(f"It also needs {need.host / 2**30:.1f} GiB of host memory per device.")
     if need.activations + max(need.logits, need.block) > need.total / 2 and size > 1:
-        remedies.append(
-            f"Most of it depends on the batch: halve it (model.batch_size={size // 2}) and double optimizer.gas."
-        )
+        remedy = f"Most of it grows with the batch: halve it (model.batch_size={size // 2}) and double optimizer.gas."
     else:
-        remedies.append(f"Try more than plan.devices={hardware.devices}.")
-    return remedies
+        remedy = f"Try more devices than plan.devices={hardware.devices}."
+    return [*remedies, remedy]

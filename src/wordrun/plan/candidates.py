@@ -6,19 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
-from wordrun.checks import check
-from wordrun.checks import layout as layout_of
-from wordrun.config import (
-    BackendConfig,
-    Config,
-    DDPConfig,
-    DeepSpeedConfig,
-    FSDPConfig,
-    PPConfig,
-    ThreeDConfig,
-    TPConfig,
-    value_text,
-)
+from wordrun import checks, config
+from wordrun.config import BackendConfig, Config, DDPConfig, DeepSpeedConfig, FSDPConfig
 from wordrun.errors import ConfigError, first_line
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import Hardware
@@ -60,7 +49,7 @@ class Planner:
         configured = cfg.train.activation_checkpointing
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
-        layout = layout_of(cfg.backend, hardware.devices, hardware.per_node)
+        layout = checks.layout(cfg.backend, hardware.devices, hardware.per_node)
         self.sequences = cfg.train.global_batch_size or cfg.model.batch_size * layout.dp * (cfg.optimizer.gas or 1)
 
     def estimate(self, strategy: Strategy) -> Estimate:
@@ -82,7 +71,7 @@ class Planner:
             ConfigError: the model, the batch or the devices rule it out.
         """
         cfg, hardware = self.cfg, self.hardware
-        at = layout_of(backend, hardware.devices, hardware.per_node)
+        at = checks.layout(backend, hardware.devices, hardware.per_node)
         model, overrides = cfg.model, _overrides(backend)
         if self.model.vocab_size % at.tp and model.vocab_size is None:
             rows = math.ceil(self.model.vocab_size / at.tp) * at.tp
@@ -90,16 +79,11 @@ class Planner:
             overrides.append(f"model.vocab_size={rows}")
         if at.dp * model.batch_size * (cfg.optimizer.gas or 1) != self.sequences and not cfg.train.global_batch_size:
             overrides.append(f"train.global_batch_size={self.sequences}")
-        mine = replace(
-            cfg,
-            model=model,
-            backend=backend,
-            train=replace(cfg.train, backend=backend.name, global_batch_size=self.sequences),
-            optimizer=replace(cfg.optimizer, gas=None),
-        )
+        train = replace(cfg.train, backend=backend.name, global_batch_size=self.sequences)
+        mine = replace(cfg, model=model, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
         # A plan does not require DeepSpeed to be installed; its batch is checked as DDP's.
-        checked = replace(mine, backend=DDPConfig(), train=replace(mine.train, backend="DDP"))
-        check(checked if isinstance(backend, DeepSpeedConfig) else mine, hardware.devices, hardware.per_node)
+        checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
+        checks.check(checked if isinstance(backend, DeepSpeedConfig) else mine, hardware.devices, hardware.per_node)
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:
@@ -109,11 +93,9 @@ class Planner:
         for backend in backends:
             try:
                 found.append(self.estimate(self.strategy(name, backend)))
-            except NoEstimateError as error:
-                reason, label = first_line(error), "no estimate"
-                continue
             except ConfigError as error:
-                reason, label = first_line(error), "impossible"
+                reason = first_line(error)
+                label = "no estimate" if isinstance(error, NoEstimateError) else "impossible"
                 continue
             if found[-1].fits == self.checkpointing[0]:
                 break
@@ -122,21 +104,19 @@ class Planner:
 
     def rows(self) -> list[Estimate | Unavailable]:
         """Return the strategies of every backend; first the configured one, unless it is plain DDP."""
-        single: list[tuple[str, BackendConfig]] = [("DDP", DDPConfig())]
-        if self.cfg.backend != DDPConfig():
-            single.insert(0, (AS_ASKED, self.cfg.backend))
-        single.append(("FSDP like ZeRO-2", FSDPConfig(reshard_after_forward=False)))
-        single.append(("FSDP, ZeRO-3", FSDPConfig()))
+        single: dict[str, BackendConfig] = {AS_ASKED: self.cfg.backend} if self.cfg.backend != DDPConfig() else {}
+        single |= {"DDP": DDPConfig(), "FSDP like ZeRO-2": FSDPConfig(reshard_after_forward=False)}
+        single |= {"FSDP, ZeRO-3": FSDPConfig()}
         if self.hardware.nodes > 1 and self.hardware.per_node > 1:
-            single.append(("FSDP within nodes", FSDPConfig(replicate=-1, shard=self.hardware.per_node)))
-        single.append(("FSDP, offload", FSDPConfig(cpu_offload=True)))
-        single += [(f"ZeRO-{stage}", DeepSpeedConfig(stage=stage)) for stage in (1, 2, 3)]
-        single.append(("ZeRO-2, offload", DeepSpeedConfig(stage=2, offload_optimizer=True)))
-        single.append(("ZeRO-3, offload", DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)))
-        rows = [self.first_that_fits(name, [backend]) for name, backend in single]
-        tensor = (TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
+            single |= {"FSDP within nodes": FSDPConfig(replicate=-1, shard=self.hardware.per_node)}
+        single |= {"FSDP, offload": FSDPConfig(cpu_offload=True)}
+        single |= {f"ZeRO-{stage}": DeepSpeedConfig(stage=stage) for stage in (1, 2, 3)}
+        single |= {"ZeRO-2, offload": DeepSpeedConfig(stage=2, offload_optimizer=True)}
+        single |= {"ZeRO-3, offload": DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)}
+        rows = [self.first_that_fits(name, [backend]) for name, backend in single.items()]
+        tensor = (config.TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
         rows.append(self.first_that_fits("TP over FSDP", tensor))
-        rows.append(self.first_that_fits("PP", (PPConfig(pp=pp) for pp in self._pipeline_sizes())))
+        rows.append(self.first_that_fits("PP", (config.PPConfig(pp=pp) for pp in self._pipeline_sizes())))
         return [*rows, *self._three_d()]
 
     def _pipeline_sizes(self) -> Iterator[int]:
@@ -149,7 +129,8 @@ class Planner:
         sizes = [(pp, tp) for pp in self._pipeline_sizes() for tp in tps if devices % (pp * tp) == 0]
         last: Estimate | Unavailable = Unavailable("3D", "no layout suits the model and the number of devices")
         for pp, tp in sorted(sizes, key=lambda each: (math.prod(each), each[0])):
-            for options in (ThreeDConfig(pp=pp, tp=tp, replicate=-1, shard=1), ThreeDConfig(pp=pp, tp=tp)):
+            sharded = config.ThreeDConfig(pp=pp, tp=tp)
+            for options in (replace(sharded, replicate=-1, shard=1), sharded):
                 found = self.first_that_fits("3D", [options])
                 if isinstance(found, Estimate):
                     last = found
@@ -169,9 +150,9 @@ def _overrides(backend: BackendConfig) -> list[str]:
     changed = [f.name for f in fields(backend) if getattr(backend, f.name) != getattr(default, f.name)]
     if isinstance(backend, DeepSpeedConfig):
         changed = list(dict.fromkeys(["stage", *changed]))
-    return [f"train.backend={backend.name}", *(f"backend.{n}={value_text(getattr(backend, n))}" for n in changed)]
+    values = {name: config.value_text(getattr(backend, name)) for name in changed}
+    return [f"train.backend={backend.name}", *(f"backend.{name}={value}" for name, value in values.items())]
 
 
 def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -34,8 +34,6 @@ PRESETS = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 als
 """Vocabularies of model presets that do not set model.vocab_size, by the beginning of their names."""
 TOKENIZERS = {"gpt2": 50257, "byte": 257}
 """Vocabularies of tokenizers with a fixed one."""
-CHARACTERS = {"shakespeare": 65}
-"""Distinct characters of known data sets."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +87,8 @@ def vocabulary(cfg: Config) -> tuple[int, str]:
         return TOKENIZERS[cfg.tokenizer.name], f"tokenizer={cfg.tokenizer.name}"
     if isinstance(cfg.tokenizer, BPETokenizerConfig):
         return cfg.tokenizer.vocab_size, "tokenizer.vocab_size"
-    if cfg.data.name in CHARACTERS:
-        return CHARACTERS[cfg.data.name], f"the characters of data={cfg.data.name}"
+    if cfg.data.name == "shakespeare":
+        return 65, "the characters of data=shakespeare"
     return 256, f"assumed: data={cfg.data.name} is not read; model.vocab_size=N for another"
 
 
@@ -109,7 +107,7 @@ def command(overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
 
 
 def _help() -> str:
-    lines = [USAGE, "Options:", *describe(PlanConfig, prefix="plan.")]
+    lines = [USAGE, "Options:", *describe(PlanConfig(), prefix="plan.")]
     names = ", ".join(f"{name} ({memory:g})" for name, (_, memory) in VARIANTS.items())
     lines += ["  --json                  print JSON, with sizes in bytes", "", "Devices, with their memory in GiB:"]
     lines += textwrap.wrap(names, 110, initial_indent="  ", subsequent_indent="  ")

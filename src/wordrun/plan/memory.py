@@ -1,14 +1,15 @@
 """Bytes of memory that a rank needs under each backend, as arithmetic on the shapes of a model's parameters.
 
-Sources: Rajbhandari et al. 2020 (ZeRO: which states a rank holds), Korthikanti et al. 2022 (activations), Narayanan et
-al. 2021 and Qi et al. 2023 (pipelines), and the observed allocations of torch's engines.
+Sources: Rajbhandari et al. 2020 (ZeRO: which states a rank holds and sends), Korthikanti et al. 2022 (activations,
+messages of tensor and sequence parallelism), Narayanan et al. 2021 and Qi et al. 2023 (pipelines), and the observed
+allocations of torch's engines.
 
 To plan another backend, register a function for its config: ``memory_of_rank.register(MyConfig)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -18,8 +19,9 @@ from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, numel
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
-from wordrun.plan.traffic import reduce_size, ring, sharding_traffic, tensor_traffic
 
+Stages = Sequence[Sequence[int]]
+"""The numbers of the blocks in each pipeline stage of a rank."""
 ADAMW = 8
 """Bytes of optimizer state per parameter: the means of the gradients and of their squares, in fp32."""
 DEEPSPEED_BUCKET = 500_000_000
@@ -46,10 +48,10 @@ class Memory:
     stages."""
     at_loss: float
     """The part of the buffers that exists while the loss is computed."""
-    host: float
-    """Offloaded to the host's memory."""
     sent: float
     """Bytes that the rank sends per optimizer step."""
+    host: float = 0.0
+    """Offloaded to the host's memory."""
     late: bool = False
     """Whether gradients are allocated while activations are freed, rather than before."""
     left: float = 0
@@ -105,8 +107,7 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
         optimizer=ADAMW * count + FP32 * len(shapes),  # and a step count for each
         buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a gradient before it is added
         at_loss=buffers,
-        host=0,
-        sent=ring(2, ranks) * (2 if options.compress == "bf16" else FP32) * count,
+        sent=_ring(2, ranks) * (2 if options.compress == "bf16" else FP32) * count,
         **activation_memory(model, strategy, checkpointing, model.layers),
     )
 
@@ -117,25 +118,20 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, chec
     count, ranks, size, stage = model.parameters, strategy.layout.dp, strategy.compute, options.stage
     # From stage 1 on, and in 16 bits at every stage, the optimizer updates an fp32 copy of the parameters.
     copy = FP32 if stage or size < FP32 else 0
-    states: dict[str, Any] = {
+    states = {
         "parameters": size * count / (ranks if stage == 3 else 1),
         "gradients": size * count / (ranks if stage >= 2 else 1),
         "optimizer": (copy + ADAMW) * count / (ranks if stage else 1),
     }
-    offloaded = [*(["parameters"] if options.offload_params else [])]
-    offloaded += ["gradients", "optimizer"] if options.offload_optimizer else []
-    host = 0.0 if strategy.on_cpu else sum(states[name] for name in offloaded)
-    if not strategy.on_cpu:
-        states |= dict.fromkeys(offloaded, 0.0)
+    offloaded = ["parameters"] * options.offload_params + ["gradients", "optimizer"] * options.offload_optimizer
     live = max(min(count, DEEPSPEED_LIVE), numel(model.block)) if stage == 3 else 0
     bucket = min(count, options.bucket_elements or DEEPSPEED_BUCKET)
-    sums = ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
-    gathers = ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
+    sums = _ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
+    gathers = _ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
     return Memory(
-        **states,
+        **_offload(states, offloaded, strategy),
         buffers=size * (live + bucket),
         at_loss=size * (live + bucket),
-        host=host,
         sent=size * count * (sums + gathers),
         **activation_memory(model, strategy, checkpointing, model.layers),
     )
@@ -152,17 +148,17 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
     at_loss = _gathered_size(strategy) * (root + (1 if reshard else blocks) * block)
     unsharded = at.shard == 1
     if not reshard and gas > 1 and not unsharded:  # gradients are averaged once per step, and complete until then
-        gradients = reduce_size(strategy, options) * (root + blocks * block)
+        gradients = _reduce_size(strategy, options) * (root + blocks * block)
         gathered, at_loss = gathered + gradients, at_loss + gradients
-    in_transit = 0 if unsharded else strategy.compute * (root + block) + reduce_size(strategy, options) * block
+    in_transit = 0 if unsharded else strategy.compute * (root + block) + _reduce_size(strategy, options) * block
     gathers, sums = (2 * gas, gas) if reshard else (gas, 1)
-    sent = sharding_traffic(model, strategy, options, [model.layers], gathers=gathers, sums=sums)
+    sent = _sharding_traffic(model, strategy, options, [model.layers], gathers=gathers, sums=sums)
     return Memory(
         **_sharded_states(model, strategy, options, [model.layers]),
         buffers=gathered + in_transit,
         at_loss=at_loss,
         late=gas == 1 or not reshard,
-        sent=sent + tensor_traffic(model, strategy, [model.layers]),
+        sent=sent + _tensor_traffic(model, strategy, [model.layers]),
         **activation_memory(model, strategy, checkpointing, model.layers),
     )
 
@@ -183,9 +179,9 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
     local = sum(numel(model.stage(layers), at.tp) for layers in stages)
     message = strategy.tokens / parts * model.cfg.n_embd * strategy.compute / at.tp
     incoming = sum((0 not in layers) + (model.cfg.n_layer - 1 not in layers) for layers in stages)
-    averaged = 0 if at.shard == 1 else reduce_size(strategy, options)
+    averaged = 0 if at.shard == 1 else _reduce_size(strategy, options)
     buffers = (_gathered_size(strategy) + averaged) * local + incoming * message * count
-    sent = sharding_traffic(model, strategy, options, stages, gathers=1, sums=1) + incoming * message * count
+    sent = _sharding_traffic(model, strategy, options, stages, gathers=1, sums=1) + incoming * message * count
     return Memory(
         **_sharded_states(model, strategy, options, stages),
         activations=mean["activations"] * flying,
@@ -195,7 +191,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
         block=mean["block"],
         buffers=buffers,
         at_loss=buffers,
-        sent=sent + tensor_traffic(model, strategy, stages),
+        sent=sent + _tensor_traffic(model, strategy, stages),
     )
 
 
@@ -204,16 +200,48 @@ def _gathered_size(strategy: Strategy) -> int:
     return 0 if strategy.layout.shard == 1 and strategy.compute == FP32 else strategy.compute
 
 
-def _sharded_states(
-    model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Sequence[Sequence[int]]
-) -> dict[str, float]:
+def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages) -> dict[str, Any]:
     """Return the parameters, gradients and optimizer state of a rank, and their part in the host's memory."""
     shapes = [each for layers in stages for each in model.stage(layers)]
     count = numel(shapes, strategy.layout.tp, strategy.layout.shard)
-    states = {
-        "parameters": float(FP32 * count), "gradients": float(FP32 * count),
-        "optimizer": float(ADAMW * count + FP32 * len(shapes)),
-    }  # fmt: skip
-    if options.cpu_offload and not strategy.on_cpu:
-        return dict.fromkeys(states, 0.0) | {"host": sum(states.values())}
-    return states | {"host": 0.0}
+    size = float(FP32 * count)
+    states = {"parameters": size, "gradients": size, "optimizer": ADAMW * count + FP32 * float(len(shapes))}
+    return _offload(states, states if options.cpu_offload else (), strategy)
+
+
+def _offload(states: dict[str, float], names: Iterable[str], strategy: Strategy) -> dict[str, Any]:
+    """Return ``states`` with those called ``names`` moved to the host's memory; CPUs have no other."""
+    moved = {} if strategy.on_cpu else {name: states[name] for name in names}
+    return states | dict.fromkeys(moved, 0.0) | {"host": sum(moved.values())}
+
+
+def _ring(passes: int, ranks: int) -> float:
+    """Return the fraction of its data that a rank sends in ``passes`` passes around a ring."""
+    return passes * (ranks - 1) / ranks
+
+
+def _reduce_size(strategy: Strategy, options: FSDPConfig) -> int:
+    """Return the bytes per element in which gradients are averaged."""
+    return 2 if options.reduce_dtype == "bf16" and strategy.compute < FP32 else FP32
+
+
+def _sharding_traffic(
+    model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages, gathers: int, sums: int
+) -> float:
+    """Return the bytes sent to gather parameters ``gathers`` times and to average gradients ``sums`` times."""
+    at, size = strategy.layout, _reduce_size(strategy, options)
+    count = sum(numel(model.stage(layers), at.tp) for layers in stages)
+    sharded = _ring(1, at.shard) * (strategy.compute * gathers + size * sums)
+    return count * (sharded + _ring(2, at.replicate) * size / at.shard)
+
+
+def _tensor_traffic(model: ModelShapes, strategy: Strategy, stages: Stages) -> float:
+    """Return the bytes sent for tensor and sequence parallelism.
+
+    A block gathers its tokens twice and scatters its sums twice, and the backward pass does the reverse; embedding and
+    output layer add two passes each.
+    """
+    ends = sum((0 in layers) + (model.cfg.n_layer - 1 in layers) for layers in stages)
+    passes = 8 * sum(len(layers) for layers in stages) + 2 * ends
+    size = strategy.tokens * strategy.gas * model.cfg.n_embd * strategy.compute
+    return passes * _ring(1, strategy.layout.tp) * size

@@ -9,6 +9,7 @@ from wordrun.devices import VARIANTS
 from wordrun.errors import ConfigError, nearest
 from wordrun.launch import site_files
 from wordrun.launch.site import Site
+from wordrun.validation import one_of, positive
 
 
 @dataclass
@@ -16,19 +17,19 @@ class PlanConfig:
     """The hardware to plan for."""
 
     devices: int | None = None
-    """Devices in total, one per rank; null: those of one node."""
+    """Total number of devices, one per rank; null: one node."""
     device: str | None = None
-    """Kind of device, one of the names below; null: the site's, or a100-40."""
+    """Kind of device, one of the names below; null: the site's devices, or a100-40."""
     memory: float | None = None
-    """Memory of a device in GiB; null: that of plan.device."""
+    """Memory per device in GiB; null: as for plan.device."""
     per_node: int | None = None
-    """Devices per node; null: the site's, or those of a usual node with plan.device."""
+    """Devices per node; null: as at the site, or as in a typical node with plan.device."""
     site: str | None = None
-    """A cluster that launch knows, or a site file: sets the kind of device and their number per node."""
+    """A site that launch knows, or a site file, which sets the kind of device and the number per node."""
     reserve: float = 0.1
     """Fraction of a device's memory to leave free: driver context, communication library, fragmentation."""
     host_memory: float | None = None
-    """Memory of a node in GiB, which must hold what is offloaded; null: not checked."""
+    """Host memory per node in GiB, which must hold offloaded data; null: not checked."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,13 @@ def hardware(options: PlanConfig) -> Hardware:
     site = _site(options.site) if options.site else None
     kind = options.device or (site.device if site else "") or "a100-40"
     problems = []
-    if kind not in VARIANTS and options.memory is None:
-        known = ", ".join(VARIANTS)
-        problems.append(
-            f"plan.device={kind} should be one of {known}{nearest(kind, VARIANTS)}; for another one add plan.memory=GIB"
-        )
+    if options.memory is None:
+        problems += [
+            f"{problem}; for another one add plan.memory=GIB" for problem in one_of("plan.device", kind, VARIANTS)
+        ]
     device, memory = VARIANTS.get(kind, (None, 0.0))
     per_node = options.per_node or (site.devices if site else None) or (device.per_node if device else 1)
-    for name, value in (("devices", options.devices), ("per_node", options.per_node)):
-        if value is not None and value < 1:
-            problems.append(f"plan.{name}={value} should be at least 1")
+    problems += positive("plan", options, "devices", "per_node")
     for name, size in (("memory", options.memory), ("host_memory", options.host_memory)):
         if size is not None and not 0 < size < float("inf"):
             problems.append(f"plan.{name}={size:g} should be a number of GiB above 0")
@@ -94,8 +92,7 @@ def hardware(options: PlanConfig) -> Hardware:
         problems.append(f"plan.reserve={options.reserve:g} should be at least 0 and less than 1")
     if problems:
         raise ConfigError("\n".join(problems))
-    devices = options.devices or per_node
-    memory = memory if options.memory is None else options.memory
+    devices, memory = options.devices or per_node, options.memory or memory
     bf16 = device is None or device.bf16
     return Hardware(kind, devices, min(per_node, devices), memory, options.reserve, options.host_memory, bf16)
 

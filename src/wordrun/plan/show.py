@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from wordrun.config import INTERLEAVED, PPConfig
-from wordrun.dist.mesh import AXES, Layout
+from wordrun.dist.mesh import AXES
 from wordrun.plan.advice import Advice
 from wordrun.plan.candidates import Estimate, Planner, Unavailable
-from wordrun.plan.options import Hardware
 from wordrun.plan.strategy import Strategy, bubble
 
 GIB = 2**30
@@ -62,7 +61,7 @@ def _row(row: Estimate | Unavailable) -> dict[str, Any]:
     return {
         "name": strategy.name,
         "overrides": strategy.overrides,
-        "layout": {axis: getattr(strategy.layout, axis) for axis in AXES},
+        "layout": _layout(strategy),
         "fits_with": row.fits,
         "bubble": bubble(strategy),
         "memory": {kind: {**asdict(each), "total": each.total} for kind, each in row.memory.items()},
@@ -71,14 +70,18 @@ def _row(row: Estimate | Unavailable) -> dict[str, Any]:
 
 def show(screen: Console, report: Report) -> None:
     """Print the plan."""
-    planner, advice = report.planner, report.advice
+    planner, advice, hardware = report.planner, report.advice, report.planner.hardware
     model, train = planner.model, planner.cfg.train
     name, layer = model.largest_layer
     screen.print(
         f"{planner.cfg.model.name}: {_count(model.parameters)} parameters in {model.cfg.n_layer} blocks; the largest "
         f"layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
     )
-    screen.print(_hardware(planner.hardware))
+    nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.per_node}"
+    screen.print(
+        f"{hardware.devices} x {hardware.kind} on {nodes}, {hardware.memory:g} GiB each, {hardware.reserve:.0%} of it "
+        f"left free: {hardware.usable / GIB:.1f} GiB usable"
+    )
     screen.print(
         f"{train.dtype}, {planner.cfg.model.batch_size} sequences of {model.cfg.block_size} tokens per rank and "
         f"micro-step, {planner.sequences} per step; activation checkpointing {train.activation_checkpointing}\n"
@@ -98,21 +101,11 @@ def show(screen: Console, report: Report) -> None:
         screen.print("or with DeepSpeed: " + " ".join(advice.alternative.strategy.overrides), soft_wrap=True)
 
 
-def _hardware(hardware: Hardware) -> str:
-    nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.per_node}"
-    return (
-        f"{hardware.devices} x {hardware.kind} on {nodes}, {hardware.memory:g} GiB each, {hardware.reserve:.0%} of it "
-        f"left free: {hardware.usable / GIB:.1f} GiB usable"
-    )
-
-
 def _table(screen: Console, report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, header_style="bold")
-    table.add_column("backend", no_wrap=True)
-    table.add_column("layout", no_wrap=True)
     sizes = ("param", "grad", "optim", "act none", "selective", "full", "logits", "buffers", "total")
-    for head in (*sizes, "fits", "sent/step", "bubble (2 stages)"):
-        table.add_column(head, justify="left" if head == "fits" else "right", no_wrap=True)
+    for head in ("backend", "layout", *sizes, "fits", "sent/step", "bubble (2 stages)"):
+        table.add_column(head, justify="left" if head in ("backend", "layout", "fits") else "right", no_wrap=True)
     configured = report.planner.checkpointing[0]
     for row in report.rows:
         if isinstance(row, Unavailable):
@@ -122,10 +115,9 @@ def _table(screen: Console, report: Report) -> Table:
         fits = "no" if row.fits is None else "yes" if row.fits == configured else f"with {row.fits}"
         saved = [row.memory[kind].activations for kind in ("none", "selective", "full")]
         figures = [need.parameters, need.gradients, need.optimizer, *saved, need.logits, need.buffers, need.total]
-        table.add_row(
-            row.strategy.name, _short(row.strategy.layout), *map(_gib, figures), fits, _gib(need.sent),
-            _bubbles(row.strategy), style=None if row.fits == configured else "dim",
-        )  # fmt: skip
+        layout = " x ".join(f"{axis} {n}" for axis, n in _layout(row.strategy).items() if n > 1) or "1"
+        cells = [row.strategy.name, layout, *map(_gib, figures), fits, _gib(need.sent), _bubbles(row.strategy)]
+        table.add_row(*cells, style=None if row.fits == configured else "dim")
     return table
 
 
@@ -141,8 +133,8 @@ def _bubbles(strategy: Strategy) -> str:
     return f"{own} ({bubble(replace(strategy, cfg=replace(strategy.cfg, backend=two))):.1%})"
 
 
-def _short(layout: Layout) -> str:
-    return " x ".join(f"{axis} {n}" for axis, n in zip(AXES, layout.shape, strict=True) if n > 1) or "1"
+def _layout(strategy: Strategy) -> dict[str, int]:
+    return dict(zip(AXES, strategy.layout.shape, strict=True))
 
 
 def _gib(size: float) -> str:

@@ -22,7 +22,7 @@ from wordrun.prepare import fingerprint, lock, run, writer
 from wordrun.prepare.sources import locate
 
 USAGE = """\
-Tokenise a data set into shards, which any number of ranks read without loading them into memory.
+Tokenize a dataset into shards, which any number of ranks can read without loading them into memory.
 
   wordrun prepare data=text data.path='corpus/*.jsonl.gz' tokenizer=bpe tokenizer.vocab_size=16384
   launch -n 8 wordrun prepare data=fineweb tokenizer=gpt2         in parallel, with the same result
@@ -30,8 +30,8 @@ Tokenise a data set into shards, which any number of ranks read without loading 
   wordrun prepare data=sample --inspect                           show statistics, documents and sequences
   wordrun prepare data=sample --verify                            compare every shard with its checksum
 
-It takes the options of a run (wordrun --help); only data.* and tokenizer.* matter. If it is killed, run it again: it
-continues with the missing shards. Runs with the same data and tokenizer options find the shards. See docs/data.md.
+It accepts the options of a run (wordrun --help); only data.* and tokenizer.* matter. If it is killed, run it again: it
+continues with the missing shards. Runs with the same data and tokenizer options find them. See docs/data.md.
 """
 
 
@@ -63,28 +63,26 @@ def prepare(
 ) -> None:
     """Prepare the data set that ``overrides`` describe, unless it exists; every rank must call this."""
     with contextlib.ExitStack() as stack:
-        begun = _begin(overrides, world, stack) if world.rank == 0 else None
+        begun = _begin(overrides, stack) if world.rank == 0 else None
         cfg, folder, preparation = dist.share(begun, world)
         if preparation is not None:
-            started = time.monotonic()
             with _progress_shown(world, handle, cfg.data.name) as show:
                 run.execute(preparation, world, show)
-            if world.rank == 0:
-                LOGGER.info("prepared data=%s in %.1f s", cfg.data.name, time.monotonic() - started)
     if world.rank == 0:
-        report(folder)
+        found = manifest.load(folder)
+        report(folder, found)
         if verify:
-            _verify(folder)
+            if problems := manifest.verify(folder, found):
+                raise ConfigError("\n".join([*problems, f"remove {folder} and prepare the data again"]))
+            LOGGER.info("all %d shards match their checksums", len(found.train) + len(found.val))
         if inspect:
             from wordrun.prepare.inspect import inspect as show_statistics
 
             show_statistics(folder, cfg, handle.screen)
 
 
-def _begin(
-    overrides: Sequence[str], world: dist.World, stack: contextlib.ExitStack
-) -> tuple[Config, Path, run.Preparation | None]:
-    """Return the config, the folder, and what is to be done, if anything; the folder is locked until ``stack`` ends.
+def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Config, Path, run.Preparation | None]:
+    """Return the config, the folder, and the remaining work, if any; the folder is locked until ``stack`` is closed.
 
     Raises:
         UserError: another process is preparing it, or the options are invalid.
@@ -108,7 +106,7 @@ def _begin(
     path = lock.beside(folder)
     if not stack.enter_context(lock.held(path)):
         raise UserError(
-            f"data={cfg.data.name} is being prepared in {folder} by {lock.holder(path)}: wait for it, or end it. If "
+            f"data={cfg.data.name} is being prepared in {folder} by {lock.holder(path)}: wait for it, or stop it. If "
             f"there is no such process, remove {path}"
         )
     return cfg, folder, run.begin(source, cfg.tokenizer, folder)
@@ -123,14 +121,11 @@ def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iter
     )  # fmt: skip
     screen = handle.screen
     hidden = world.rank != 0 or not screen.is_terminal
-    started = logged = time.monotonic()
-    last = ""
+    logged = time.monotonic()
 
     def show(now: run.Progress) -> None:
-        nonlocal started, logged, last
-        if now.task != last:
-            started, last = time.monotonic(), now.task
-        seconds = time.monotonic() - started
+        nonlocal logged
+        seconds = time.monotonic() - now.started
         counts = (
             f"{now.done:,}/{now.items:,} work items  {now.documents:,} documents  {now.tokens:,} tokens  "
             f"{now.tokens / max(seconds, 1.0):,.0f} tokens/s"
@@ -146,22 +141,11 @@ def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iter
         yield show
 
 
-def report(folder: Path) -> None:
-    """Log what is in ``folder``."""
-    found = manifest.load(folder)
+def report(folder: Path, found: manifest.Manifest) -> None:
+    """Log the contents of ``folder``, which its manifest describes."""
     LOGGER.info("%s: %s", found.name, found.origin)
     for split in manifest.SPLITS:
-        LOGGER.info(
-            "%s: %s tokens, %s documents, %d shards", split, f"{found.tokens(split):,}", f"{found.documents(split):,}",
-            len(getattr(found, split)),
-        )  # fmt: skip
+        tokens, documents, count = found.tokens(split), found.documents(split), len(getattr(found, split))
+        LOGGER.info("%s: %s tokens, %s documents, %d shards", split, f"{tokens:,}", f"{documents:,}", count)
     LOGGER.info("tokenizer %s, vocabulary %s", found.settings["tokenizer"]["name"], f"{found.vocab_size:,}")
     LOGGER.info("in %s", folder)
-
-
-def _verify(folder: Path) -> None:
-    found = manifest.load(folder)
-    problems = manifest.verify(folder, found)
-    if problems:
-        raise ConfigError("\n".join([*problems, f"remove {folder} and prepare the data again"]))
-    LOGGER.info("all %d shards match their checksums", len(found.train) + len(found.val))

@@ -14,9 +14,8 @@ from rich.text import Text
 
 from wordrun.config import Config
 from wordrun.data import manifest as manifests
-from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.order import Sequences
-from wordrun.data.shards import examine
+from wordrun.data.shards import Tokens, examine
 from wordrun.data.tokenizers.base import Tokenizer
 
 LONGEST = 5
@@ -33,29 +32,27 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
     """Show the statistics of the prepared data set in ``folder`` on ``screen``, and draw histograms beside it."""
     manifest = manifests.load(folder)
     tokenizer = manifests.tokenizer(folder, manifest)
-    lengths = documents(folder, manifest)
+    found = documents(folder, manifest)
+    sizes = np.array([size for size, _, _ in found])
     counts, counted = frequencies(folder, manifest)
     used = int((counts > 0).sum())
     print_ = screen.print
-    print_(
-        f"\nvocabulary: {manifest.vocab_size:,} tokens, of which {used:,} occur among the {counted:,} that were counted"
-    )
+    print_(f"\nvocabulary: {manifest.vocab_size:,} tokens, of which {used:,} occur among the {counted:,} counted")
     print_(_common(counts, counted, tokenizer))
-    if len(lengths):
-        sizes = np.array([size for size, _, _ in lengths])
+    if found:
         low, middle, high = np.percentile(sizes, [5, 50, 95])
         print_(
             f"training documents: {len(sizes):,}, {sizes.min():,} to {sizes.max():,} tokens, median {middle:,.0f}, "
             f"90 % between {low:,.0f} and {high:,.0f}"
         )
-        print_(_longest(folder, manifest, lengths, tokenizer))
+        print_(_longest(folder, found, tokenizer))
     print_(_sequences(folder, manifest, cfg, tokenizer))
     picture = (folder if os.access(folder, os.W_OK) else Path.cwd()) / "inspect.png"
-    draw(picture, manifest, counts, np.array([size for size, _, _ in lengths]))
+    draw(picture, manifest, counts, sizes)
     print_(f"histograms: {picture}", soft_wrap=True)
 
 
-def documents(folder: Path, manifest: Manifest) -> list[tuple[int, Entry, int]]:
+def documents(folder: Path, manifest: manifests.Manifest) -> list[tuple[int, manifests.Entry, int]]:
     """Return the length, shard and first token of every training document, as far as that shard contains it."""
     found = []
     for entry in manifest.train:
@@ -64,13 +61,13 @@ def documents(folder: Path, manifest: Manifest) -> list[tuple[int, Entry, int]]:
     return found
 
 
-def frequencies(folder: Path, manifest: Manifest) -> tuple[NDArray[np.int64], int]:
+def frequencies(folder: Path, manifest: manifests.Manifest) -> tuple[NDArray[np.int64], int]:
     """Return how often each token occurs in a part of the training data, and the number of tokens in that part."""
     step = max(1, -(-manifest.tokens("train") // COUNTED))
     tokens = manifests.split(folder, manifest, "train", examine=False)
     counts, counted = np.zeros(manifest.vocab_size, dtype=np.int64), 0
     for shard in tokens.shards[::step]:
-        content = shard.open()[: max(1, COUNTED - counted)]
+        content = Tokens([shard])[: COUNTED - counted]
         counts += np.bincount(content, minlength=manifest.vocab_size)
         counted += len(content)
         if counted >= COUNTED:
@@ -86,15 +83,15 @@ def _common(counts: NDArray[np.int64], counted: int, tokenizer: Tokenizer) -> Ta
     return table
 
 
-def _longest(folder: Path, manifest: Manifest, lengths: list[tuple[int, Entry, int]], tokenizer: Tokenizer) -> Table:
+def _longest(folder: Path, found: list[tuple[int, manifests.Entry, int]], tokenizer: Tokenizer) -> Table:
     table = Table("tokens", "shard", "position", "beginning", title="longest documents", title_justify="left")
-    for size, entry, start in sorted(lengths, key=lambda found: -found[0])[:LONGEST]:
-        shard = examine(folder / entry.file, entry.tokens).open()
+    for size, entry, start in sorted(found, key=lambda document: -document[0])[:LONGEST]:
+        shard = Tokens([examine(folder / entry.file, entry.tokens)])
         table.add_row(f"{size:,}", entry.file, f"{start:,}", _text(tokenizer, shard[start : start + min(size, SHOWN)]))
     return table
 
 
-def _sequences(folder: Path, manifest: Manifest, cfg: Config, tokenizer: Tokenizer) -> Table:
+def _sequences(folder: Path, manifest: manifests.Manifest, cfg: Config, tokenizer: Tokenizer) -> Table:
     title = f"first training sequences with model.block_size={cfg.model.block_size} train.seed={cfg.train.seed}"
     table = Table("index", "position", "text", title=title, title_justify="left")
     tokens = manifests.split(folder, manifest, "train", examine=False)
@@ -110,7 +107,7 @@ def _text(tokenizer: Tokenizer, tokens: NDArray[np.integer]) -> Text:
     return Text(repr(text[:SHOWN])[1:-1] + " ..." * (len(text) > SHOWN))
 
 
-def draw(path: Path, manifest: Manifest, counts: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
+def draw(path: Path, manifest: manifests.Manifest, counts: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
     """Draw histograms of the lengths of documents and of the frequencies of tokens as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

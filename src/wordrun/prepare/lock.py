@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from wordrun.dist import World
 from wordrun.log import LOGGER
@@ -19,10 +20,8 @@ BEAT_S = 2.0
 """Seconds between two heartbeats."""
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which the holder counts as dead. Clocks are not compared: they may differ."""
-
-
-LOOK_S = 0.2
-"""Seconds between two attempts to take a lock."""
+POLL_S = 0.2
+"""Seconds between two polls of a lock, or of what it protects."""
 LOG_S = 5.0
 """Seconds between two log lines of a rank that waits."""
 
@@ -37,21 +36,17 @@ def once_per_file_system(
     """
     path = beside(folder)
     started = logged = time.monotonic()
-
-    def report() -> None:
-        nonlocal logged
-        if time.monotonic() - logged > LOG_S:
-            logged = time.monotonic()
-            LOGGER.info("waiting for %s by %s: %.0f s", what, holder(path), logged - started)
-
     while not is_done():
         if world.local_rank == 0:
             make_folder(folder.parent)
             with held(path) as mine:
                 if mine and not is_done():
                     action()
-        if not wait(path, is_done, report):
-            time.sleep(LOOK_S)
+                    continue
+        if time.monotonic() - logged > LOG_S:
+            logged = time.monotonic()
+            LOGGER.info("waiting for %s by %s: %.0f s", what, holder(path), logged - started)
+        time.sleep(POLL_S)
 
 
 def beside(folder: Path) -> Path:
@@ -79,32 +74,17 @@ def held(path: Path) -> Iterator[bool]:
 
 def holder(path: Path) -> str:
     """Return a description of the lock's holder."""
+    content = _content(path)
+    return f"process {content['pid']} on {content['host']}" if content else "another process"
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    """Return the host and the process of the lock's holder; None: they cannot be read."""
     try:
-        content = json.loads(path.read_text())
-        return f"process {content['pid']} on {content['host']}"
-    except (OSError, ValueError, KeyError):
-        return "another process"
-
-
-def wait(path: Path, until: Callable[[], bool], report: Callable[[], None]) -> bool:
-    """Wait until ``until`` is true; return False if the lock's holder has died or released it before.
-
-    Args:
-        path: the lock.
-        until: called twice a second.
-        report: likewise, while waiting.
-    """
-    last_beat = time.monotonic()
-    beat = _last_beat(path)
-    while not until():
-        now = time.monotonic()
-        if (new := _last_beat(path)) != beat:
-            beat, last_beat = new, now
-        if new is None or now - last_beat > SILENCE_S or _lives_here(path) is False:
-            return until()
-        report()
-        time.sleep(0.5)
-    return True
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
 
 
 def _take(path: Path) -> bool:
@@ -143,21 +123,19 @@ def _is_silent(path: Path) -> bool:
     while time.monotonic() < end:
         if _last_beat(path) != beat:
             return False
-        time.sleep(0.2)
+        time.sleep(POLL_S)
     return True
 
 
 def _lives_here(path: Path) -> bool | None:
     """Say whether the holder is running; None: it is on another host."""
+    content = _content(path)
+    if content is None or content["host"] != socket.gethostname():
+        return None
     try:
-        content = json.loads(path.read_text())
-        if content["host"] != socket.gethostname():
-            return None
-        os.kill(int(content["pid"]), 0)
+        os.kill(content["pid"], 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    except (OSError, ValueError, KeyError):
-        return None
+        pass
     return True

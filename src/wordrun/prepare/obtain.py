@@ -1,29 +1,23 @@
-"""The way from ``cfg.data`` to tokens; each step is in a file of its own."""
+"""From ``cfg.data`` to tokens; each step is in a file of its own."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from wordrun import dist
 from wordrun.composer import compose
 from wordrun.config import Config, DataConfig, TokenizerConfig
 from wordrun.data.corpus import Corpus, Opened, Part, open_foreign, open_prepared
 from wordrun.data.manifest import is_complete
-from wordrun.data.shards import Tokens
+from wordrun.data.shards import Tokens, dtype_for
 from wordrun.data.tokenizers import needs_text
 from wordrun.data.tokenizers.char import CharTokenizer
-from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
-from wordrun.prepare import fingerprint, run, stage
-from wordrun.prepare.lock import LOG_S, once_per_file_system
+from wordrun.prepare import fingerprint, lock, run, stage
 from wordrun.prepare.sources import locate
 from wordrun.prepare.sources.base import Source, WorkItem
 
@@ -33,7 +27,7 @@ AUTO_PREPARE = 2**30
 """Largest source in bytes that a run prepares by itself; larger ones need the command."""
 
 
-def obtain(cfg: Config, world: World) -> Corpus:
+def obtain(cfg: Config, world: dist.World) -> Corpus:
     """Return the corpus of a run; every rank must call this.
 
     Raises:
@@ -44,7 +38,7 @@ def obtain(cfg: Config, world: World) -> Corpus:
     return _obtain(cfg.data, cfg.tokenizer, world)
 
 
-def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: World, *, in_memory: bool = True) -> Corpus:
+def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World, *, in_memory: bool = True) -> Corpus:
     """Return the corpus of one data set, with ``in_memory=False`` always from shards."""
 
     def find() -> tuple[Source, WorkItem | None, Path]:
@@ -79,13 +73,12 @@ def read_text(source: Source, item: WorkItem) -> Opened:
     text = "".join(document.text for document in source.documents(item))
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     tokenizer = CharTokenizer(text)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    tokens: NDArray[np.integer] = tokenizer.encode_batch([text])[0].astype(dtype)
+    tokens = tokenizer.encode_batch([text])[0].astype(dtype_for(tokenizer.vocab_size))
     split = int(len(tokens) * (1 - source.data.val_fraction))
     return tokenizer, tokens[:split], tokens[split:]
 
 
-def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, world: World) -> None:
+def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, world: dist.World) -> None:
     """Return when ``folder`` is complete: one rank of its file system prepares it, and the others wait."""
     name = source.data.name
     if source.is_tokens and not source.data.prepared and not is_complete(folder):
@@ -103,19 +96,17 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
                 f"data={name} is not prepared with these options ({folder} is incomplete), and {how_large}. First: "
                 f"launch wordrun prepare data={name}, with this run's options for data and tokenizer"
             )
-        started = time.monotonic()
         LOGGER.info("preparing data=%s in %s", name, folder)
         log = _progress_log(f"preparing data={name}")
-        run.execute(run.begin(source, tokenizer, folder), World(), lambda progress: log(progress.share))
-        LOGGER.info("prepared data=%s in %.1f s", name, time.monotonic() - started)
+        run.execute(run.begin(source, tokenizer, folder), dist.World(), lambda progress: log(progress.share))
 
-    once_per_file_system(folder, world, lambda: is_complete(folder), prepare, f"data={name} to be prepared")
+    lock.once_per_file_system(folder, world, lambda: is_complete(folder), prepare, f"data={name} to be prepared")
 
 
-def _stage(folder: Path, under: str, world: World) -> Path:
+def _stage(folder: Path, under: str, world: dist.World) -> Path:
     """Return the copy of ``folder`` on this node, which one of its ranks makes."""
     to = stage.target(folder, under)
-    once_per_file_system(
+    lock.once_per_file_system(
         to, world, lambda: stage.is_complete(folder, to),
         lambda: stage.copy(folder, to, _progress_log(f"copying shards to data.stage={under}")),
         f"the shards to be copied to data.stage={under}",
@@ -129,24 +120,24 @@ def _progress_log(what: str) -> Callable[[float], None]:
 
     def log(share: float) -> None:
         nonlocal last
-        if time.monotonic() - last > LOG_S:
+        if time.monotonic() - last > lock.LOG_S:
             last = time.monotonic()
             LOGGER.info("%s: %.0f %%", what, 100 * share)
 
     return log
 
 
-def _mix(cfg: Config, world: World) -> Corpus:
+def _mix(cfg: Config, world: dist.World) -> Corpus:
     """Return the corpora of data.mix as one."""
     parts = dist.share(_parts_of_mix(cfg) if world.rank == 0 else None, world)
     corpora = [_obtain(data, cfg.tokenizer, world, in_memory=False) for data in parts]
-    names, total = list(cfg.data.mix), sum(cfg.data.mix.values())
+    total = sum(cfg.data.mix.values())
     mix, origins = [], []
-    for name, weight, corpus in zip(names, cfg.data.mix.values(), corpora, strict=True):
+    for (name, weight), corpus in zip(cfg.data.mix.items(), corpora, strict=True):
         if corpus.tokenizer.to_json() != corpora[0].tokenizer.to_json():
             raise ConfigError(
-                f"data.mix: {name} has another tokenizer than {names[0]}: prepare all of them with the same one, "
-                "tokenizer=gpt2 or byte, or a trained one with tokenizer.path=FILE"
+                f"data.mix: {name} has another tokenizer than {next(iter(cfg.data.mix))}: prepare all of them with the "
+                "same one, tokenizer=gpt2 or byte, or a trained one with tokenizer.path=FILE"
             )
         assert isinstance(corpus.train, Tokens)
         assert isinstance(corpus.val, Tokens)
@@ -169,8 +160,8 @@ def _parts_of_mix(cfg: Config) -> list[DataConfig]:
     """
     parts = []
     for name in cfg.data.mix:
-        if os.path.isdir(os.path.expanduser(name)):
-            part = DataConfig(os.path.basename(os.path.normpath(name)), "shards", path=name)
+        if (folder := Path(name).expanduser()).is_dir():
+            part = DataConfig(folder.name, "shards", path=name)
         else:
             try:
                 part = compose([f"data={name}"]).data

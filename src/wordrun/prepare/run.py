@@ -1,8 +1,8 @@
 """From a source to a folder of shards, by any number of ranks and processes, always with the same result.
 
-Ranks communicate through files in the folder alone: nothing here is a collective that could time out, and a run that is
-started again finds what was finished before. Rank 0 lists what is to be done, and the work items are distributed. Each
-rank writes a file when its share is done. Rank 0 writes the manifest last, for which all ranks wait.
+Ranks communicate only through files in the folder: nothing here is a collective that could time out, and a run that is
+started again skips what was finished before. Rank 0 lists the remaining work items, which are distributed over the
+ranks. Each rank writes a file when its share is done. Rank 0 writes the manifest last, for which all ranks wait.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from wordrun import files
 from wordrun.config import BPETokenizerConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data import shards, tokenizers
-from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist import World
@@ -29,10 +28,9 @@ from wordrun.log import LOGGER
 from wordrun.prepare import fingerprint, tokenize, workers, writer
 from wordrun.prepare.sources.base import Source, WorkItem
 from wordrun.prepare.sources.files import extent
-from wordrun.prepare.tokenize import record_of
 
-LOOK_S = 0.2
-"""Seconds between two looks at the progress of the other ranks."""
+POLL_S = 0.2
+"""Seconds between two polls of the other ranks' progress."""
 SAMPLED = 256
 """Work items on which tokenizer=bpe is trained, at most, evenly spread."""
 
@@ -49,6 +47,8 @@ class Progress:
     read: int = 0
     documents: int = 0
     tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+    """On the clock of ``time.monotonic``."""
 
     @property
     def share(self) -> float:
@@ -63,7 +63,7 @@ Show = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be done. Rank 0 finds out, and every rank gets the same."""
+    """The remaining work. Rank 0 determines it, and every rank gets the same."""
 
     source: Source
     tokenizer: TokenizerConfig
@@ -71,11 +71,11 @@ class Preparation:
     items: list[WorkItem]
     revision: str | None
     todo: dict[str, list[int]] = field(default_factory=dict)
-    """The work items for which each task is still to be done."""
+    """The work items that each task still has to process."""
 
 
 def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparation:
-    """Return what is to be done, having made the folder and removed what a killed preparation left; rank 0 calls this.
+    """Make the folder, remove the temporary files of a killed preparation, and return the remaining work; on rank 0.
 
     Raises:
         UserError: the folder cannot be written to, or the source cannot be read.
@@ -94,7 +94,9 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
             writer.write_text(ready, made.to_json())
     todo = {"shards": [item.number for item in items if not _is_done(folder, item)]}
     if tokenizer.name == "char" and not ready.exists():
-        todo["characters"] = [i.number for i in items if not record_of(folder, "characters", i.number).exists()]
+        todo["characters"] = [
+            i.number for i in items if not tokenize.record_of(folder, "characters", i.number).exists()
+        ]
     return Preparation(source, tokenizer, folder, items, revision, todo)
 
 
@@ -114,10 +116,9 @@ def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
 def _is_done(folder: Path, item: WorkItem) -> bool:
     """Say whether the shards of ``item`` exist, as its record says."""
     try:
-        record = _record(folder, "shards", item)
-        entries = [Entry(**entry) for split in manifests.SPLITS for entry in record[split]]
+        entries = chain.from_iterable(_entries(folder, item).values())
         return all(shards.examine(folder / entry.file, entry.tokens) for entry in entries)
-    except (OSError, ValueError, ConfigError):
+    except (OSError, ValueError):
         return False
 
 
@@ -130,17 +131,18 @@ def execute(preparation: Preparation, world: World, show: Show = lambda progress
         show: called on rank 0 now and then with the progress of all.
     """
     folder, cfg = preparation.folder, preparation.tokenizer
-    ready = folder / manifests.TOKENIZER
+    ready, started = folder / manifests.TOKENIZER, time.monotonic()
     if "characters" in preparation.todo:
         _do_share("characters", preparation, world, show)
     if world.rank == 0 and not ready.exists():
         LOGGER.info("making tokenizer=%s from the text", cfg.name)
         writer.write_text(ready, _tokenizer(preparation).to_json())
-    _wait(ready.exists)
+    _wait(ready)
     _do_share("shards", preparation, world, show)
     if world.rank == 0:
         _finish(preparation)
-    _wait((folder / manifests.NAME).exists)
+        LOGGER.info("prepared data=%s in %.1f s", preparation.source.data.name, time.monotonic() - started)
+    _wait(folder / manifests.NAME)
 
 
 def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> None:
@@ -154,7 +156,7 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
     def report(counts: list[int]) -> None:
         """Publish this rank's progress, and show that of all ranks on rank 0."""
         nonlocal last
-        if time.monotonic() - last < LOOK_S:
+        if time.monotonic() - last < POLL_S:
             return
         last = time.monotonic()
         if world.size > 1:
@@ -167,20 +169,13 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
 
     counts = [0, 0, 0, 0]
     processes = workers.number(preparation.source.data, world, len(items))
-    for counts in workers.work_on(
-        task, preparation.source, preparation.folder, todo[world.rank :: world.size], processes
-    ):
+    mine = todo[world.rank :: world.size]
+    for counts in workers.work_on(task, preparation.source, preparation.folder, mine, processes):
         report(counts)
     files.replace(work / f"rank-{world.rank}.{task}.done", json.dumps(counts))
     if world.rank == 0:
-        waiting = [work / f"rank-{rank}.{task}.done" for rank in range(1, world.size)]
-
-        def all_done() -> bool:
-            report(counts)
-            waiting[:] = [path for path in waiting if not path.exists()]
-            return not waiting
-
-        _wait(all_done)
+        for rank in range(1, world.size):
+            _wait(work / f"rank-{rank}.{task}.done", lambda: report(counts))
         last = 0.0
         report(counts)
 
@@ -188,8 +183,8 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
 def _tokenizer(preparation: Preparation) -> Tokenizer:
     cfg = preparation.tokenizer
     if cfg.name == "char":
-        records = (_record(preparation.folder, "characters", item) for item in preparation.items)
-        return CharTokenizer("".join(record["characters"] for record in records))
+        records = (tokenize.record_of(preparation.folder, "characters", item.number) for item in preparation.items)
+        return CharTokenizer("".join(json.loads(path.read_text("utf-8"))["characters"] for path in records))
     assert isinstance(cfg, BPETokenizerConfig)
     return tokenizers.build(cfg, _sample(preparation, cfg.train_mb * 2**20))
 
@@ -212,11 +207,8 @@ def _sample(preparation: Preparation, size: int) -> Iterator[str]:
 def _finish(preparation: Preparation) -> None:
     """Write the manifest from the records of all work items."""
     folder, source = preparation.folder, preparation.source
-    entries: dict[str, list[Entry]] = {split: [] for split in manifests.SPLITS}
-    for item in preparation.items:
-        record = _record(folder, "shards", item)
-        for split in manifests.SPLITS:
-            entries[split] += [Entry(**entry) for entry in record[split]]
+    by_item = [_entries(folder, item) for item in preparation.items]
+    entries = {split: [entry for found in by_item for entry in found[split]] for split in manifests.SPLITS}
     remedies = {"train": "more text", "val": f"a larger data.val_fraction than {source.data.val_fraction}"}
     for split, remedy in remedies.items():
         if not entries[split]:
@@ -225,16 +217,17 @@ def _finish(preparation: Preparation) -> None:
     tokenizer = tokenizers.from_json(saved)
     settings = fingerprint.settings(source, preparation.tokenizer)
     sha256 = hashlib.sha256(saved.encode()).hexdigest()
-    writer.save(folder, Manifest(
+    writer.save(folder, manifests.Manifest(
         source.data.name, source.origin, preparation.revision, settings, tokenizer.vocab_size, tokenizer.eot, sha256,
         **entries,
     ))  # fmt: skip
     shutil.rmtree(folder / "work", ignore_errors=True)
 
 
-def _record(folder: Path, task: str, item: WorkItem) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(record_of(folder, task, item.number).read_text(encoding="utf-8"))
-    return record
+def _entries(folder: Path, item: WorkItem) -> dict[str, list[manifests.Entry]]:
+    """Return the shards of ``item`` by split, as its record says."""
+    record = json.loads(tokenize.record_of(folder, "shards", item.number).read_text(encoding="utf-8"))
+    return {split: [manifests.Entry(**entry) for entry in record[split]] for split in manifests.SPLITS}
 
 
 def _counts(path: Path) -> list[int]:
@@ -245,8 +238,9 @@ def _counts(path: Path) -> list[int]:
     return counts
 
 
-def _wait(until: Callable[[], bool]) -> None:
-    """Return once ``until`` is true, at most 5 % late: thousands of ranks may ask the same disk."""
+def _wait(path: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Return once ``path`` exists, at most 5 % late: thousands of ranks may ask the same disk."""
     started = time.monotonic()
-    while not until():
+    while not path.exists():
+        meanwhile()
         time.sleep(min(1.0, max(0.01, 0.05 * (time.monotonic() - started))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -11,7 +10,6 @@ from pathlib import Path
 
 from wordrun.data import manifest as manifests
 from wordrun.data import shards
-from wordrun.data.manifest import Entry
 from wordrun.errors import UserError
 from wordrun.files import absolute
 
@@ -48,21 +46,24 @@ def copy(folder: Path, to: Path, show: Callable[[float], None] = lambda share: N
         UserError: there is too little space, the folder cannot be written to, or a shard is damaged.
     """
     manifest = manifests.load(folder)
-    entries = _missing(manifest, to)
-    size = {entry.file: _size(manifest, entry) for entry in [*manifest.train, *manifest.val]}
-    left = sum(size[entry.file] for entry in entries)
+    entries, width = [*manifest.train, *manifest.val], int(shards.dtype_for(manifest.vocab_size)[-1])
+    size = {entry.file: 4 * shards.HEADER + entry.tokens * width for entry in entries}
     try:
         to.mkdir(parents=True, exist_ok=True)
         (to / manifests.NAME).unlink(missing_ok=True)
         for old in to.glob(".*"):
             old.unlink()
+        # A file gets its name only when it has been verified.
+        present = {file.name: file.stat().st_size for file in os.scandir(to)}
+        missing = [entry for entry in entries if present.get(entry.file) != size[entry.file]]
+        left = sum(size[entry.file] for entry in missing)
         free = shutil.disk_usage(to).free
         if free < left:
             raise UserError(
                 f"data.stage={to.parent} has {free / 2**30:.1f} GiB of free space, but the shards of {folder} need "
                 f"{left / 2**30:.1f} GiB more: name a larger disk, or leave data.stage out"
             )
-        for entry in entries:
+        for entry in missing:
             docs = Path(entry.file).with_suffix(".docs").name
             _copy(folder / docs, to / docs, None)
             _copy(folder / entry.file, to / entry.file, entry.xxh3)
@@ -75,18 +76,6 @@ def copy(folder: Path, to: Path, show: Callable[[float], None] = lambda share: N
             f"cannot copy {folder} to data.stage={to.parent}: {error.strerror} ({error.filename}). Name a folder that "
             "can be written to, or leave data.stage out"
         ) from None
-
-
-def _size(manifest: manifests.Manifest, entry: Entry) -> int:
-    return 4 * shards.HEADER + entry.tokens * int(shards.dtype_for(manifest.vocab_size)[-1])
-
-
-def _missing(manifest: manifests.Manifest, to: Path) -> list[Entry]:
-    """Return the shards that are not in ``to`` yet: a file gets its name only when it has been verified."""
-    present = {}
-    with contextlib.suppress(OSError):
-        present = {file.name: file.stat().st_size for file in os.scandir(to)}
-    return [e for e in [*manifest.train, *manifest.val] if present.get(e.file) != _size(manifest, e)]
 
 
 def _copy(source: Path, to: Path, checksum: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What is done with one work item: its characters are collected, or its tokens are written as shards."""
+"""Processing one work item: collecting its characters, or writing its tokens as shards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.data import shards
+from wordrun.data.corpus import check_range
 from wordrun.data.manifest import SPLITS, TOKENIZER
-from wordrun.data.shards import Tokens
 from wordrun.data.tokenizers import from_json
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import distinct
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import UserError
 from wordrun.prepare import writer
 from wordrun.prepare.sources.base import Document, Source, WorkItem
 from wordrun.prepare.writer import SplitWriter
@@ -27,8 +27,8 @@ BATCH = 2**20
 
 Report = Callable[[int, int, int], None]
 """Called with the number of documents, tokens and characters of the work item so far."""
-Chunk = tuple[str, bool, bool]
-"""A part of a text, whether a document begins with it, and whether it is for validation."""
+Chunk = tuple[str, bool, str]
+"""A part of a text, whether a document begins with it, and its split."""
 
 
 def record_of(folder: Path, task: str, number: int) -> Path:
@@ -73,37 +73,33 @@ def write_shards(
     item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report
 ) -> dict[str, list[dict[str, Any]]]:
     """Write the shards of ``item`` and return their entries in the manifest, by split."""
-    train, val = splits = [SplitWriter(split, item, tokenizer, folder) for split in SPLITS]
+    splits = {split: SplitWriter(split, item, tokenizer, folder) for split in SPLITS}
     if source.is_tokens:
-        _rewrite(item, splits[SPLITS.index(item.kind)], tokenizer, report)
+        _rewrite(item, splits[item.kind], tokenizer, report)
     else:
-        _encode(item, source, tokenizer, train, val, report)
-    return {split.name: [asdict(entry) for entry in split.finish()] for split in splits}
+        _encode(item, source, tokenizer, splits, report)
+    return {split: [asdict(entry) for entry in written.finish()] for split, written in splits.items()}
 
 
 def _encode(
-    item: WorkItem, source: Source, tokenizer: Tokenizer, train: SplitWriter, val: SplitWriter, report: Report
+    item: WorkItem, source: Source, tokenizer: Tokenizer, splits: dict[str, SplitWriter], report: Report
 ) -> None:
     """Write the texts of ``item`` as tokens."""
     documents = tokens = read = 0
     for batch in _batches(_split(item, source)):
         texts = [text for text, _, _ in batch]
-        for (text, begins, is_val), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
-            (val if is_val else train).add(ids, begins)
+        for (text, begins, split), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            splits[split].add(ids, begins)
             documents, tokens, read = documents + begins, tokens + len(ids), read + len(text)
         report(documents, tokens, read)
 
 
 def _rewrite(item: WorkItem, split: SplitWriter, tokenizer: Tokenizer, report: Report) -> None:
     """Write the tokens of a foreign shard as ours."""
-    source = Tokens([shards.examine(item.path)])
+    source = shards.Tokens([shards.examine(item.path)])
     for start in range(item.start, item.stop, writer.SHARD_TOKENS):
         part = source[start : min(item.stop, start + writer.SHARD_TOKENS)]
-        if int(part.max()) >= tokenizer.vocab_size or int(part.min()) < 0:
-            raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the shard {item.path} has token "
-                f"{int(part.max()):,}: choose the tokenizer with which it was made"
-            )
+        check_range(part, tokenizer, f"the tokens of the shard {item.path}")
         split.add_shard(part)
         report(0, start - item.start + len(part), 0)
 
@@ -117,11 +113,11 @@ def _split(item: WorkItem, source: Source) -> Iterator[Chunk]:
     for number, document in enumerate(source.documents(item)):
         if item.kind == "text":
             cut = int(len(document.text) * (1 - share))
-            yield from ((text, begins, False) for text, begins in chunks(document, 0, cut))
-            yield from ((text, False, True) for text, _ in chunks(document, cut, len(document.text)))
+            yield from ((*chunk, "train") for chunk in chunks(document, 0, cut))
+            yield from ((text, False, "val") for text, _ in chunks(document, cut, len(document.text)))
         else:
-            is_val = int((number + 1) * share) > int(number * share)
-            yield from ((text, begins, is_val) for text, begins in chunks(document, 0, len(document.text)))
+            split = "val" if int((number + 1) * share) > int(number * share) else "train"
+            yield from ((*chunk, split) for chunk in chunks(document, 0, len(document.text)))
 
 
 def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:

@@ -13,8 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
             for future in done:
                 future.result()
             yield progress[:, 1:].sum(axis=0).tolist()
-    except BrokenProcessPool:
+    except BrokenExecutor:
         begun = [item for item, row in zip(items, progress, strict=True) if row[0] and not row[1]]
         raise UserError(
             f"a worker process died (perhaps it ran out of memory) while preparing {_names(begun)}. Run the same "

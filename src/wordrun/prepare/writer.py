@@ -15,7 +15,6 @@ import numpy as np
 
 from wordrun.data import manifest as manifests
 from wordrun.data import shards
-from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.tokenizers.base import Ids, Tokenizer
 from wordrun.errors import UserError
 from wordrun.prepare.sources.base import WorkItem
@@ -33,7 +32,7 @@ class SplitWriter:
         self.name, self.item, self.folder = name, item, folder
         self._eot = None if tokenizer.eot is None else np.array([tokenizer.eot])
         self.dtype = shards.dtype_for(tokenizer.vocab_size)
-        self._entries: list[Entry] = []
+        self._entries: list[manifests.Entry] = []
         self._parts: list[Ids] = []
         self._starts: list[int] = []
         self._count = 0
@@ -55,7 +54,7 @@ class SplitWriter:
         self._append(tokens)
         self._flush()
 
-    def finish(self) -> list[Entry]:
+    def finish(self) -> list[manifests.Entry]:
         """Write what is left and return the entries of all shards."""
         self._flush()
         return self._entries
@@ -71,7 +70,7 @@ class SplitWriter:
         self._count += len(tokens)
 
 
-def write_shard(path: Path, parts: Sequence[Ids], dtype: str, starts: Sequence[int] = ()) -> Entry:
+def write_shard(path: Path, parts: Sequence[Ids], dtype: str, starts: Sequence[int] = ()) -> manifests.Entry:
     """Write a shard and where its documents begin, and return its entry in the manifest.
 
     Args:
@@ -89,10 +88,10 @@ def write_shard(path: Path, parts: Sequence[Ids], dtype: str, starts: Sequence[i
     # In groups: an array of all tokens would be fresh memory, which costs more than the conversion itself.
     groups = (parts[i : i + GROUP] for i in range(0, len(parts), GROUP))
     converted = (np.concatenate(group, dtype=dtype, casting="unsafe").data for group in groups)
-    return Entry(path.name, count, len(starts), _write(path, chain([header.data], converted)))
+    return manifests.Entry(path.name, count, len(starts), _write(path, chain([header.data], converted)))
 
 
-def save(folder: Path, manifest: Manifest) -> None:
+def save(folder: Path, manifest: manifests.Manifest) -> None:
     """Write the manifest, which completes ``folder``."""
     write_text(folder / manifests.NAME, json.dumps(asdict(manifest), indent=1) + "\n")
 

@@ -75,11 +75,11 @@ def copy_until(source: Path, target: Path, step: int) -> int:
     if (source / "metrics.jsonl").exists():
         for line in (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             try:
-                at = json.loads(line)["step"]
+                line_step = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError):
                 continue
-            last = max(last, at)
-            if at <= step:
+            last = max(last, line_step)
+            if line_step <= step:
                 lines.append(f"{line}\n")
     files.replace(target / "metrics.jsonl", "".join(lines))
     if (source / "samples.txt").exists():

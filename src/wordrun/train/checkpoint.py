@@ -51,21 +51,19 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, copy: Callable[[], Save], manifest: Callable[[], dict[str, Any]], *, best: bool) -> None:
-        """Write the checkpoint of ``step``, in the background where possible.
+    def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool) -> None:
+        """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.
 
         Args:
             step: optimizer steps so far.
-            copy: copies the training state.
-            manifest: returns what the manifest contains besides the files.
+            save: a copy of the training state.
+            manifest: what the manifest contains besides the files.
             best: whether it is the best one so far.
 
         Raises:
-            SaveError: the previous one could not be written, and train.on_save_error=stop.
+            SaveError: writing failed in the foreground, and train.on_save_error=stop.
         """
-        self.wait()
-        save = copy()
-        facts = {**manifest(), "backend": save.facts}
+        facts = {**manifest, "backend": save.facts}
         if self._group is None:  # a separate one: collectives of two threads must not interleave
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.train.timeout_s))
         if save.in_background and self.train.async_save:
@@ -100,8 +98,8 @@ class Checkpoints:
         if not isinstance(error, SaveError):  # the ranks have lost contact, and the next save would fail as well
             raise error
         if self.train.on_save_error == "stop":
-            raise SaveError(f"{error}; to train on without it, use train.on_save_error=continue") from error
-        LOGGER.warning("%s; training continues, and so do later saves", error, extra=FIRST_RANK)
+            raise SaveError(f"{error}; to continue without it, use train.on_save_error=continue") from error
+        LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
 
     def _write(self, step: int, save: Save, facts: dict[str, Any], best: bool) -> None:
         draft = Draft(self.run_dir, step)
@@ -109,10 +107,7 @@ class Checkpoints:
         try:
             self._together((lambda: draft.begin(self.tokenizer_json)) if first else None, draft)
             self._together(lambda: save.write(draft.path, self._group), draft)
-            files: list[Any] = [None] * self.world.size if first else []
-            mine: dict[str, Any] = {}
-            self._together(lambda: mine.update(self._describe(draft.path)), draft)
-            dist.gather_object(mine, files if first else None, group=self._group)
+            files = self._together(lambda: self._describe(draft.path), draft)
             self._together((lambda: self._publish(draft, facts, files, best)) if first else None, draft)
             self.written = step
         except FAILURES as error:
@@ -122,10 +117,9 @@ class Checkpoints:
         """Return sizes and checksums of this rank's files, and of its share of those without a rank in their name."""
         rank, size = self.world.rank, self.world.size
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        of_ranks = {name for name in files if name.startswith("__")}
-        mine = [name for name in of_ranks if name.startswith(f"__{rank}_")]
-        mine += sorted(set(files) - of_ranks)[rank::size]
-        return folders.describe(folder, mine)
+        mine = [name for name in files if name.startswith(f"__{rank}_")]
+        shared = [name for name in files if not name.startswith("__")]
+        return folders.describe(folder, mine + shared[rank::size])
 
     def _publish(self, draft: Draft, facts: dict[str, Any], files: list[dict[str, Any]], best: bool) -> None:
         folder = draft.publish({**facts, "files": {name: f for each in files for name, f in sorted(each.items())}})
@@ -134,20 +128,20 @@ class Checkpoints:
         folders.prune(self.run_dir, folder.step, self.train.keep_checkpoints)
         LOGGER.info("checkpoint at step %d%s: %s", folder.step, " (best)" if best else "", folder.path.name)
 
-    def _together(self, action: Callable[[], Any] | None, draft: Draft) -> None:
-        """Run ``action`` on this rank; if it fails on one rank, raise on all."""
-        problem = None
+    def _together(self, action: Callable[[], Any] | None, draft: Draft) -> list[Any]:
+        """Return the result of ``action`` on each rank; if it fails on one rank, raise on all."""
+        result, problem = None, None
         if action is not None:
             try:
-                action()
+                result = action()
             except FAILURES as error:
                 # torch raises on every rank, with the ranks that failed.
                 failures = getattr(error, "failures", None) or {self.world.rank: (error, None)}
                 rank, (cause, _) = next(iter(failures.items()))
                 problem = f"rank {rank}: {_reason(cause, draft.path.parent)}"
-        problems: list[Any] = [None] * self.world.size
-        dist.all_gather_object(problems, problem, group=self._group)
-        for each in problems:
+        outcomes: list[Any] = [None] * self.world.size
+        dist.all_gather_object(outcomes, (result, problem), group=self._group)
+        for _, each in outcomes:
             if each:
                 if self.world.rank == 0:
                     with contextlib.suppress(OSError):
@@ -156,6 +150,7 @@ class Checkpoints:
                     f"the checkpoint of step {draft.step} could not be written ({each}); "
                     f"earlier ones in {draft.path.parent} are intact"
                 )
+        return [result for result, _ in outcomes]
 
 
 def _reason(error: BaseException, folder: Path) -> str:

@@ -15,22 +15,20 @@ import textwrap
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-import wordrun
 from wordrun import dist, log
-from wordrun.arguments import shown
+from wordrun.arguments import describe
 from wordrun.composer import Tree, compose, register, renamed, to_config
-from wordrun.config import SCHEMAS, Config, documentation, parts_in
+from wordrun.config import SCHEMAS, Config, parts_in
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
+from wordrun.version import __version__
 
 USAGE = """\
 Train a GPT-style language model.
@@ -123,18 +121,13 @@ def flags() -> ArgumentParser:
     """
     parser = ArgumentParser("wordrun", add_help=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--version", action="version", version=f"wordrun {wordrun.__version__}")
+    parser.add_argument("--version", action="version", version=f"wordrun {__version__}")
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    for names in (
-        ("--help", "-h"), ("--hydra-help",), ("--run", "-r"), ("--multirun", "-m"), ("--resolve",),
-        ("--shell-completion", "-sc"),
-    ):  # fmt: skip
-        parser.add_argument(*names, action="store_true")
-    for names in (
-        ("--cfg", "-c"), ("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"),
-        ("--config-dir", "-cd"), ("--experimental-rerun",),
-    ):  # fmt: skip
-        parser.add_argument(*names)
+    for names in ("--help -h", "--hydra-help", "--run -r", "--multirun -m", "--resolve", "--shell-completion -sc"):
+        parser.add_argument(*names.split(), action="store_true")
+    for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+        parser.add_argument(*names.split())
+    parser.add_argument("--experimental-rerun")
     return parser
 
 
@@ -176,8 +169,7 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
 
     def task(composed: DictConfig) -> None:
         with dist.guard(world):
-            status = train(to_config(composed, run_dir=str(Path(HydraConfig.get().runtime.output_dir))), world)
-            if status:
+            if status := train(to_config(composed, run_dir=HydraConfig.get().runtime.output_dir), world):
                 raise SystemExit(status)
 
     return _hydra(arguments, task)
@@ -211,33 +203,17 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
 def _help(args: Namespace) -> int:
     """Print the groups with their choices, and every option with its value and meaning."""
     cfg = compose(args.overrides, tree=_tree(args))
+    disposition = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `wordrun --help | head` ends without a traceback
     print(USAGE)
     print("Config groups and their files (choose a backend with train.backend=NAME):")
-    for group, options in _groups().items():
-        print(textwrap.fill(" ".join(options), 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
+    conf = Path(str(importlib.resources.files("wordrun.conf")))
+    for group in (*SCHEMAS, "experiment"):
+        names = " ".join(sorted(file.stem for file in (conf / group).glob("*.yaml")))
+        print(textwrap.fill(names, 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
     for section, node in parts_in(cfg).items():
         print(f"\n{section}: {type(node).__doc__}")
-        for option in fields(node):
-            setting = f"  {section}.{option.name}={_shortened(getattr(node, option.name))}"
-            meaning = textwrap.wrap(documentation(type(node))[option.name], 76)
-            if len(setting) > 36:
-                print(setting)
-                setting = ""
-            print("\n".join(f"{left:<37}{right}" for left, right in zip_longest([setting], meaning, fillvalue="")))
+        print("\n".join(describe(node, f"{section}.", width=35)))
     print("\nA run writes to hydra.run.dir, by default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest.")
+    sys.stdout.flush()
+    signal.signal(signal.SIGPIPE, disposition)
     return 0
-
-
-def _shortened(value: Any) -> str:
-    text = shown(value)
-    return text if len(text) <= 90 else text[:87] + "..."
-
-
-def _groups() -> dict[str, list[str]]:
-    """Return the config groups and the names of their files."""
-    conf = importlib.resources.files("wordrun.conf")
-    groups = {}
-    for group in (*SCHEMAS, "experiment"):
-        files = (file.name for file in (conf / group).iterdir())
-        groups[group] = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
-    return groups

@@ -60,14 +60,14 @@ def _roll_back(trainer: Training, problem: str) -> None:
     found = dist.share(folders.all_in(trainer.run.path) if trainer.world.rank == 0 else None, trainer.world)
     if not found:
         raise UserError(f"{problem}, and no checkpoint to roll back to yet: lower optimizer.learning_rate")
-    source = resume.open_newest(found, trainer.world)
-    step = source.manifest["step"]
+    folder, manifest = resume.open_newest(found, trainer.world)
+    step = manifest["step"]
     if trainer.state.rollbacks.get(step, 0) >= MAX_ROLLBACKS:
         raise UserError(
             f"{problem}, after {MAX_ROLLBACKS} rollbacks to the checkpoint of step {step}: "
             "lower optimizer.learning_rate"
         )
-    resume.load(trainer, source)
-    trainer.state.roll_back(source.manifest)
+    resume.load(trainer, folder.path, manifest)
+    trainer.state.roll_back(manifest)
     trainer.run.rewind(step)
     LOGGER.warning("%s: rolled back to step %d, continuing with other data", problem, step, extra=FIRST_RANK)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from wordrun import dist
 from wordrun.backend import Backend
+from wordrun.checkpoint.saved import find
 from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import eot_for, order_of_run
-from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
-from wordrun.model import meta_model
+from wordrun.model import meta_model, pretrained
 from wordrun.model.generate import generate
 from wordrun.prepare.obtain import obtain
-from wordrun.train.evaluate import evaluation_mode
 from wordrun.train.hooks.standard import Sample
+from wordrun.train.metrics import evaluation_mode
 from wordrun.train.training import Hook
 
 
@@ -35,7 +38,7 @@ class LanguageTask:
         ConfigError: corpus, tokenizer and options do not fit together.
     """
 
-    def __init__(self, cfg: Config, world: World, layout: Layout) -> None:
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout) -> None:
         self.cfg, self.layout, self.dp_rank = cfg, layout, layout.dp_index(world.rank)
         self.corpus = obtain(cfg, world)
         self.tokenizer = self.corpus.tokenizer
@@ -64,6 +67,35 @@ class LanguageTask:
             self.tokenizer.encode(self.cfg.train.sample_prompt)
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
+
+    def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
+        """Return the weights that train.init_from names, by parameter, each read when accessed; None: random ones.
+
+        Raises:
+            UserError: there are none.
+            ConfigError: they are a different model's.
+        """
+        source = self.cfg.train.init_from
+        if source is None:
+            return None
+        if source.startswith("hf:"):
+            folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
+            return pretrained.open_weights(folder, self.cfg.model, self.vocab_size)
+        # One rank verifies all files, and chooses an intact checkpoint for all.
+        saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
+        theirs = {name: p.shape for name, p in meta_model(saved.config.model, saved.vocab_size).weights()}
+        ours = {name: p.shape for name, p in self.meta_model.weights()}
+        different = [
+            f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]
+        if different:
+            more = ["  ..."] if different[8:] else []
+            raise ConfigError(
+                "\n".join([f"train.init_from={source} is not a model={self.cfg.model.name}:", *different[:8], *more])
+            )
+        return saved.weights()
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
@@ -141,7 +173,11 @@ class LanguageTask:
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
-            self.vocab_size, self.sequences.epoch_of(examples), self.tokens_per_example,
+            self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
         )  # fmt: skip
         if corpus.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.banner, "*" * 80)
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "x".join(map(str, shape)) if shape is not None else "none"

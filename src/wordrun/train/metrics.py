@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from wordrun import devices
-from wordrun.backend import StepResult
+from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.dist.collectives import all_mean
+from wordrun.data.fixed_set import FixedSet
+from wordrun.dist.collectives import all_mean, all_sum
 from wordrun.train.state import TrainState
 
 LEGEND = {
-    "step": "optimizer steps so far",
-    "loss": "training loss of this step, mean over all ranks [nats/token]",
-    "val_loss": "mean loss over the fixed validation set [nats/token]",
-    "lr": "learning rate of this step",
-    "grad_norm": "norm of all gradients together, before clipping",
-    "dt": "time per step, mean since the last line [s]",
-    "dtf": "forward time per step, unless interleaved with the backward passes (pipeline) [s]",
+    "step": "number of optimizer steps so far",
+    "loss": "training loss at this step, averaged over all ranks [nats/token]",
+    "val_loss": "mean loss on the fixed validation set [nats/token]",
+    "lr": "learning rate at this step",
+    "grad_norm": "global gradient norm, before clipping",
+    "dt": "time per step, averaged since the previous line [s]",
+    "dtf": "forward time per step; not measured where forward and backward passes interleave (pipelines) [s]",
     "dtb": "backward time per step, including communication [s]",
     "sps": "sequences per second, all ranks",
     "sps_per_gpu": "sequences per second per rank",
     "tps": "tokens per second, all ranks",
     "tps_per_gpu": "tokens per second per rank",
-    "mfu": "model FLOP/s utilization: share of the devices' peak FLOP/s [%]",
-    "tokens": "training tokens so far, all ranks",
-    "time": "wall time so far [s]",
+    "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
+    "tokens": "training tokens processed so far, all ranks",
+    "time": "elapsed wall time [s]",
 }
 """Names in metrics.jsonl, in trackers and on the console, with their meaning."""
 
@@ -43,10 +46,8 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 def device_name(device: torch.device) -> str:
     """Return the model name of ``device``."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "xpu":
-        return torch.xpu.get_device_name(device)
+    if device.type in ("cuda", "xpu"):
+        return str(getattr(torch, device.type).get_device_name(device))
     return "cpu"
 
 
@@ -108,3 +109,26 @@ def one_line(metrics: dict[str, Any], max_iters: int) -> str:
     if metrics["mfu"] is not None:
         parts.append(f"mfu {metrics['mfu']:.1f}%")
     return "  ".join(parts)
+
+
+@contextlib.contextmanager
+def evaluation_mode(backend: Backend) -> Iterator[None]:
+    """Put the model into evaluation mode within a ``with`` block."""
+    training = backend.parts[0].training
+    for part in backend.parts:
+        part.eval()
+    yield
+    for part in backend.parts:
+        part.train(training)
+
+
+def mean_loss(backend: Backend, validation: FixedSet) -> float:
+    """Return the mean loss over ``validation`` on all ranks; every rank must call this."""
+    total = torch.zeros(2, dtype=torch.float64)
+    with evaluation_mode(backend):
+        for i in range(len(validation)):
+            batch, weights = validation[i]
+            losses = backend.losses(batch.to(backend.device))
+            total += torch.stack(((losses.cpu().double() * weights).sum(), weights.sum()))
+    loss_sum, count = all_sum(total.float().to(backend.device)).tolist()
+    return float(loss_sum / count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from wordrun.config import Config, part_of
@@ -13,7 +12,7 @@ from wordrun.log import LOGGER
 
 
 class Profiler:
-    """What all profilers do: nothing, which is profiler=none."""
+    """The base class of profilers. It measures nothing: profiler=none."""
 
     def __init__(self, options: Any, folder: Path, rank: int) -> None:
         self.options, self.folder, self.rank = options, folder, rank
@@ -37,9 +36,7 @@ class Profiler:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
@@ -97,6 +94,5 @@ def build(cfg: Config, world: World) -> Profiler:
     options = cfg.profiler
     if max(options.ranks, default=0) >= world.size:
         raise ConfigError(f"profiler.ranks={options.ranks} should be below the number of ranks, {world.size}")
-    kind = part_of("profiler", options).load() if world.rank in options.ranks else Profiler
-    profiler: Profiler = kind(options, Path(cfg.run_dir).resolve() / "profile", world.rank)
-    return profiler
+    kind: type[Profiler] = part_of("profiler", options).load() if world.rank in options.ranks else Profiler
+    return kind(options, Path(cfg.run_dir).resolve() / "profile", world.rank)

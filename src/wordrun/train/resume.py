@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +12,48 @@ import torch.distributed
 from wordrun import dist
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
-from wordrun.config import Config, to_plain
+from wordrun.config import RENAMED, Config, to_plain
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.train import compatible, rng
-from wordrun.train.run import Start
-from wordrun.train.run_dir import read_record
+from wordrun.train import rng
+from wordrun.train.run import Start, read_record
 from wordrun.train.training import Training
 
+FREE = {
+    "model": {"name", "batch_size"},
+    "data": {"path", "url", "offline", "prepared", "workers", "stage", "prefetch"},
+    "tokenizer": {"path", "train_mb"},
+    "optimizer": {"gas", "decay_lr"},
+    "train": {
+        "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
+        "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "activation_checkpointing", "device",
+        "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save", "on_save_error",
+        "on_nonfinite", "resume", "init_from",
+    },
+    "backend": None, "tracker": None, "profiler": None, "hooks": None,
+}  # fmt: skip
+"""Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
 
-@dataclass(frozen=True)
-class Source:
-    """The checkpoint from which a run resumes."""
 
-    folder: Folder | None
-    """None: the run has none yet, and starts again from step 0 in the same directory."""
-    manifest: dict[str, Any]
-    run_dir: Path
-    """Of the run that wrote it."""
-    newest: int = -1
-    """The step of that run's newest checkpoint, intact or not."""
-
-
-def find(cfg: Config, world: dist.World) -> Source | None:
-    """Return what to resume from, as train.resume or the scheduler asks; None: start a new run.
+def find(cfg: Config, world: dist.World) -> Start:
+    """Return where the run starts, as train.resume or the scheduler asks.
 
     Every rank must call this, and all verify the checkpoint's files together.
     """
     requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    found = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
-    if found is None:
-        return None
-    run_dir, checkpoints = found
+    run_dir, checkpoints = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
     if not checkpoints:
-        return Source(None, {}, run_dir)
+        return Start(run_dir)
     newest = checkpoints[-1]
-    source = open_newest(checkpoints, world)
-    if source.manifest["backend"]["kind"] == "weights":
+    folder, manifest = open_newest(checkpoints, world)
+    if manifest["backend"]["kind"] == "weights":
         raise ConfigError(f"{newest.path} contains only weights: use train.init_from={newest.path}")
-    return replace(source, run_dir=run_dir, newest=newest.step)
+    return Start(run_dir, folder, manifest, newest.step)
 
 
-def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None:
-    """Return the run to resume and its checkpoints that are eligible, oldest first; None: there is no run yet.
+def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]:
+    """Return the run to resume (None: a new run) and its checkpoints that are eligible, oldest first.
 
     Args:
         cfg: the config.
@@ -67,14 +64,14 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None
     """
     wish = cfg.train.resume or ("auto" if requested else None)
     if wish is None:
-        return None
+        return None, []
     here = Path(cfg.run_dir).resolve()
     begun = read_record(here) if cfg.run_dir else {}
     run_dir, found = (here, []) if wish == "auto" else folders.locate(Path(wish))
     named = str(found[-1].path) if found else ""
     again = requested and run_dir == here
     if wish == "auto" or again or (begun and begun.get("resumed_from", {}).get("named") == named):
-        return (here, folders.all_in(here)) if begun else None
+        return (here, folders.all_in(here)) if begun else (None, [])
     if run_dir != here and begun:
         raise ConfigError(
             f"hydra.run.dir={here} already contains a run, which train.resume={wish} would overwrite: choose another "
@@ -89,8 +86,8 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path, list[Folder]] | None
     return run_dir, found
 
 
-def open_newest(found: list[Folder], world: dist.World) -> Source:
-    """Return the newest intact one of the checkpoints ``found``; all ranks verify the files together.
+def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[str, Any]]:
+    """Return the newest intact one of the checkpoints ``found``, and its manifest; all ranks verify the files together.
 
     Raises:
         DamagedError: none is intact.
@@ -107,36 +104,66 @@ def open_newest(found: list[Folder], world: dist.World) -> Source:
         torch.distributed.all_gather_object(problems, mine)
         problem = next((each for each in problems if each), "")
         if not problem:
-            return Source(folder, manifest, folder.path.parent.parent)
+            return folder, manifest
         if folder is not found[0]:
             LOGGER.warning("%s; trying the previous one", problem, extra=FIRST_RANK)
     raise DamagedError(f"{problem}: this run has no intact checkpoint; start a new run in another hydra.run.dir=DIR")
 
 
-def resume(trainer: Training, source: Source | None) -> Start:
-    """Continue a new trainer's run from ``source``, which ``find`` returned; return where the run starts."""
-    if source is None:
-        return Start()
-    named = ""
-    if source.folder is not None:
-        named = str(source.folder.path)
-        ours = {**compatible.fixed(trainer.cfg), **_facts(trainer)}
-        compatible.check(ours, source.manifest, source.folder.path)
-        load(trainer, source)
-        trainer.state.load_state_dict(source.manifest)
-        LOGGER.info("resumed from %s at step %d", named, trainer.step)
-    return Start(trainer.step, source.run_dir, source.manifest.get("trackers", {}), named, source.newest)
+def resume(trainer: Training, start: Start) -> None:
+    """Seed this rank, and continue the run from the checkpoint of ``start``, which ``find`` returned, if it has one."""
+    seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
+    if start.folder is None:
+        return
+    path = start.folder.path
+    check_options(trainer, start.manifest, path)
+    load(trainer, path, start.manifest)
+    trainer.state.load_state_dict(start.manifest)
+    LOGGER.info("resumed from %s at step %d", path, trainer.step)
 
 
-def load(trainer: Training, source: Source) -> None:
-    """Load model, optimizer, hooks and this process's RNG states from a checkpoint."""
-    assert source.folder is not None
-    manifest, world = source.manifest, trainer.world
+def fixed_options(cfg: Config) -> dict[str, Any]:
+    """Return the options that a resumed run must share with its checkpoint, by their names."""
+    return {
+        f"{section}.{name}": value
+        for section, values in to_plain(cfg).items()
+        if (free := FREE.get(section, set())) is not None
+        for name, value in values.items()
+        if name not in free
+    }
+
+
+def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> None:
+    """Refuse to resume from the checkpoint in ``folder`` with options that contradict it.
+
+    Options that are newer than the checkpoint have their defaults in both.
+
+    Raises:
+        ConfigError: names each option with both values.
+    """
+    ours = {**fixed_options(trainer.cfg), **_facts(trainer)}
+    theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
+    # Before there were schedules, an option of the optimizer chose between two of them.
+    theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
+    different = [
+        f"  {name} is {theirs[name]} in the checkpoint and {value} here"
+        for name, value in ours.items()
+        if name in theirs and theirs[name] != value
+    ]
+    if different:
+        remedy = f"use the checkpoint's options, or only its weights: train.init_from={folder}"
+        first = f"the options differ from those of the checkpoint {folder}:"
+        raise ConfigError("\n".join([first, *different, remedy]))
+
+
+def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
+    """Load model, optimizer, hooks and this process's RNG states from the checkpoint in ``folder``."""
+    world = trainer.world
     # RNG states belong to ranks: another layout has nothing to continue, and seeds them anew by the step.
     backend_name, layout = trainer.cfg.train.backend, list(trainer.layout.shape)
     same = manifest["backend_name"] == backend_name and manifest["layout"] == layout
     mine = rng_name(world.rank)
-    own = trainer.backend.load(source.folder.path, manifest["backend"], [mine] if same else [])
+    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [])
     if same:
         rng.restore(rng.from_tensor(own[mine]))
     else:
@@ -163,8 +190,8 @@ def manifest(trainer: Training) -> dict[str, Any]:
     return {
         **trainer.state.state_dict(), **trainer.task.manifest(trainer.state.position), "time": time.time(),
         "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
-        "config": to_plain(cfg), "config_hash": compatible.config_hash(cfg), "fixed": compatible.fixed(cfg),
-        "facts": _facts(trainer), "trackers": trainer.run.tracker_states(),
+        "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
+        "trackers": trainer.run.tracker_states(),
         "hooks": {type(hook).__name__: state for hook in trainer.hooks if (state := hook.state_dict())},
     }  # fmt: skip
 

@@ -51,11 +51,11 @@ def swapped(state: dict[str, Any]) -> Iterator[None]:
 def to_tensor(state: dict[str, Any]) -> torch.Tensor:
     """Return what ``capture`` returned, serialised, (N,) uint8."""
     version, words, gauss = state["python"]
-    kind, keys, position, has_gauss, cached = state["numpy"]
+    kind, keys, *rest = state["numpy"]
     plain = {
+        **state,
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
-        **{name: value for name, value in state.items() if name not in ("python", "numpy")},
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
     }
     buffer = io.BytesIO()
     torch.save(plain, buffer)
@@ -66,7 +66,7 @@ def from_tensor(data: torch.Tensor) -> dict[str, Any]:
     """Return the RNG states that ``to_tensor`` serialised."""
     plain: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     version, words, gauss = plain["python"]
-    kind, keys, position, has_gauss, cached = plain["numpy"]
+    kind, keys, *rest = plain["numpy"]
     plain["python"] = (version, tuple(words.tolist()), gauss)
-    plain["numpy"] = (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached)
+    plain["numpy"] = (kind, keys.numpy().astype(np.uint32), *rest)
     return plain

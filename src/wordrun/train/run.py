@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
+import os
 import platform
+import shutil
 import socket
 import subprocess
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -14,17 +19,18 @@ from typing import IO, Any
 import numpy
 import torch
 
-import wordrun
 from wordrun import files
 from wordrun.checkpoint import folder as folders
+from wordrun.checkpoint.folder import Folder
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import ConfigError
+from wordrun.log import LOGGER
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps, read
 from wordrun.track.plots import draw
-from wordrun.train import run_dir
+from wordrun.version import __version__
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
@@ -34,17 +40,21 @@ LINK = ("start", "end", "exit_reason", "steps", "seconds", "world", "backend", "
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts."""
+    """Where a run starts: at step 0, or at a checkpoint of its own or of another run."""
 
-    step: int = 0
     source: Path | None = None
     """The run directory whose record up to ``step`` this run continues; None: it is a new run."""
-    trackers: dict[str, Any] = field(default_factory=dict)
-    """States of that run's trackers, by name."""
-    named: str = ""
-    """The checkpoint from which a branch starts."""
+    folder: Folder | None = None
+    """The checkpoint from which the run resumes; None: there is none, and it starts at step 0."""
+    manifest: dict[str, Any] = field(default_factory=dict)
+    """Of that checkpoint."""
     newest: int = -1
-    """The step of that run's newest checkpoint when it was read."""
+    """The step of the newest checkpoint of the run in ``source``, intact or not."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps before the start."""
+        return int(self.manifest.get("step", 0))
 
 
 class Run:
@@ -73,8 +83,8 @@ class Run:
         if not self.cfg.run_dir:  # else it would be the current directory
             raise ConfigError("the config has no run directory: create it by wordrun.compose(...), or set cfg.run_dir")
         is_new, continues = start.source is None, start.source == self.path
-        run_dir.make(self.path, again=not is_new)
-        self._lock = run_dir.lock(self.path, patience_s=0 if is_new else LOCK_PATIENCE_S)
+        _make_folder(self.path, again=not is_new)
+        self._lock = _lock_folder(self.path, patience_s=0 if is_new else LOCK_PATIENCE_S)
         newest = max((each.step for each in folders.all_in(self.path)), default=-1)
         if continues and newest > start.newest:
             self._lock.close()
@@ -82,33 +92,29 @@ class Run:
                 f"the run in {self.path} has advanced to step {newest} while this one waited for it to end: "
                 "start this one again"
             )
-        before = run_dir.read_record(self.path)
-        logged = -1
-        if start.source is not None:
-            logged = copy_until(start.source, self.path, start.step)
+        before = read_record(self.path)
+        logged = copy_until(start.source, self.path, start.step) if start.source else -1
         if continues:
             forget_steps(self.path / "log.txt", start.step)
         (self.path / "config.yaml").write_text(as_yaml(self.cfg), encoding="utf-8")
-        run_dir.adopt_launch_record(self.path)
-        run_dir.point_latest_at(self.path)
+        _adopt_launch_record(self.path)
+        _point_latest_at(self.path)
         self.record = {
-            "versions": versions(), "git_commit": git_commit(), "start": run_dir.now(), "world": asdict(self.world),
+            "versions": versions(), "git_commit": git_commit(), "start": now(), "world": asdict(self.world),
             **facts, "exit_reason": "running",
         }  # fmt: skip
         if start.source is not None:
             # Starting a branch again, with the same train.resume, continues it.
-            named = before.get("resumed_from", {}).get("named") if continues else start.named
+            branch = str(start.folder.path) if start.folder else ""
+            named = before.get("resumed_from", {}).get("named") if continues else branch
             origin = {"run": str(start.source), "step": start.step, **({"named": named} if named else {})}
-            links = before.pop("earlier", [])
-            self.record |= {
-                "resumed_from": origin,
-                "earlier": [*links, {name: before.get(name) for name in LINK if name in before}],
-            }
+            link = {name: before[name] for name in LINK if name in before}
+            self.record |= {"resumed_from": origin, "earlier": [*before.get("earlier", []), link]}
         self._write_record()
         try:
             # For trackers, a branch is a run of its own, which begins with the history of its origin.
             info = RunInfo(self.cfg, self.path, facts, logged if continues else -1)
-            self.trackers = build(info, start.trackers if continues else {})
+            self.trackers = build(info, start.manifest.get("trackers", {}) if continues else {})
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
                     tracker.replay(read(self.path))
@@ -142,7 +148,7 @@ class Run:
         with contextlib.suppress(OSError):
             folder = self.path / "failures"
             folder.mkdir(exist_ok=True)
-            text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {run_dir.now()}\n{report}"
+            text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
             (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
 
     def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
@@ -155,7 +161,7 @@ class Run:
         if not self.record:
             return []
         try:
-            self.record |= {**summary, "exit_reason": error or "finished", "end": run_dir.now()}
+            self.record |= {**summary, "exit_reason": error or "finished", "end": now()}
             self._write_record()
             for tracker in self.trackers.values():
                 tracker.finish(summary, exit_status=1 if error else 0)
@@ -169,10 +175,15 @@ class Run:
         files.replace(self.path / "run.json", f"{text}\n")
 
 
+def now() -> str:
+    """Return the time for people to read."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
     return {
-        "wordrun": wordrun.__version__, "python": platform.python_version(), "torch": str(torch.__version__),
+        "wordrun": __version__, "python": platform.python_version(), "torch": str(torch.__version__),
         "numpy": numpy.__version__, "platform": platform.platform(),
     }  # fmt: skip
 
@@ -190,3 +201,80 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip() or None
+
+
+def _make_folder(path: Path, *, again: bool) -> None:
+    if not again and (path / "run.json").exists():
+        raise ConfigError(
+            f"hydra.run.dir={path} already contains a run: resume it with train.resume=auto, choose another directory, "
+            "or remove it"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".lock").touch()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the run directory {path}: {error.strerror}. Choose another with hydra.run.dir=DIR"
+        ) from None
+
+
+def _lock_folder(path: Path, patience_s: float) -> IO[str]:
+    """Lock a run directory until the returned file is closed or this process ends."""
+    file = (path / ".lock").open("a+", encoding="utf-8")
+    try:
+        for _ in range(int(patience_s)):
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(1)
+        else:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):  # a file system without locks
+            LOGGER.warning("cannot lock %s (%s): make sure that no other run uses it", path, error.strerror)
+            return file
+        with file:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+        raise ConfigError(
+            f"the run directory {path} is in use by {holder}: wait for it to end, or choose another with "
+            "hydra.run.dir=DIR"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
+    file.flush()
+    return file
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the run.json of a run directory; empty: there is none."""
+    try:
+        return dict(json.loads((path / "run.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _adopt_launch_record(path: Path) -> None:
+    """Move launch.json into the run directory, and leave a link through which ``launch`` completes it at the end."""
+    record = Path(os.environ.get("WORDRUN_LAUNCH_RECORD", ""))
+    if not record.is_file() or record.is_symlink():
+        return
+    try:
+        if (path / "launch.json").exists():  # of the launch before
+            number = 1 + len(list(path.glob("launch-*.json")))
+            (path / "launch.json").rename(path / f"launch-{number}.json")
+        shutil.move(record, path / "launch.json")
+        record.symlink_to(path / "launch.json")
+    except OSError as error:
+        LOGGER.warning("could not move launch.json from %s: %s", record, error)
+
+
+def _point_latest_at(path: Path) -> None:
+    """Point outputs/latest at this run, if it is below outputs/."""
+    outputs = Path("outputs").absolute()
+    if outputs not in path.parents:
+        return
+    try:
+        files.point(outputs / "latest", os.path.relpath(path, outputs))
+    except OSError as error:
+        LOGGER.warning("cannot update the link %s: %s", outputs / "latest", error)

@@ -6,34 +6,28 @@ import contextlib
 import math
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from wordrun import backend as backends
-from wordrun import compat, dist, log
-from wordrun.backend import StepResult
+from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
 from wordrun.config import PARTS, Config, part_of
 from wordrun.data.batch import Batch
-from wordrun.dist.setup import seed_everything
 from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
-from wordrun.train.evaluate import mean_loss
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.init_from import initial_weights
 from wordrun.train.language import LanguageTask
-from wordrun.train.metrics import Meter, device_name
+from wordrun.train.metrics import Meter, device_name, mean_loss
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
-from wordrun.train.training import Hook
+from wordrun.train.training import Hook, Training
 
 # After a failure, the checkpoint that is being written gets this long; other ranks may no longer respond.
 LAST_SAVE_S = 5.0
@@ -52,7 +46,7 @@ class Summary:
     best_val_loss: float | None
 
 
-class Trainer:
+class Trainer(Training):
     """Trains, evaluates and generates, as a config says.
 
     Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own,
@@ -60,89 +54,59 @@ class Trainer:
     and removes the log handlers.
     """
 
+    task: LanguageTask
+
     def __init__(
-        self,
-        cfg: Config,
-        world: dist.World | None = None,
-        log_handle: log.LogHandle | None = None,
+        self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None,
         hooks: Sequence[Hook] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cfg = cfg
         self.state = TrainState()
         # The run draws from RNG states of its own, so that the caller and other trainers do not change it.
         with rng.swapped(self.state.rng):
             self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
             self.log = log_handle or log.start(self.world.rank)
-            # A list that grows, since the finalizer must not refer to the trainer.
-            closers: list[Callable[[], None]] = [dist.cleanup, *([self.log.close] if log_handle is None else [])]
-            self.close = weakref.finalize(self, _close, closers)
+            # An object of its own, since the finalizer must not refer to the trainer.
+            closers = contextlib.ExitStack()
+            self.close = weakref.finalize(self, closers.close)
+            if log_handle is None:
+                closers.callback(self.log.close)
+            closers.callback(dist.cleanup)
             try:
                 self._build(hooks, closers)
             except BaseException:
                 self.close()
                 raise
 
-    def _build(self, hooks: Sequence[Hook], closers: list[Callable[[], None]]) -> None:
+    def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Make the parts of the trainer, in the order in which they need each other."""
         cfg, world = self.cfg, self.world
-        source = resume.find(cfg, world)
+        self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.task = LanguageTask(cfg, world, self.layout)
-        is_new = source is None or source.folder is None
-        weights = initial_weights(cfg, self.task.vocab_size, world) if is_new else None
+        weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
-        self.backend = backends.build(
-            backends.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
-        )
+        spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
+        self.backend = backend.build(spec)
+        closers.callback(self.backend.close)
         self.loader = self.task.loader(self.gas, self.backend.device)
-        closers[:0] = [self.loader.close, self.backend.close]
+        closers.callback(self.loader.close)
         count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
         self.validation = self.task.validation_set(count)
         self.meter = Meter(
             self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
             self.task.tokens_per_example, self.task.flops_per_example,
         )  # fmt: skip
-        self.result: StepResult
+        self.result: backend.StepResult
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
         configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
         self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
         self.run = Run(cfg, world)
-        seed_everything(resume.rank_seed(cfg, world.rank))
-        self.start = resume.resume(self, source)
+        resume.resume(self, self.start)
         written = self.step if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer.to_json(), written)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far."""
-        return self.state.step
-
-    @property
-    def position(self) -> int:
-        """Examples taken from the data so far, by all ranks together."""
-        return self.state.position
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The latest value of each metric."""
-        return self.state.metrics
-
-    @property
-    def examples_per_step(self) -> int:
-        """Examples in one optimizer step over all ranks: the global batch size."""
-        return self.cfg.model.batch_size * self.layout.dp * self.gas
-
-    @property
-    def stop_reason(self) -> str:
-        """Why a hook wants the run to end before train.max_iters; empty: none does."""
-        return next((reason for hook in self.hooks if (reason := hook.stop_reason())), "")
-
-    @property
-    def done(self) -> bool:
-        """Whether the run has taken its last step."""
-        return self.step >= self.cfg.train.max_iters or bool(self.stop_reason)
 
     def train(self) -> Summary:
         """Train to the end and return the result; every rank must call this.
@@ -152,7 +116,8 @@ class Trainer:
                 checkpoint of it.
         """
         if self.done:
-            LOGGER.info("nothing to do at step %d: %s", self.step, self._why_done())
+            why = self.stop_reason or "the run is finished; increase train.max_iters to train further"
+            LOGGER.info("nothing to do at step %d: %s", self.step, why)
             return self.summary()
         cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng):
@@ -173,23 +138,19 @@ class Trainer:
                 hook.at_end(self)
         return self.summary()
 
-    def _why_done(self) -> str:
-        return self.stop_reason or "the run is finished; increase train.max_iters to train further"
-
-    def _train_step(self, lr: float) -> StepResult:
+    def _train_step(self, lr: float) -> backend.StepResult:
         self.meter.clock.start()
         batches = self._micro_batches()
         self.meter.clock.lap("data")
         try:
             return self.backend.train_step(batches, lr, self.meter.clock)
         except Exception as error:
-            if self.cfg.train.compile and compat.is_compile_error(error):
-                reason = first_line(error)
-                raise UserError(
-                    f"train.compile=true: torch.compile failed to compile the model ({reason}): "
-                    "install a C++ compiler (g++), or use train.compile=false"
-                ) from error
-            raise
+            if not (self.cfg.train.compile and compat.is_compile_error(error)):
+                raise
+            raise UserError(
+                f"train.compile=true: torch.compile failed to compile the model ({first_line(error)}): "
+                "install a C++ compiler (g++), or use train.compile=false"
+            ) from error
 
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's examples, a batch for each micro-step.
@@ -212,13 +173,9 @@ class Trainer:
 
     def save(self, *, best: bool = False) -> None:
         """Make a checkpoint of the run as it is now; every rank must call this, during ``train``."""
-        rng_now = rng.to_tensor(rng.capture())
-        self.checkpoints.save(
-            self.step,
-            lambda: self.backend.begin_save({resume.rng_name(self.world.rank): rng_now}),
-            partial(resume.manifest, self),
-            best=best,
-        )
+        self.checkpoints.wait()  # one copy of the training state at a time
+        copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
+        self.checkpoints.save(self.step, copy, resume.manifest(self), best=best)
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
@@ -291,13 +248,11 @@ class Trainer:
     def _facts(self) -> dict[str, Any]:
         seed = self.cfg.train.seed
         return {
-            **self.task.facts(),
-            "device_name": device_name(self.backend.device),
-            "dtype": str(self.backend.dtype).removeprefix("torch."),
-            "global_batch_size": self.examples_per_step,
+            **self.task.facts(), "device_name": device_name(self.backend.device),
+            "dtype": str(self.backend.dtype).removeprefix("torch."), "global_batch_size": self.examples_per_step,
             "gradient_accumulation_steps": self.gas,
             "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(self.cfg, 0)},
-        }
+        }  # fmt: skip
 
     def _announce(self, facts: dict[str, Any]) -> None:
         cfg, world = self.cfg, self.world
@@ -316,9 +271,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an error in a parallel run, leaving the group could wait for ranks that no longer respond.
         if error is None or self.world.size == 1:
             self.close()
@@ -326,8 +279,3 @@ class Trainer:
 
 def _relative(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
-
-
-def _close(closers: list[Callable[[], None]]) -> None:
-    for closer in closers:
-        closer()

@@ -17,31 +17,17 @@ from wordrun.train.state import TrainState
 
 
 class Task(Protocol):
-    """What a run learns: its examples, what they cost, and the facts that describe them."""
-
-    tokens_per_example: int
-    flops_per_example: int
-    """Floating-point operations of an example's forward and backward pass."""
-
-    def hooks(self) -> Sequence[Hook]:
-        """Return hooks that every run of this task has."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """Return what run.json says of the data and the model."""
-        ...
+    """What a run learns, as far as checkpoints are concerned."""
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
-        ...
 
     def manifest(self, position: int) -> dict[str, Any]:
         """Return what a checkpoint's manifest says of the task after ``position`` examples."""
-        ...
 
 
 class Training(Protocol):
-    """The trainer, as hooks, resuming and the handling of non-finite gradients see it.
+    """The part of the trainer that hooks, resuming and the handling of non-finite gradients use.
 
     Methods are collective: every rank must call them.
     """
@@ -49,59 +35,51 @@ class Training(Protocol):
     cfg: Config
     world: World
     layout: Layout
+    gas: int
+    """Micro-steps of each optimizer step."""
+    task: Task
     backend: Backend
     state: TrainState
     run: Run
     log: LogHandle
     meter: Meter
     checkpoints: Checkpoints
-
-    @property
-    def task(self) -> Task:
-        """What the run learns."""
-        ...
-
-    @property
-    def hooks(self) -> Sequence[Hook]:
-        """All hooks, in the order in which they are called."""
-        ...
+    hooks: Sequence[Hook]
+    """All hooks, in the order in which they are called."""
 
     @property
     def step(self) -> int:
         """Optimizer steps so far."""
-        ...
-
-    @property
-    def position(self) -> int:
-        """Examples taken from the data so far, by all ranks together."""
-        ...
+        return self.state.step
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The latest value of each metric."""
-        ...
+        return self.state.metrics
 
     @property
     def examples_per_step(self) -> int:
-        """Examples in one optimizer step over all ranks."""
-        ...
+        """Examples in one optimizer step over all ranks: the global batch size."""
+        return self.cfg.model.batch_size * self.layout.dp * self.gas
+
+    @property
+    def stop_reason(self) -> str:
+        """Why a hook wants the run to end before train.max_iters; empty: none does."""
+        return next((reason for hook in self.hooks if (reason := hook.stop_reason())), "")
 
     @property
     def done(self) -> bool:
-        """Whether the step that was taken last is the last of the run."""
-        ...
+        """Whether the run has taken its last step."""
+        return self.step >= self.cfg.train.max_iters or bool(self.stop_reason)
 
     def evaluate(self) -> float:
-        """Return the mean loss over the validation set."""
-        ...
+        """Return the mean loss over the fixed validation set, in nats per token."""
 
     def generate(self) -> str:
         """Return a sample."""
-        ...
 
     def save(self, *, best: bool = False) -> None:
         """Make a checkpoint of the run as it is now."""
-        ...
 
 
 def due(step: int, interval: int) -> bool:
@@ -113,16 +91,16 @@ class Hook:
     """Something that happens between steps, on every rank; each hook decides for itself whether it is due."""
 
     def at_start(self, trainer: Training) -> None:
-        """Is called before the first step."""
+        """Called before the first step."""
 
     def after_step(self, trainer: Training) -> None:
-        """Is called after each step that counts; ``trainer.state.step`` includes it."""
+        """Called after each step that counts; ``trainer.state.step`` includes it."""
 
     def at_end(self, trainer: Training) -> None:
-        """Is called after the last step, unless the run was interrupted."""
+        """Called after the last step, unless the run was interrupted."""
 
     def close(self) -> None:
-        """Is called however the run ended."""
+        """Called however the run ended."""
 
     def stop_reason(self) -> str:
         """Return why the run should end after this step, the same on all ranks; empty: it should not."""

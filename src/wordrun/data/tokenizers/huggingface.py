@@ -10,8 +10,10 @@ from typing import Any
 from wordrun.data.tokenizers.base import END
 from wordrun.errors import UserError
 
+Json = dict[str, Any]
 
-def tokenizer_json(ours: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+
+def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
     """Return the tokenizer.json of a tokenizer, and its end-of-text token.
 
     Args:
@@ -38,23 +40,20 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]
     return _of_bytes(words), len(words)
 
 
-def _tokenizer(
-    model: Mapping[str, Any], pre_tokenizer: Mapping[str, Any], decoder: Mapping[str, Any]
-) -> dict[str, Any]:
+def _tokenizer(model: Json, pre_tokenizer: Json, decoder: Json) -> Json:
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": dict(pre_tokenizer), "post_processor": None, "decoder": dict(decoder), "model": dict(model),
+        "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model,
     }  # fmt: skip
 
 
-def _of_bytes(words: Sequence[bytes]) -> dict[str, Any]:
+def _of_bytes(words: Sequence[bytes]) -> Json:
     """Return byte pair encoding with ``words`` in the order in which GPT-2 merges them, followed by END."""
     table = letters()
     shown = ["".join(table[byte] for byte in word) for word in words]
     ranks = {word: rank for rank, word in enumerate(words)}
-    merges = [
-        ["".join(table[byte] for byte in part) for part in _parts(word, ranks)] for word in words if len(word) > 1
-    ]
+    pairs = [_parts(word, ranks) for word in words if len(word) > 1]
+    merges = [["".join(table[byte] for byte in part) for part in pair] for pair in pairs]
     model = {"type": "BPE", "vocab": {word: rank for rank, word in enumerate([*shown, END])}, "merges": merges}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return _tokenizer(model, level, level)

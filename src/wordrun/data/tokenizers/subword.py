@@ -61,18 +61,16 @@ class GPT2Tokenizer(Tokenizer):
             kind = next((kind for url, kind in GPT2_URLS.items() if path.name == _cached_name(url)), path.suffix)
             ranks = _ranks_of_tiktoken(content) if kind in ("tiktoken", ".tiktoken") else _ranks_of_merges(content)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"tokenizer.path={path} is not GPT-2's vocabulary ({first_line(error)}): {_recipe()}"
-            ) from None
+            reason = first_line(error)
+            raise ConfigError(f"tokenizer.path={path} is not GPT-2's vocabulary ({reason}): {_recipe()}") from None
         return cls(ranks)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of each text."""
-        return [self._encode(text) for text in texts]
-
-    def _encode(self, text: str) -> Ids:
-        ids = self._cache.encode(text)
-        return self._encoding.encode_to_numpy(text, disallowed_special=()) if ids is None else ids
+        cached = ((text, self._cache.encode(text)) for text in texts)
+        return [
+            self._encoding.encode_to_numpy(text, disallowed_special=()) if ids is None else ids for text, ids in cached
+        ]
 
     def decode(self, tokens: Ids) -> str:
         """Return the text; ids beyond the vocabulary are left out."""
@@ -94,25 +92,23 @@ class GPT2Tokenizer(Tokenizer):
 def _gpt2_file(path: str | None) -> Path:
     if path is not None:
         given = Path(os.path.expanduser(path))
-        inside = [*sorted(given.glob("*.tiktoken")), given / "vocab.bpe", given / "merges.txt"]
-        found = [file for file in ([given] if not given.is_dir() else inside) if file.is_file()]
-        if not found:
-            raise ConfigError(
-                f"tokenizer.path={path} is neither a file nor a folder with a .tiktoken file, vocab.bpe or merges.txt: "
-                f"{_recipe()}"
-            )
-        return found[0]
-    # In tiktoken's own order.
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-    names = [cache / _cached_name(url) for url in GPT2_URLS]
-    for file in names:
+        candidates = [given, *sorted(given.glob("*.tiktoken")), given / "vocab.bpe", given / "merges.txt"]
+        absent: UserError = ConfigError(
+            f"tokenizer.path={path} is neither a file nor a folder with a .tiktoken file, vocab.bpe or merges.txt: "
+            f"{_recipe()}"
+        )
+    else:
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")  # in tiktoken's order
+        cache = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+        candidates = [cache / _cached_name(url) for url in GPT2_URLS]
+        absent = UserError(
+            f"tokenizer=gpt2 needs its vocabulary, which is not in tiktoken's cache ({cache}) and is not downloaded: "
+            f"{_recipe()} Or use tokenizer=bpe, which is trained on the text."
+        )
+    for file in candidates:
         if file.is_file():
             return file
-    raise UserError(
-        f"tokenizer=gpt2 needs its vocabulary, which is not in tiktoken's cache ({cache}) and is not downloaded: "
-        f"{_recipe()} Or use tokenizer=bpe, which is trained on the text."
-    )
+    raise absent
 
 
 def _cached_name(url: str) -> str:
@@ -149,8 +145,10 @@ def _ranks_of_merges(content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the ``tokenizers`` library, from a tokenizer.json."""
+class HFTokenizer(Tokenizer):
+    """A tokenizer of the ``tokenizers`` library, from the tokenizer.json of a Hugging Face model."""
+
+    kind = "hf"
 
     def __init__(self, content: str, eot: int | None) -> None:
         from tokenizers import Tokenizer
@@ -162,6 +160,12 @@ class LibraryTokenizer(Tokenizer):
         self.eot = eot
         # The largest id, not the number of tokens: some ids may be unused.
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def build(cls, cfg: BPETokenizerConfig | HFTokenizerConfig, texts: Iterable[str] = ()) -> HFTokenizer:
+        """Return the tokenizer in the folder ``cfg.path``."""
+        content = _read(str(cfg.path))
+        return cls(content, _eot(content))
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of each text."""
@@ -197,17 +201,16 @@ class LibraryTokenizer(Tokenizer):
         return cls(json.dumps(content["tokenizer"]), content["eot"])
 
 
-class BPETokenizer(LibraryTokenizer):
+class BPETokenizer(HFTokenizer):
     """Byte pair encoding of bytes, trained on a text; it encodes every text."""
 
     kind = "bpe"
 
     @classmethod
-    def build(cls, cfg: BPETokenizerConfig, texts: Iterable[str] = ()) -> BPETokenizer:
+    def build(cls, cfg: BPETokenizerConfig, texts: Iterable[str] = ()) -> HFTokenizer:  # type: ignore[override]
         """Return the tokenizer at ``cfg.path``, or one trained on ``texts``; the same texts give the same tokenizer."""
         if cfg.path is not None:
-            content = _read(cfg.path)
-            return cls(content, _eot(content))
+            return super().build(cfg)
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         fast = Tokenizer(models.BPE())
@@ -222,19 +225,6 @@ class BPETokenizer(LibraryTokenizer):
         content = json.loads(fast.to_str())
         content["added_tokens"] = []
         return cls(json.dumps(content), 0)
-
-
-class HFTokenizer(LibraryTokenizer):
-    """The tokenizer of a Hugging Face model."""
-
-    kind = "hf"
-
-    @classmethod
-    def build(cls, cfg: HFTokenizerConfig, texts: Iterable[str] = ()) -> HFTokenizer:
-        """Return the tokenizer in the folder ``cfg.path``."""
-        assert cfg.path is not None  # HFTokenizerConfig.problems
-        content = _read(cfg.path)
-        return cls(content, _eot(content))
 
 
 def _splits_like_gpt2(content: str) -> bool:
@@ -266,9 +256,8 @@ def _read(path: str) -> str:
             "Hugging Face model; transformers makes one: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
         ) from None
     except Exception as error:  # the library raises Exception itself
-        raise ConfigError(
-            f"tokenizer.path={path}: {file} is not a valid tokenizer.json ({first_line(error, 120)})"
-        ) from None
+        reason = first_line(error, 120)
+        raise ConfigError(f"tokenizer.path={path}: {file} is not a valid tokenizer.json ({reason})") from None
     return content
 
 

@@ -24,13 +24,7 @@ MAX_WORDS = 2**18
 
 def _class(codes: Iterable[int]) -> str:
     """Return the character class of ``codes``, without its brackets."""
-    ranges: list[list[int]] = []
-    for code in sorted(codes):
-        if ranges and ranges[-1][1] == code - 1:
-            ranges[-1][1] = code
-        else:
-            ranges.append([code, code])
-    return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in ranges)
+    return re.escape("".join(map(chr, codes)))
 
 
 @lru_cache(maxsize=2)

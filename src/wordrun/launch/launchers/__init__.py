@@ -16,17 +16,7 @@ from wordrun.launch.launchers.srun import Srun
 from wordrun.launch.launchers.torchrun import Torchrun
 from wordrun.launch.site import UNKNOWN, Site
 
-LAUNCHERS: dict[str, type[Launcher]] = {
-    each.name: each
-    for each in (
-        PALS,
-        Hydra,
-        OpenMPI,
-        Srun,
-        Torchrun,
-        Local,
-    )
-}
+LAUNCHERS: dict[str, type[Launcher]] = {each.name: each for each in (PALS, Hydra, OpenMPI, Srun, Torchrun, Local)}
 """Name, as in --launcher."""
 
 

@@ -6,16 +6,15 @@ import glob
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
-from wordrun.launch.host import is_runnable, own_bin
 from wordrun.launch.job import Job
-from wordrun.launch.options import Options
-from wordrun.launch.request import Request
+from wordrun.launch.request import Options, Request
 from wordrun.launch.site import Site
 
 RANK_ENV = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_env.sh")
@@ -99,10 +98,8 @@ class Launcher:
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
         """Return the variables that this launcher needs, with their reasons."""
-        return {
-            "WORDRUN_LAUNCHER_PATH": (self.path, ""),
-            "WORDRUN_STATUS_DIR": (request.decided.status_dir, "a failing rank leaves its exit status here"),
-        }
+        why = "a failing rank leaves its exit status here"
+        return {"WORDRUN_LAUNCHER_PATH": (self.path, ""), "WORDRUN_STATUS_DIR": (request.decided.status_dir, why)}
 
     def hosts_text(self, request: Request) -> str:
         """Return what the file of hosts holds, for a launcher whose command line or variables name it."""
@@ -142,10 +139,8 @@ def rank_command(options: Options) -> tuple[str, ...]:
 def mpiexec_command(options: Options) -> tuple[str, ...]:
     """Return the same for an mpiexec, for which the argument ``:`` separates programs."""
     if ":" in options.command:
-        raise ConfigError(
-            "the argument ':' in the command would begin a second program for mpiexec: quote the command "
-            "(sh -c '...') or use --launcher torchrun"
-        )
+        remedy = "quote the command (sh -c '...') or use --launcher torchrun"
+        raise ConfigError(f"the argument ':' in the command would begin a second program for mpiexec: {remedy}")
     return rank_command(options)
 
 
@@ -171,7 +166,7 @@ class Search:
     job: Job
     site: Site
     launchers: Mapping[str, type[Launcher]]
-    """All of them."""
+    """Every launcher by its name."""
 
     def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
         """Return the first mpiexec of one of these kinds, and those that were passed over for it, with their kinds.
@@ -183,8 +178,7 @@ class Search:
         if self.site.launcher in names:
             for pattern in self.site.launcher_paths:
                 for path in filter(is_runnable, sorted(glob.glob(pattern), reverse=True)):
-                    found = self.launchers[self.site.launcher](path, f"site {self.site.name}: {pattern}")
-                    return found, passed_over
+                    return self.launchers[self.site.launcher](path, f"site {self.site.name}: {pattern}"), passed_over
             if self.site.launcher_paths:
                 passed_over.append(f"nothing at {', '.join(self.site.launcher_paths)}")
         for path, where in candidates(self.env, own_first=self.job.is_local):
@@ -200,10 +194,34 @@ class Search:
         return f"{asked}{what}: " + "; ".join(filter(None, ["none beside python or in PATH", *why]))
 
 
+def own_bin() -> str:
+    """Return the directory of this environment's commands, such as ``launch`` and ``python``."""
+    return os.path.join(sys.prefix, "bin")
+
+
+def is_runnable(path: str) -> bool:
+    """Say whether ``path`` is a file that this user may execute."""
+    return os.path.isfile(path) and os.access(path, os.X_OK)
+
+
+def find_command(word: str, path: str) -> tuple[str, str]:
+    """Return the file that ``word`` runs, and else a file of that name that is not executable (or two "").
+
+    Args:
+        word: first word of the command.
+        path: the PATH in which it will be looked for.
+    """
+    folders = [""] if "/" in word else path.split(os.pathsep)
+    files = [os.path.join(folder, word) for folder in folders]
+    runnable = next((file for file in files if is_runnable(file)), "")
+    plain = next((file for file in [word, *files] if os.path.isfile(file)), "")
+    return runnable, plain
+
+
 def candidates(env: Mapping[str, str], *, own_first: bool) -> Iterator[tuple[str, str]]:
     """Yield each mpiexec with where it was found: the environment's own first or last, and PATH in order."""
     seen: set[str] = set()
-    own = [(own_bin(), "beside this python")]
+    own = [(own_bin(), "next to this python")]
     others = [(folder, "in PATH") for folder in env.get("PATH", "").split(os.pathsep) if folder not in ("", own_bin())]
     for directory, where in own + others if own_first else others + own:
         for name in ("mpiexec", "mpiexec.hydra", "mpirun"):

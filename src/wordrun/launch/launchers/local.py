@@ -29,7 +29,7 @@ class Local(Launcher):
         """Refuse more than one process."""
         if search.np > 1:
             raise ConfigError(f"--launcher local starts one process, not {search.np}: leave it out, or leave -n out")
-        return cls(why="--launcher local" if search.wanted else "one process needs no mpiexec")
+        return cls(why="--launcher local" if search.wanted else "a single process needs no mpiexec")
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return the command itself."""

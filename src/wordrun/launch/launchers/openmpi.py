@@ -29,7 +29,5 @@ class OpenMPI(Launcher):
         crowd = ("--map-by", "slot:OVERSUBSCRIBE") if ranks.ppn > min(request.job.cores) and not where else ()
         inherited = ("LD_LIBRARY_PATH", "PATH", *request.exported) if where else ()
         exported = [word for name in sorted({*request.env, *inherited}) for word in ("-x", name)]
-        return (
-            self.path, "-n", str(ranks.np), *where, *binding, *crowd, *exported, *options.launcher_args,
-            *mpiexec_command(options),
-        )  # fmt: skip
+        words = (*where, *binding, *crowd, *exported, *options.launcher_args, *mpiexec_command(options))
+        return (self.path, "-n", str(ranks.np), *words)

@@ -49,10 +49,8 @@ class PALS(Launcher):
         depth = ("--depth", str(self.cores_per_rank(request))) if binding == "depth" else ()
         bound = (*depth, "--cpu-bind", binding) if binding else ()
         if not ranks.even and any(each != ranks.ppn for each in ranks.layout[:-1]):
-            raise ConfigError(
-                f"{ranks.why}: PALS fills its hosts in order with --ppn ranks each; of {listed(ranks.layout)} only the "
-                "last could have fewer: use --ppn"
-            )
+            remedy = f"of {listed(ranks.layout)} only the last could have fewer: use --ppn"
+            raise ConfigError(f"{ranks.why}: PALS fills its hosts in order with --ppn ranks each; {remedy}")
         all_hosts = ranks.nodes == len(request.job.hosts) and request.job.hostfile
         return (
             self.path, "--envall", "--line-buffer", "-n", str(ranks.np), "--ppn", str(ranks.ppn),

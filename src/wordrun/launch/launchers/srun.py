@@ -6,12 +6,13 @@ import signal
 from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import find_command
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, Search, rank_command
+from wordrun.launch.launchers.base import Launcher, Search, find_command, rank_command
 from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill
+
+LOST = "SLURM lost a node"
 
 
 class Srun(Launcher):
@@ -23,13 +24,9 @@ class Srun(Launcher):
     stale = ("SLURM_HOSTFILE",)
     own_lines = r"(srun|slurmstepd\S*): "
     faults = (
-        (r"srun: error: Node failure on (\S+)", "SLURM lost a node", 1),
-        (
-            r"error: .*(?:Unable to contact|Communication connection failure).* ?(?:node|host) (\S+)",
-            "SLURM lost a node",
-            1,
-        ),
-        (r"CANCELLED AT .* DUE TO NODE FAILURE", "SLURM lost a node", 0),
+        (r"srun: error: Node failure on (\S+)", LOST, 1),
+        (r"error: .*(?:Unable to contact|Communication connection failure).* ?(?:node|host) (\S+)", LOST, 1),
+        (r"CANCELLED AT .* DUE TO NODE FAILURE", LOST, 0),
     )
     death_signal = signal.SIGTERM
     is_step = True
@@ -42,18 +39,15 @@ class Srun(Launcher):
         path, _ = find_command("srun", search.env.get("PATH", ""))
         if path:
             return cls(path, "--launcher srun" if search.wanted else "SLURM's own, in PATH")
-        raise ConfigError(
-            "this is a SLURM job, but there is no srun in PATH (a container often has none): launch outside of it, "
-            "or use --launcher hydra, openmpi or torchrun"
-        )
+        remedy = "launch outside of it, or use --launcher hydra, openmpi or torchrun"
+        raise ConfigError(f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}")
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return srun's command line."""
         job, options, ranks, site, devices = request.job, request.options, request.ranks, request.site, request.devices
-        args = site.srun_args if site.launcher == self.name else ("--gpu-bind=none",) if devices else ()
-        args = tuple(
-            fill(word, devices=devices) for word in args if devices or ("gpu" not in word and "gres" not in word)
-        )
+        given = site.srun_args if site.launcher == self.name else ("--gpu-bind=none",)
+        own = (word for word in given if devices or not ("gpu" in word or "gres" in word))
+        args = tuple(fill(word, devices=devices) for word in own)
         if options.cpu_bind:
             args = (*(word for word in args if not word.startswith("--cpu-bind")), f"--cpu-bind={options.cpu_bind}")
         where: tuple[str, ...] = ("-c", str(self.cores_per_rank(request)))
@@ -72,15 +66,10 @@ class Srun(Launcher):
         )  # fmt: skip
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return those of every launcher, and srun's own."""
+        """Return the variables of every launcher, and srun's own."""
         cores = str(self.cores_per_rank(request))
-        ours = {
-            **super().variables(request),
-            "SRUN_CPUS_PER_TASK": (
-                cores,
-                "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal",
-            ),
-        }
+        why = "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal"
+        ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why)}
         if not request.ranks.even:
             ours["SLURM_HOSTFILE"] = (request.hosts_file, "a line for each rank, for --distribution=arbitrary")
         return ours

@@ -32,17 +32,15 @@ class Torchrun(Launcher):
         if has_torch():
             return cls(sys.executable, "--launcher torchrun" if search.wanted else "no usable mpiexec")
         why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
-        raise ConfigError(
-            f"no launcher for {search.np} ranks: {why} (pip install 'wordrun[mpich]' installs an mpiexec)"
-        )
+        remedy = "pip install 'wordrun[mpich]' installs an mpiexec"
+        raise ConfigError(f"no launcher for {search.np} ranks: {why} ({remedy})")
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return torchrun's command line; without elastic restarts."""
         refuse_binding(request.options, "torchrun")
         if request.ranks.nodes > 1:
-            raise ConfigError(
-                "--launcher torchrun starts ranks on one host: leave it out for the scheduler's own launcher, or -N 1"
-            )
+            remedy = "leave it out for the scheduler's own launcher, or -N 1"
+            raise ConfigError(f"--launcher torchrun starts ranks on one host: {remedy}")
         return (
             self.path, "-m", self.own_module, "--nnodes", "1", "--node-rank", "0",
             "--nproc-per-node", str(request.ranks.np), "--rdzv-backend", "static", "--max-restarts", "0",

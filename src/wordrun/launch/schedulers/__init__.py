@@ -6,22 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job, with_hostfile
+from wordrun.launch.job import Job, LocalHost, with_hostfile
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.schedulers.none import NoScheduler
 from wordrun.launch.schedulers.pbs import PBS
 from wordrun.launch.schedulers.slurm import Slurm
 from wordrun.launch.site import UNKNOWN, Site
 
-SCHEDULERS: dict[str, Scheduler] = {
-    each.name: each
-    for each in (
-        PBS(),
-        Slurm(),
-        NoScheduler(),
-    )
-}
+SCHEDULERS: dict[str, Scheduler] = {each.name: each for each in (PBS(), Slurm(), NoScheduler())}
 """Name, as in --scheduler; their variables are looked for in this order."""
 SUBMITTERS = {name: each for name, each in SCHEDULERS.items() if each.submitter}
 """Those that take job scripts."""

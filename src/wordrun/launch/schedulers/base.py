@@ -6,10 +6,15 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
-from wordrun.launch.options import Options
+from wordrun.launch.job import Job, LocalHost
+from wordrun.launch.request import Options
 from wordrun.launch.site import Site
+
+# The remedy where a job's variables name no hosts.
+NO_HOSTS = (
+    "launch in the job's own shell, or name the hosts by --hostfile FILE "
+    "(--scheduler none starts ranks on this machine alone)"
+)
 
 
 class Scheduler:

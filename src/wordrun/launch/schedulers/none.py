@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
+from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
 

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import LocalHost, short
-from wordrun.launch.job import Job, read_hosts
-from wordrun.launch.options import Options
-from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.job import Job, LocalHost, read_hosts, short
+from wordrun.launch.request import Options, seconds
+from wordrun.launch.schedulers.base import NO_HOSTS, Scheduler, default_slots, devices_of, node_count, ranks_of_node
 from wordrun.launch.site import Site
 
 # Variables that a launcher in a PBS job sets for its ranks.
@@ -30,16 +29,12 @@ class PBS(Scheduler):
         """Return the job of ``env``, by PBS_NODEFILE."""
         path = env.get("PBS_NODEFILE", "")
         if not path:
-            raise ConfigError(
-                f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: launch in the job's own shell, "
-                "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
-            )
+            raise ConfigError(f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: {NO_HOSTS}")
         inside = next((name for name in RANK_VARIABLES if name in env), "")
         if inside:
-            raise ConfigError(
-                f"this is already rank {env[inside]} of a launch in PBS job {env['PBS_JOBID']} ({inside}): call launch "
-                "in the job's own shell, or use --scheduler none for ranks on this node alone"
-            )
+            already = f"this is already rank {env[inside]} of a launch in PBS job {env['PBS_JOBID']} ({inside})"
+            remedy = "call launch in the job's own shell, or use --scheduler none for ranks on this node alone"
+            raise ConfigError(f"{already}: {remedy}")
         lines = read_hosts(path, "PBS_NODEFILE")
         unexpected = next((line for line in lines if len(line.split()) > 1), "")
         if unexpected:
@@ -70,8 +65,7 @@ class PBS(Scheduler):
     def read_end(self, text: str) -> float:
         """Return the start of the job plus its walltime."""
         (facts,) = json.loads(text)["Jobs"].values()
-        hours, minutes, seconds = map(int, facts["Resource_List"]["walltime"].split(":"))
-        return time.mktime(time.strptime(facts["stime"])) + 3600 * hours + 60 * minutes + seconds
+        return time.mktime(time.strptime(facts["stime"])) + seconds(facts["Resource_List"]["walltime"])
 
     def directives(self, options: Options, site: Site) -> list[str]:
         """Return qsub's options."""
@@ -106,11 +100,8 @@ def _select(options: Options, site: Site) -> str:
     words = [f"{node_count(options, site) * each}", *([own] if own else [])]
     if not by_device and "select" not in site.submit:
         gpus = options.gpus or site.devices
-        wanted = {
-            "ncpus": options.cores or site.cores,
-            "ngpus": gpus,
-            "mpiprocs": ranks_of_node(options, site) if options.ppn or options.np else gpus,
-        }
+        ranks = ranks_of_node(options, site) if options.ppn or options.np else gpus
+        wanted = {"ncpus": options.cores or site.cores, "ngpus": gpus, "mpiprocs": ranks}
         words += [f"{name}={count}" for name, count in wanted.items() if count]
     return ":".join(words)
 

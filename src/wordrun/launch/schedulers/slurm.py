@@ -9,10 +9,9 @@ import time
 from collections.abc import Mapping
 
 from wordrun.errors import ConfigError
-from wordrun.launch.host import LocalHost
-from wordrun.launch.job import Job
-from wordrun.launch.options import Options
-from wordrun.launch.schedulers.base import Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.job import Job, LocalHost
+from wordrun.launch.request import Options
+from wordrun.launch.schedulers.base import NO_HOSTS, Scheduler, default_slots, devices_of, node_count, ranks_of_node
 from wordrun.launch.site import Site, fill
 from wordrun.slurm import expand_counts, expand_hosts, is_task
 
@@ -44,14 +43,14 @@ class Slurm(Scheduler):
         elif site.cores:
             cores, cores_why = (site.cores,) * count, f"site {site.name}"
         devices, devices_why = devices_of(host, site)
-        # The first is set on a job's nodes alone; the second in salloc's shell on a login node, perhaps as a100:4.
+        # The first is set only on a job's nodes; the second in salloc's shell on a login node, perhaps as a100:4.
         for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
             gpus = re.fullmatch(r"(?:[^,]*:)?(\d+)", env.get(name, ""))
             if gpus:
                 devices, devices_why = int(gpus[1]), name
                 break
         listed = (1,) * count
-        # Without -n, SLURM_TASKS_PER_NODE is the number of CPUs, which is not a wish for as many ranks.
+        # Without -n, SLURM_TASKS_PER_NODE is the number of CPUs, which is not a request for that many ranks.
         if not (site.ranks_per_node or devices) and env.get("SLURM_NTASKS") and env.get("SLURM_TASKS_PER_NODE"):
             listed = _per_host("SLURM_TASKS_PER_NODE", env, count, notes)
         end, restarts = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_RESTART_COUNT", "")
@@ -127,22 +126,17 @@ class Slurm(Scheduler):
         """
         if number == signal.SIGTERM and _is_ending(job.id):
             return
-        steps = ["squeue", "--noheader", "--steps", "--jobs", job.id, "--format", "%i %j"]
-        listed = subprocess.run(steps, capture_output=True, text=True, timeout=10, check=False).stdout
-        for line in listed.splitlines():
+        for line in _output("squeue", "--noheader", "--steps", "--jobs", job.id, "--format", "%i %j").splitlines():
             number_of_step, _, name = line.partition(" ")
             if name.strip() == step:
-                words = ["scancel", f"--signal={signal.Signals(number).name}", number_of_step]
-                subprocess.run(words, capture_output=True, timeout=10, check=False)
+                _output("scancel", f"--signal={signal.Signals(number).name}", number_of_step)
 
 
 def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the job's hosts; refuse jobs and shells in which launch cannot start a step."""
     if env.get("SLURM_HET_SIZE"):
-        raise ConfigError(
-            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out; "
-            "submit one with equal components, or call srun --het-group yourself"
-        )
+        what = f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch cannot lay out"
+        raise ConfigError(f"{what}; submit one with equal components, or call srun --het-group yourself")
     if is_task(env):
         raise ConfigError(
             f"this is already task {env['SLURM_PROCID']} of step {env['SLURM_STEP_ID']} of SLURM job "
@@ -151,10 +145,7 @@ def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
         )
     text = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
     if not text:
-        raise ConfigError(
-            f"SLURM job {env['SLURM_JOB_ID']}, but SLURM_JOB_NODELIST is not set: launch in the job's own shell, "
-            "or name the hosts by --hostfile FILE (--scheduler none starts ranks on this machine alone)"
-        )
+        raise ConfigError(f"SLURM job {env['SLURM_JOB_ID']}, but SLURM_JOB_NODELIST is not set: {NO_HOSTS}")
     return expand_hosts(text, "SLURM_JOB_NODELIST")
 
 
@@ -163,17 +154,19 @@ def _per_host(name: str, env: Mapping[str, str], count: int, notes: list[str]) -
     if len(counts) < count:
         raise ConfigError(f"{name}={env[name]} counts {len(counts)} nodes, but SLURM_JOB_NODELIST names {count}")
     if len(counts) > count:
-        notes.append(
-            f"{name}={env[name]} counts more than the {count} nodes of SLURM_JOB_NODELIST; the rest is ignored"
-        )
+        more = f"counts more than the {count} nodes of SLURM_JOB_NODELIST; the rest is ignored"
+        notes.append(f"{name}={env[name]} {more}")
     return tuple(counts[:count])
 
 
 def _is_ending(job_id: str) -> bool:
     """Say whether SLURM is about to end a job: cancelled, requeued, preempted, or out of time."""
-    ask = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]
     try:
-        state = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+        state = _output("squeue", "--noheader", "--jobs", job_id, "--format", "%T").split()
     except (OSError, subprocess.TimeoutExpired):
         return False
     return state != [] and state[0] != "RUNNING"
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout

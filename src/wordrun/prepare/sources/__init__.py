@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from wordrun import files
 from wordrun.config import PARTS, DataConfig
 from wordrun.data import manifest
+from wordrun.files import absolute
 from wordrun.prepare.sources.base import Source
 
 
@@ -17,7 +17,7 @@ def locate(data: DataConfig) -> Source:
         UserError: it is neither on this machine nor can it be downloaded.
     """
     if data.prepared:
-        folder = files.absolute(data.prepared)
+        folder = absolute(data.prepared)
         if manifest.is_complete(folder):
             return Source(data, str(folder), str(folder))
     source: Source = PARTS["data"][data.kind].load().locate(data)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from wordrun.config import DataConfig, TokenizerConfig
 from wordrun.data import tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.errors import ConfigError
+from wordrun.files import absolute
 
 
 @dataclass(frozen=True)
@@ -51,25 +54,32 @@ class Source:
     path: str | None
     """The file, folder or glob; None: it is neither."""
     origin: str
-    """Where it came from, for people and for run.json."""
+    """Where it came from, for the log and for run.json."""
     banner: str | None = None
-    """What everyone who looks at the results must know, if the text is not the one that was requested."""
+    """A warning beside all results, if the text is not the one that was requested."""
 
     is_tokens: ClassVar[bool] = False
     """Whether the source consists of tokens, which can be read without preparation."""
 
     @classmethod
     def locate(cls, data: DataConfig) -> Source:
-        """Return the source of ``data``, downloading it if need be."""
-        raise NotImplementedError
+        """Return the source of ``data``, downloading it if need be; by default what data.path names."""
+        path = str(absolute(str(data.path)))
+        return cls(data, path, path)
+
+    def files(self) -> list[Path] | None:
+        """Return its files on this machine, in an order that is always the same; None: it has none."""
+        return None
 
     def size(self) -> int | None:
         """Return its size in bytes; None: unknown."""
-        raise NotImplementedError
+        files = self.files()
+        return None if files is None else sum(path.stat().st_size for path in files if path.is_file())
 
     def state(self) -> str | None:
         """Return a hash that changes with the content, for the fingerprint; None: there is none."""
-        raise NotImplementedError
+        files = self.files()
+        return None if files is None else state_of(files, Path("/"))
 
     def revision(self) -> str | None:
         """Return which state of the source is prepared, for the manifest."""
@@ -96,23 +106,30 @@ class Source:
         return None if tokenizers.needs_text(cfg) else tokenizers.build(cfg)
 
 
-def cleaned(texts: Iterable[str]) -> Iterator[Document]:
-    """Yield those of ``texts`` that are not empty, without what UTF-8 cannot encode (JSON may hold "\\ud800")."""
+def cleaned(texts: Iterable[str | None]) -> Iterator[Document]:
+    """Yield the ``texts`` that are not empty, without what UTF-8 cannot encode (JSON may hold "\\ud800")."""
     for text in texts:
         if text:
             yield Document(text if text.isascii() else text.encode("utf-8", "replace").decode())
-
-
-def size_of(paths: Iterable[Path]) -> int:
-    """Return the bytes of those of ``paths`` that are files."""
-    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def state_of(paths: Iterable[Path], root: Path) -> str:
     """Return a hash of the names relative to ``root``, sizes and modification times of files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
-        with contextlib.suppress(OSError):  # whoever reads it reports that it is missing
+        with contextlib.suppress(OSError):  # reading a missing file reports it
             stat = path.stat()
             digest.update(f"{os.path.relpath(path, root)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+def optional(module: str, user: str) -> Any:
+    """Import a module of an optional dependency, which ``user`` needs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"{user} needs {module.partition('.')[0]}: pip install 'wordrun[hf]'") from None

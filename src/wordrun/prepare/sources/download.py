@@ -31,7 +31,11 @@ class DownloadSource(FileSource):
             return cls(data, str(path), str(path))
         LOGGER.info("downloading %s to %s", data.url, path)
         try:
-            _download(data, path)
+            import pooch
+
+            pooch.get_logger().setLevel("WARNING")
+            downloader = pooch.HTTPDownloader(timeout=TIMEOUT_S)
+            pooch.retrieve(data.url, f"sha256:{data.sha256}", path.name, path.parent, downloader=downloader)
         except Exception as error:  # whatever the network, the proxy or the disk raised
             reason = first_line(error)
             if data.offline == "error":
@@ -57,25 +61,10 @@ def _check_hash(path: Path, data: DataConfig) -> None:
     try:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. It should be the text of data={data.name}"
-        ) from None
+        message = f"{path} cannot be read: {error.strerror}. It should be the text of data={data.name}"
+        raise ConfigError(message) from None
     if data.sha256 and found != data.sha256:
         raise ConfigError(
             f"{path} is not {data.name}: its sha256 is {found}, expected {data.sha256}. "
             f"Remove it to download it again, or use it as it is with data=text data.path={path}"
         )
-
-
-def _download(data: DataConfig, path: Path) -> None:
-    import pooch
-
-    assert data.url is not None
-    pooch.get_logger().setLevel("WARNING")
-    pooch.retrieve(
-        data.url,
-        known_hash=f"sha256:{data.sha256}",
-        fname=path.name,
-        path=path.parent,
-        downloader=pooch.HTTPDownloader(timeout=TIMEOUT_S),
-    )

@@ -16,15 +16,12 @@ from typing import IO, Any
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, first_line
-from wordrun.files import absolute
-from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, size_of, state_of
+from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Files that are read from a folder."""
 MAX_LINE = 2**20
 """Bytes after which a text without line breaks is cut anyway."""
-
-
 Part = tuple[str, str, int, int, int]
 """Kind, path, start, stop and size of a work item."""
 
@@ -32,23 +29,24 @@ Part = tuple[str, str, int, int, int]
 class FileSource(Source):
     """The files that data.path names."""
 
-    @classmethod
-    def locate(cls, data: DataConfig) -> Source:
-        """Return the files, which are read later."""
-        path = str(absolute(str(data.path)))
-        return cls(data, path, path)
-
     def files(self) -> list[Path]:
-        """Return the files in the order of their names."""
-        return find(str(self.path))
+        """Return one file, those in a folder, or those that match a glob, in the order of their names.
 
-    def size(self) -> int:
-        """Return the size of all files."""
-        return size_of(self.files())
-
-    def state(self) -> str | None:
-        """Return a hash of the names, sizes and times of the files."""
-        return state_of(self.files(), Path("/"))
+        Raises:
+            ConfigError: there are none.
+        """
+        path = str(self.path)
+        if os.path.isdir(path):
+            found = [p for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
+            what = f"has no {', '.join(SUFFIXES)}: name a folder with some"
+        elif glob.has_magic(path) and not os.path.exists(path):
+            found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
+            what = "matches no file: put it in quotes, so that the shell does not expand it, and check the spelling"
+        else:
+            return [Path(path).absolute()]
+        if not found:
+            raise ConfigError(f"data.path={path} {what}")
+        return sorted(p.absolute() for p in found)
 
     def items(self) -> list[WorkItem]:
         """Return work items of about data.shard_mb each; a compressed file is one."""
@@ -68,36 +66,14 @@ class FileSource(Source):
         return cleaned(_of_rows(item, self.data) if item.kind == "parquet" else _of_lines(item, self.data))
 
 
-def find(path: str) -> list[Path]:
-    """Return the files that ``path`` names, in the order of their names: one file, those in a folder, or of a glob.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    path = os.path.expanduser(path)
-    if os.path.isdir(path):
-        found = [p for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
-        what = f"has no {', '.join(SUFFIXES)}: name a folder with some"
-    elif glob.has_magic(path) and not os.path.exists(path):
-        found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
-        what = "matches no file: put it in quotes, so that the shell does not expand it, and check the spelling"
-    else:
-        return [Path(path).absolute()]
-    if not found:
-        raise ConfigError(f"data.path={path} {what}")
-    return sorted(p.absolute() for p in found)
-
-
 def _parts(path: Path, most: int, data: DataConfig) -> list[Part]:
     """Return the parts of one file, of about ``most`` bytes each."""
     try:
-        size = path.stat().st_size
-        with open(path, "rb"):
-            pass
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ConfigError(
-            f"data.path={path} cannot be read: {error.strerror}. Name a text file that you may read"
-        ) from None
+        message = f"data.path={path} cannot be read: {error.strerror}. Name a text file that you may read"
+        raise ConfigError(message) from None
     if size == 0:
         raise ConfigError(f"data.path={path} is empty: name a file with text, or use data=sample")
     if path.name.endswith((".gz", ".zst")):
@@ -118,19 +94,16 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
         path: for the message.
         at: their position in the file.
     """
+    if b"\0" in content:
+        zero = at + content.index(b"\0")
+        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {zero}): name a text in UTF-8")
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        if b"\0" in content[:4096]:
-            raise ConfigError(f"data.path={path} is a binary file: name a text in UTF-8") from None
         raise ConfigError(
             f"data.path={path} is not UTF-8 text (byte {at + error.start}): convert it, for example by "
             f"iconv -f latin1 -t utf-8 {path}"
         ) from None
-    if "\0" in text:
-        position = at + len(text[: text.index("\0")].encode())
-        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {position}): name a text in UTF-8")
-    return text
 
 
 def extent(item: WorkItem) -> tuple[int, int]:
@@ -168,30 +141,21 @@ def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
 
 
 def _of_lines(item: WorkItem, data: DataConfig) -> Iterator[str]:
-    number = 0
+    number, left = 0, sys.maxsize
+    since = f" after byte {item.start:,}" if item.start else ""
     try:
         with _unpacked(item.path) as file:
             if item.kind == "jsonl":
-                position, stop = _line(file, item.start), _line(file, item.stop)
+                position = _line(file, item.start)
+                left = _line(file, item.stop) - position
                 file.seek(position)
-            for line in file if item.kind == "packed" else _until(file, stop - position):
+            while left > 0 and (line := file.readline()):
+                left -= len(line)
                 number += 1
                 if line.strip():
-                    yield _field(line, data.text_key, f"{item.path} ({_position(item, number)})")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f"{item.path} is a damaged .gz ({error}, {_position(item, number)}): copy it again") from None
-    except OSError as error:
-        raise ConfigError(f"{item.path} is damaged ({error}, {_position(item, number)}): copy it again") from None
-
-
-def _until(file: IO[bytes], left: int) -> Iterator[bytes]:
-    while left > 0 and (line := file.readline()):
-        left -= len(line)
-        yield line
-
-
-def _position(item: WorkItem, number: int) -> str:
-    return f"line {number}" if item.start == 0 else f"line {number} after byte {item.start:,}"
+                    yield _field(line, data.text_key, f"{item.path} (line {number}{since})")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{item.path} is damaged ({error}, line {number}{since}): copy it again") from None
 
 
 def _unpacked(path: str) -> Any:
@@ -199,10 +163,7 @@ def _unpacked(path: str) -> Any:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        try:
-            import pyarrow
-        except ImportError:
-            raise ConfigError(f"{path} needs pyarrow: pip install 'wordrun[hf]'") from None
+        pyarrow = optional("pyarrow", path)
         # Unlike zstandard's own, this reader detects a truncated file.
         return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), 2**18)
     return open(path, "rb")
@@ -237,14 +198,10 @@ def _row_groups(path: Path, most: int, data: DataConfig) -> list[Part]:
 
 def _parquet(path: str | Path, data: DataConfig) -> Any:
     """Return the open file at ``path``, once its column has been checked."""
+    parquet = optional("pyarrow.parquet", str(path))
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"{path} needs pyarrow: pip install 'wordrun[hf]'") from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        file = parquet.ParquetFile(path)
+    except (ValueError, OSError) as error:  # of the library
         raise ConfigError(f"{path} is a damaged .parquet ({first_line(error)}): copy it again") from None
     kinds = {field.name: str(field.type) for field in file.schema_arrow}
     if kinds.get(data.text_key) not in ("string", "large_string", "string_view"):
@@ -253,13 +210,11 @@ def _parquet(path: str | Path, data: DataConfig) -> Any:
     return file
 
 
-def _of_rows(item: WorkItem, data: DataConfig) -> Iterator[str]:
+def _of_rows(item: WorkItem, data: DataConfig) -> Iterator[str | None]:
     file = _parquet(item.path, data)
-    import pyarrow
-
     try:
         for group in range(item.start, item.stop):
             for batch in file.iter_batches(row_groups=[group], columns=[data.text_key]):
-                yield from (text for text in batch.column(0).to_pylist() if text)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+                yield from batch.column(0).to_pylist()
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{item.path} is a damaged .parquet ({first_line(error)}): copy it again") from None

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, size_of, state_of
+from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional, state_of
 
 PROBE_S = 5
 """Seconds to wait for an answer of the hub."""
@@ -27,17 +27,17 @@ class HubSource(Source):
     def locate(cls, data: DataConfig) -> HubSource:
         """Return the data set, which is opened later."""
         parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
-        return cls(data, None, "Hugging Face data set " + ", ".join(part for part in parts if part))
+        return cls(data, None, "Hugging Face dataset " + ", ".join(part for part in parts if part))
 
-    def size(self) -> int | None:
-        """Return the size of a local folder; only the hub knows that of other data sets."""
+    def files(self) -> list[Path] | None:
+        """Return the files in a local folder."""
         folder = _folder(self.data)
-        return size_of(folder.rglob("*")) if folder else None
+        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else None
 
     def state(self) -> str | None:
-        """Return a hash of the files in a local folder."""
-        folder = _folder(self.data)
-        return state_of(sorted(p for p in folder.rglob("*") if p.is_file()), folder) if folder else None
+        """Return a hash of the files in a local folder, whose own path does not matter."""
+        folder, files = _folder(self.data), self.files()
+        return state_of(files, folder) if folder and files is not None else None
 
     def revision(self) -> str | None:
         """Return the commit that data.revision currently names; without access to the hub, data.revision itself."""
@@ -61,10 +61,10 @@ class HubSource(Source):
             raise ConfigError(
                 f"data.dataset={data.dataset} has no column data.text_key={data.text_key}, but {', '.join(columns)}"
             )
-        if hasattr(dataset, "num_shards") and not hasattr(dataset, "__len__"):
-            spans = [(shard, shard + 1) for shard in range(dataset.num_shards)]
-        else:
+        if hasattr(dataset, "__len__"):
             spans = [(start, min(start + ROWS, len(dataset))) for start in range(0, len(dataset), ROWS)]
+        else:
+            spans = [(shard, shard + 1) for shard in range(dataset.num_shards)]
         return [WorkItem(number, "hf", str(data.dataset), *span) for number, span in enumerate(spans)]
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
@@ -74,7 +74,7 @@ class HubSource(Source):
 
 def _folder(data: DataConfig) -> Path | None:
     """Return the local folder that data.dataset names, if it does."""
-    path = Path(os.path.expanduser(str(data.dataset)))
+    path = Path(str(data.dataset)).expanduser()
     return path if path.is_dir() else None
 
 
@@ -84,10 +84,7 @@ def open_dataset(data: DataConfig) -> Any:
     Raises:
         UserError: it is neither local nor reachable; the message says what to do on a login node.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(f"data={data.name} needs datasets: pip install 'wordrun[hf]'") from None
+    datasets = optional("datasets", f"data={data.name}")
     datasets.disable_progress_bars()
     folder = _folder(data)
     if folder is None and not reachable():
@@ -98,13 +95,9 @@ def open_dataset(data: DataConfig) -> Any:
     try:
         if folder is not None and any(folder.glob("**/state.json")):
             table = datasets.load_from_disk(str(folder))
-            if isinstance(table, datasets.DatasetDict):
-                table = table[data.split]
-            return table
-        return datasets.load_dataset(
-            str(folder or data.dataset), name=data.subset, split=data.split, revision=None if folder else data.revision,
-            streaming=True,
-        )  # fmt: skip
+            return table[data.split] if isinstance(table, datasets.DatasetDict) else table
+        name, revision = str(folder or data.dataset), None if folder else data.revision
+        return datasets.load_dataset(name, data.subset, split=data.split, revision=revision, streaming=True)
     except (KeyError, ValueError, FileNotFoundError) as error:
         if folder is None and _is_offline(error):
             raise _unreachable(data, error) from None
@@ -113,7 +106,7 @@ def open_dataset(data: DataConfig) -> Any:
         raise _unreachable(data, error) from None
 
 
-def _texts(item: WorkItem, data: DataConfig) -> Iterator[str]:
+def _texts(item: WorkItem, data: DataConfig) -> Iterator[str | None]:
     dataset = open_dataset(data)
     if hasattr(dataset, "__len__"):
         part = dataset.select_columns([data.text_key]).select(range(item.start, item.stop))
@@ -126,7 +119,7 @@ def _texts(item: WorkItem, data: DataConfig) -> Iterator[str]:
                 raise ConfigError(
                     f"data.dataset={data.dataset}: data.text_key={data.text_key} holds {type(text).__name__}, not text"
                 )
-            yield text or ""
+            yield text
     except UserError:
         raise
     except Exception as error:
@@ -158,7 +151,7 @@ def _is_offline(error: BaseException) -> bool:
 def _unreachable(data: DataConfig, error: BaseException) -> UserError:
     subset = f" data.subset={data.subset}" if data.subset else ""
     return UserError(
-        f"data={data.name}: the Hugging Face data set {data.dataset} could not be downloaded ({first_line(error)}). On "
+        f"data={data.name}: the Hugging Face dataset {data.dataset} could not be downloaded ({first_line(error)}). On "
         "a machine with network access (a login node), with the same $WORDRUN_DATA_HOME: wordrun prepare "
         f"data={data.name}; or download it with: hf download --repo-type dataset {data.dataset} --local-dir DIR, and "
         f"prepare here with data.dataset=DIR{subset}."

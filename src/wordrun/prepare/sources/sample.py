@@ -95,9 +95,6 @@ class SampleSource(Source):
         """Return 0: nothing is read."""
         return 0
 
-    def state(self) -> None:
-        """Return nothing: the text never changes."""
-
     def items(self) -> list[WorkItem]:
         """Return one work item."""
         return [WorkItem(0, "text", size=LENGTH)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.train.checkpoint import SaveError
@@ -16,7 +16,7 @@ class Log(Hook):
     def at_start(self, trainer: Training) -> None:
         """Explain the names."""
         legend = "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
-        LOGGER.info("metrics, named alike in metrics.jsonl and in all trackers:\n%s", legend)
+        LOGGER.info("metrics (same names in metrics.jsonl and in all trackers):\n%s", legend)
 
     def after_step(self, trainer: Training) -> None:
         """Reduce the metrics over the ranks and pass them to the trackers."""
@@ -99,10 +99,9 @@ class Bar(Hook):
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._task = TaskID(0)
 
     def at_start(self, trainer: Training) -> None:
-        """Show it."""
+        """Show the bar."""
         screen = trainer.log.screen
         if trainer.world.rank != 0 or not screen.is_terminal:
             return
@@ -111,22 +110,22 @@ class Bar(Hook):
             TextColumn("loss {task.fields[loss]}  {task.fields[tps]} tokens/s"), TimeRemainingColumn(),
             console=screen, refresh_per_second=4, expand=True,
         )  # fmt: skip
-        self._task = self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", tps="-")
+        self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", tps="-")
         self._progress.start()
 
     def after_step(self, trainer: Training) -> None:
-        """Update it."""
+        """Update the bar."""
         if self._progress is None:
             return
         # A resumed run has no metrics until its first line.
         loss, tps = (trainer.state.metrics.get(name) for name in ("loss", "tps"))
         self._progress.update(
-            self._task, completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
+            self._progress.task_ids[0], completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
             tps="-" if tps is None else f"{tps:,.0f}",
         )  # fmt: skip
 
     def close(self) -> None:
-        """Leave it on the screen as it is."""
+        """Leave the bar on the screen as it is."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
