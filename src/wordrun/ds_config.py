@@ -46,7 +46,7 @@ def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, 
                 problems.append(f"{section}={json.dumps(node)} should be a block with {name} in it")
                 node = {}
         theirs = node.get(name, AUTO)
-        if theirs != AUTO and not _same(theirs, ours):
+        if theirs not in (AUTO, ours) and str(theirs).lower() != str(ours).lower():
             problems.append(
                 f'{key}={json.dumps(theirs)}, but {option} makes it {json.dumps(ours)}: write "auto" into the file, '
                 f"or change {option}"
@@ -111,10 +111,6 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"backend.config={path} should hold one block of settings in braces")
     return content
-
-
-def _same(theirs: Any, ours: Any) -> bool:
-    return bool(theirs == ours) or str(theirs).lower() == str(ours).lower()
 
 
 def _without_auto(node: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from wordrun import dist
@@ -20,6 +21,10 @@ from wordrun.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+
+Check = Callable[[dist.World, ModuleType], None]
+"""Raises if the ranks are wrong; gets torch.distributed, which this module must not import at its top."""
 
 
 class CheckError(UserError):
@@ -53,10 +58,12 @@ def _say(world: dist.World, text: str) -> None:
         print(text, flush=True)
 
 
-def _timed(check: Callable[[dist.World], None], name: str, world: dist.World) -> float:
+def _timed(check: Check, name: str, world: dist.World) -> float:
+    import torch.distributed as td
+
     begin = time.perf_counter()
     try:
-        check(world)
+        check(world, td)
     except Exception as error:
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         raise CheckError(f"check {name} failed on {world.host}: {kind}{error}") from error
@@ -74,58 +81,47 @@ def _mine(world: dist.World, value: float) -> torch.Tensor:
     return torch.full((3,), float(value), device=world.device)
 
 
-def all_reduce(world: dist.World) -> None:
+def all_reduce(world: dist.World, td: ModuleType) -> None:
     """The sum of 1 + rank arrives on every rank."""
-    import torch.distributed as td
-
     x = _mine(world, 1 + world.rank)
     td.all_reduce(x)
     _expect(x, [world.size * (world.size + 1) / 2] * 3)
 
 
-def reduce(world: dist.World) -> None:
+def reduce(world: dist.World, td: ModuleType) -> None:
     """The sum of 1 + rank arrives on the last rank."""
-    import torch.distributed as td
-
     x, root = _mine(world, 1 + world.rank), world.size - 1
     td.reduce(x, dst=root)
     if world.rank == root:
         _expect(x, [world.size * (world.size + 1) / 2] * 3)
 
 
-def broadcast(world: dist.World) -> None:
+def broadcast(world: dist.World, td: ModuleType) -> None:
     """The last rank's values arrive on every rank."""
-    import torch.distributed as td
-
     x, root = _mine(world, 10 + world.rank), world.size - 1
     td.broadcast(x, src=root)
     _expect(x, [10 + root] * 3)
 
 
-def all_gather(world: dist.World) -> None:
+def all_gather(world: dist.World, td: ModuleType) -> None:
     """Every rank gets every rank's values, in the order of ranks."""
     import torch
-    import torch.distributed as td
 
     parts = [torch.empty(3, device=world.device) for _ in range(world.size)]
     td.all_gather(parts, _mine(world, world.rank))
     _expect(torch.cat(parts), [float(rank) for rank in range(world.size) for _ in range(3)])
 
 
-def scatter(world: dist.World) -> None:
+def scatter(world: dist.World, td: ModuleType) -> None:
     """Every rank gets its own part from rank 0."""
-    import torch.distributed as td
-
     parts = [_mine(world, 100 + rank) for rank in range(world.size)] if world.rank == 0 else None
     x = _mine(world, -1)
     td.scatter(x, parts, src=0)
     _expect(x, [100 + world.rank] * 3)
 
 
-def barrier(world: dist.World) -> None:
+def barrier(world: dist.World, td: ModuleType) -> None:
     """No rank leaves before all have arrived."""
-    import torch.distributed as td
-
     arrived = [f"wordrun/test_dist/arrived/{rank}" for rank in range(world.size)]
     store = shared_store(world)
     if world.rank == 0:
@@ -169,7 +165,7 @@ def train(world: dist.World, steps: int = 100) -> None:
         raise CheckError(f"check train failed: the loss did not fall (first {losses[0]:.4f}, last {losses[-1]:.4f})")
 
 
-CHECKS: dict[str, Callable[[dist.World], None]] = {
+CHECKS: dict[str, Check] = {
     check.__name__: check for check in (all_reduce, reduce, broadcast, all_gather, scatter, barrier)
 }
 

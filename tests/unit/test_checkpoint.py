@@ -115,7 +115,7 @@ def test_a_config_comes_back_typed(small: Words) -> None:
 
 def test_weights_are_found_by_one_process(whole: Path, small: Words, tmp_path: Path) -> None:
     saved = find(whole)
-    weights = saved.read_weights()
+    weights = dict(saved.weights())
     assert saved.step == 12
     assert json.loads(saved.tokenizer_json)["kind"] == "char"
     with Trainer(wordrun.compose(small(*SAVING, f"train.resume={whole}"))) as trainer:

@@ -172,7 +172,7 @@ def test_exported_weights_are_a_checkpoint(save_run: SaveRun) -> None:
     ours = save_run(Path("run"), "model=llama_debug", text=TEXT)
     assert main(["run=run", "form=checkpoint", "out=weights"]) == 0
     saved = find(Path("weights"))
-    state = saved.read_weights()
+    state = dict(saved.weights())
     assert all(state[name].equal(p) for name, p in ours.named_parameters())
     assert state.keys() == dict(ours.named_parameters()).keys()
     assert json.loads(saved.tokenizer_json) == json.loads(find(Path("run")).tokenizer_json)

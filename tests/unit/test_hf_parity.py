@@ -12,7 +12,7 @@ import transformers
 from wordrun import model as models
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
 from wordrun.errors import ConfigError
-from wordrun.model.huggingface import from_huggingface, huggingface_config, to_huggingface
+from wordrun.model.huggingface import huggingface_config, match, to_huggingface, to_ours
 
 V = 61
 SHAPES: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 48}
@@ -28,6 +28,14 @@ MODELS = {
     # 100 times as many tokens as usual here, so that rotations are stretched, mixed and left alone.
     "llama 3.2": replace(LLAMA, rope_theta=500_000.0, rope_factor=32.0, tie=True, n_layer=1, block_size=4800),
 }
+
+
+def from_huggingface(state: dict[str, torch.Tensor], cfg: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return our model's state dict for the weights of transformers' model."""
+    names, problems = match(state, {name: tensor.shape for name, tensor in state.items()}, cfg)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return {name: to_ours(name, state[theirs], cfg) for name, theirs in names.items()}
 
 
 def random_model(cfg: ModelConfig) -> models.Transformer:

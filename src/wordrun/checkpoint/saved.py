@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -64,10 +63,6 @@ class Saved:
             ) from None
         state = convert(str(self.folder), tag=ENGINE)
         return {name: state[name] for name, _ in meta_model(self.config.model, self.vocab_size).weights()}
-
-    def read_weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return all weights on ``device``; an output layer tied to the embedding is left out."""
-        return {name: tensor.to(device) for name, tensor in self.weights().items()}
 
 
 def _read(folder: Path, name: str, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:

@@ -1,7 +1,5 @@
 """``python -m wordrun.launch`` is the same as ``launch``."""
 
-from __future__ import annotations
-
 import sys
 
 from wordrun.launch.cli import main

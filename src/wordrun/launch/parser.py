@@ -99,6 +99,7 @@ class Option:
     repeat: bool = False
 
 
+MARGIN = "send SIGUSR1 to the ranks S seconds before the time limit (0: never; wordrun jobs: 120)"
 GROUPS: dict[str, tuple[Option, ...]] = {
     "Number of ranks (any two determine the third; default: one rank per GPU, or a single process)": (
         Option(("-n", "--np"), "np", "total number of ranks", "N", _count),
@@ -113,13 +114,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--idle-timeout",), "idle_timeout", "stop the job after S seconds without output", "S", _seconds),
         Option(("--retries",), "retries", "relaunch up to N times after a node or network failure", "N", _count),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
-        Option(
-            ("--walltime-margin",),
-            "walltime_margin",
-            "send SIGUSR1 to the ranks S seconds before the time limit (0: never; wordrun jobs: 120)",
-            "S",
-            _margin,
-        ),
+        Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _margin),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
         Option(("--hostfile",), "hostfile", "hosts to use, one per line (in a job: some of the job's hosts)", "FILE"),
         Option(("--site",), "site", "site: a name or a YAML file", "NAME"),

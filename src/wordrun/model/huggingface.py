@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.errors import ConfigError
 from wordrun.model import meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
@@ -54,18 +53,6 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
             bias = name.removesuffix("weight") + "bias"
             result[_their_name(bias, cfg)] = tensor.new_zeros(tensor.shape[0])
     return result
-
-
-def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Return our model's state dict for the weights ``state`` of transformers' model.
-
-    Raises:
-        ConfigError: names every weight that only one of the models has, or whose shapes differ.
-    """
-    names, problems = match(state, {name: tensor.shape for name, tensor in state.items()}, cfg)
-    if problems:
-        raise ConfigError("\n".join([*problems, "choose the model, and its options, that the checkpoint holds"]))
-    return {name: to_ours(name, state[theirs], cfg) for name, theirs in names.items()}
 
 
 def match(
