@@ -46,10 +46,8 @@ class PipelineBackend(FSDPBackend):
         cfg, options, pp = spec.cfg, spec.cfg.backend, spec.layout.pp
         assert isinstance(options, PPConfig)
         if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
-            raise ConfigError(
-                f"backend.tp={spec.layout.tp} in a pipeline needs torch 2.13 or newer; with torch {torch.__version__} "
-                "gradients would be wrong: use backend.tp=1, or train.backend=TP"
-            )
+            wrong = f"in a pipeline needs torch 2.13; its gradients would be wrong with {torch.__version__}"
+            raise ConfigError(f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP")
         self.count = stages(options, pp)
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")
