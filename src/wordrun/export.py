@@ -156,8 +156,7 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
 
 def write_checkpoint(folder: Path, saved: Saved) -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
-    from wordrun.checkpoint import folder as folders
-    from wordrun.checkpoint import shards
+    from wordrun.checkpoint import folder as folders, shards
     from wordrun.checkpoint.saved import MODEL
 
     weights = saved.weights()

@@ -14,8 +14,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
-from wordrun import log
-from wordrun import model as models
+from wordrun import log, model as models
 from wordrun.backend.native import prepare_blocks
 from wordrun.checks import check
 from wordrun.composer import compose

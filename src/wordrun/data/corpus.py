@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from wordrun import files
 from wordrun.config import DataConfig, TokenizerConfig
-from wordrun.data import manifest as manifests
-from wordrun.data import shards, tokenizers
+from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.errors import ConfigError

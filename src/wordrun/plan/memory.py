@@ -15,15 +15,13 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.checks import microbatches
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
+from wordrun.config import AdamWConfig, BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig, SGDConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, numel
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
 
 Stages = Sequence[Sequence[int]]
 """The block indices in each pipeline stage of a rank."""
-ADAMW = 8
-"""Bytes of optimizer state per parameter: first and second moments in fp32."""
 DEEPSPEED_BUCKET = 500_000_000
 """Number of elements that DeepSpeed gathers or reduces at once by default."""
 DEEPSPEED_LIVE = 1_000_000_000
@@ -100,15 +98,23 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
         buffers += strategy.compute * numel(factors)
     if strategy.gas > 1 or ranks == 1 or not options.gradient_as_bucket_view:  # else gradients are bucket views
         buffers += FP32 * count
+    size, state = FP32 * count, _optimizer_state(strategy, count, len(shapes))
     return Memory(
-        parameters=FP32 * count,
-        gradients=FP32 * count,
-        optimizer=ADAMW * count + FP32 * len(shapes),  # plus a step count each
+        parameters=size, gradients=size, optimizer=state, at_loss=buffers,
         buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a new gradient before accumulation
-        at_loss=buffers,
         sent=_ring(2, ranks) * (2 if options.compress == "bf16" else FP32) * count,
         **activation_memory(model, strategy, checkpointing, model.layers),
-    )
+    )  # fmt: skip
+
+
+def _optimizer_state(strategy: Strategy, count: float, tensors: int = 0) -> float:
+    """Return the bytes of optimizer state, in fp32, of ``count`` parameters in ``tensors`` tensors."""
+    optimizer = strategy.cfg.optimizer
+    if isinstance(optimizer, AdamWConfig):  # two moments, and a step count for each tensor
+        return FP32 * (2 * count + tensors)
+    if isinstance(optimizer, SGDConfig):
+        return FP32 * count if optimizer.momentum else 0
+    raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
 
 
 @memory_of_rank.register(DeepSpeedConfig)
@@ -120,7 +126,7 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, chec
     states = {
         "parameters": size * count / (ranks if stage == 3 else 1),
         "gradients": size * count / (ranks if stage >= 2 else 1),
-        "optimizer": (copy + ADAMW) * count / (ranks if stage else 1),
+        "optimizer": (copy * count + _optimizer_state(strategy, count)) / (ranks if stage else 1),
     }
     offloaded = ["parameters"] * options.offload_params + ["gradients", "optimizer"] * options.offload_optimizer
     live = max(min(count, DEEPSPEED_LIVE), numel(model.block)) if stage == 3 else 0
@@ -204,7 +210,7 @@ def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig,
     shapes = [each for layers in stages for each in model.stage(layers)]
     count = numel(shapes, strategy.layout.tp, strategy.layout.shard)
     size = float(FP32 * count)
-    states = {"parameters": size, "gradients": size, "optimizer": ADAMW * count + FP32 * float(len(shapes))}
+    states = {"parameters": size, "gradients": size, "optimizer": _optimizer_state(strategy, count, len(shapes))}
     return _offload(states, states if options.cpu_offload else (), strategy)
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from wordrun import files
 from wordrun.config import BPETokenizerConfig, TokenizerConfig
-from wordrun.data import manifest as manifests
-from wordrun.data import shards, tokenizers
+from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist import World

@@ -8,8 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from wordrun.data import manifest as manifests
-from wordrun.data import shards
+from wordrun.data import manifest as manifests, shards
 from wordrun.errors import UserError
 from wordrun.files import absolute
 
