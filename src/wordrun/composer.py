@@ -162,7 +162,7 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     register()
     if tree.extra_dir:
         overrides = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]", *overrides]
-    backup = GlobalHydra.instance().hydra  # the caller may be a Hydra application itself
+    backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
     GlobalHydra.instance().clear()
     start = (
         hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")

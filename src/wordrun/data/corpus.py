@@ -41,7 +41,7 @@ class Corpus:
     train: shards.Array
     val: shards.Array
     origin: str
-    """Where the text came from, for the log and for run.json."""
+    """Origin of the text, for the log and run.json."""
     banner: str | None = None
     """A warning to show with all results if this is not the requested text."""
     mix: Sequence[Part] = ()

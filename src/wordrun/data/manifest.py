@@ -39,7 +39,7 @@ class Manifest:
 
     name: str
     origin: str
-    """Where the text came from."""
+    """Origin of the text."""
     revision: str | None
     """Version of the text: a hub commit, or a hash of file names, sizes and modification times."""
     settings: dict[str, Any]

@@ -129,7 +129,7 @@ class Sequences(Order):
         return starts
 
     def _aligned(self, starts: NDArray[np.int64], eot: int) -> NDArray[np.int64]:
-        """Return ``starts``, each moved to the first ``eot`` of its sequence."""
+        """Return ``starts``, each moved to the first ``eot`` in its sequence."""
         moves = (rows(self.tokens, starts, self.block_size) == eot).argmax(axis=1)  # 0 if there is none
         moved: NDArray[np.int64] = starts + moves
         return np.minimum(moved, len(self.tokens) - self.block_size - 1)

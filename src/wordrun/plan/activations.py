@@ -96,7 +96,7 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
 
 
 def _attention(cfg: ModelConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
-    """Return what the softmax of attention and dropout save.
+    """Return the tensors saved by the attention softmax and by dropout.
 
     Fused attention stores no T x T matrix. Unfused attention (``keeps_weights``) saves the weights and, with dropout,
     also the mask and their product.

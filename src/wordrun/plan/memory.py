@@ -226,7 +226,7 @@ def _ring(passes: int, ranks: int) -> float:
 
 
 def _reduce_size(strategy: Strategy, options: FSDPConfig) -> int:
-    """Return the bytes per element in which gradients are averaged."""
+    """Return the bytes per element for averaging gradients."""
     return 2 if options.reduce_dtype == "bf16" and strategy.compute < FP32 else FP32
 
 

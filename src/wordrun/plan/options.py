@@ -70,7 +70,7 @@ class Hardware:
 
 
 def hardware(options: PlanConfig) -> Hardware:
-    """Return the hardware that ``options`` describe.
+    """Return the hardware described by ``options``.
 
     Raises:
         ConfigError: if values are invalid; the message names all of them.

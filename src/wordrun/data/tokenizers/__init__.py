@@ -1,4 +1,4 @@
-"""Tokenizers by name; each is a class in a file here and a line in ``config.PARTS``."""
+"""Tokenizers by name; each is a class in this package and a line in ``config.PARTS``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of text; each kind is a class in a file here and a line in ``config.PARTS``."""
+"""Sources of text; each kind is a class in this package and a line in ``config.PARTS``."""
 
 from __future__ import annotations
 

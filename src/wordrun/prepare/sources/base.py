@@ -54,7 +54,7 @@ class Source:
     path: str | None
     """The file, folder or glob; None for other sources."""
     origin: str
-    """Where it came from, for the log and for run.json."""
+    """Origin of the text, for the log and run.json."""
     banner: str | None = None
     """A warning to show with all results if this is not the requested text."""
 
