@@ -1,7 +1,7 @@
-"""What wordrun uses of libraries without their promise to keep it: one function for each such name.
+"""Private names of libraries that wordrun uses, each behind one function.
 
-Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8 on the latter. Where a version lacks a name, each
-function falls back as it says; tests/unit/test_compat.py fails then and names the function to mend.
+Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8 on the latter. Each function documents its fallback for versions
+without the name; tests/unit/test_compat.py then fails and names the function to fix.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DEEPSPEED = {
     "deepspeed.comm.comm": ("cdb",),
     "deepspeed.utils.groups": ("_release_process_group_references",),
 }
-"""Names of DeepSpeed that ``quiet_deepspeed`` and ``restore_after_deepspeed`` replace or call, by module."""
+"""DeepSpeed internals that ``quiet_deepspeed`` and ``restore_after_deepspeed`` replace or call, by module."""
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:
     """Return where this rank's shard of a DTensor begins in the full tensor.
 
-    torch's own checkpoints ask the tensor in the same way. There is no substitute: placements of FSDP over tensor
+    torch's own checkpoints do the same. There is no fallback: placements of FSDP over tensor
     parallelism are strided, and the arithmetic is torch's.
     """
     (chunk,) = tensor.__create_chunk_list__()
@@ -40,13 +40,13 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
 
 
 def cpu_is_fast_at_bf16() -> bool:
-    """Return whether the processor has instructions for bf16; if torch does not tell, False: the run is in fp32."""
+    """Return whether the processor has instructions for bf16; False if torch cannot tell, so that the run uses fp32."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
-    """Run a step of a pipeline schedule without keeping its outputs, which torch 2.8 cannot do without."""
+    """Run a step of a pipeline schedule and discard its outputs, except with torch 2.8, which always keeps them."""
     if "return_outputs" in inspect.signature(schedule.step).parameters:
         kwargs["return_outputs"] = False
     schedule.step(*args, **kwargs)
@@ -62,7 +62,7 @@ def pipeline_takes_tensor_parallel() -> bool:
 
 
 def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``tensors`` by ``factor`` in place, all on its device: at once, or where torch cannot, one by one."""
+    """Multiply ``tensors`` in place by ``factor``, all on one device; one by one if torch lacks the fused op."""
     if hasattr(torch, "_foreach_mul_"):
         torch._foreach_mul_(tensors, factor)
     else:
@@ -71,19 +71,19 @@ def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def is_compile_error(error: Exception) -> bool:
-    """Return whether torch.compile raised ``error``; if its modules have moved, False: the user sees the traceback."""
+    """Return whether torch.compile raised ``error``; False if its modules have moved: users see the traceback."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def release_reducer(replica: Any) -> None:
-    """Let go of the process group that DistributedDataParallel holds; harmless where torch calls it otherwise."""
+    """Release DistributedDataParallel's process group; harmless if torch has renamed the attributes."""
     replica.reducer = replica.logger = None
 
 
 def quiet_deepspeed() -> None:
-    """Keep DeepSpeed from compiling at its import's end what it can do without, and from a warning at each step.
+    """Stop DeepSpeed from compiling an optional op at startup and from warning at each step.
 
-    Without these names it compiles an all-reduce over shared memory where it finds a compiler: minutes, once.
+    If the names are missing, it compiles a shared-memory all-reduce if it finds a compiler, which takes minutes once.
     """
     _replace("deepspeed.comm.torch", "build_shm_op", lambda: None)
     # torch 2.13 renamed two collectives; DeepSpeed uses the old names, which still work.
@@ -91,10 +91,10 @@ def quiet_deepspeed() -> None:
 
 
 def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
-    """Quieten DeepSpeed's log, and have ``undo`` revert what the engine changes outside itself.
+    """Quieten DeepSpeed's log, and make ``undo`` revert the engine's global changes.
 
-    Those are torch's ``F.linear`` and DeepSpeed's handles of the process group. Where a version lacks the handles, a
-    second run in the same process may fail; the first one does not need them.
+    These are torch's ``F.linear`` and DeepSpeed's process group handles. If a version lacks the handles, a second run
+    in the same process may fail; the first does not need them.
     """
     logger = logging.getLogger("DeepSpeed")
     undo.callback(logger.setLevel, logger.level)

@@ -1,4 +1,4 @@
-"""Backends: one optimizer step, in parallel. A file and a line in ``config.PARTS`` each."""
+"""Backends take optimizer steps in parallel. Each is one file and one entry in ``config.PARTS``."""
 
 from wordrun.backend.base import Backend, BackendSpec, StepResult, build
 

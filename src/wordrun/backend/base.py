@@ -1,4 +1,4 @@
-"""What a backend is."""
+"""The interface of backends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from wordrun.dist.mesh import Layout
 from wordrun.model import Model
 
 MakeModel = Callable[..., Any]
-"""Returns a ``Model`` on the meta device: all of it, or with the argument ``layers`` the stage with those blocks."""
+"""Returns a ``Model`` on the meta device: the full model or, given ``layers``, the pipeline stage with those blocks."""
 MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step leaves behind, still on the device: reading it waits for the step to end."""
+    """The result of one optimizer step. It is still on the device, so reading it waits for the step to end."""
 
     loss: Tensor
     """Mean loss over the sequences of this rank's share of the batch, in nats per token."""
@@ -37,7 +37,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """What a backend is built from."""
+    """Everything needed to build a backend."""
 
     cfg: Config
     world: World
@@ -45,9 +45,9 @@ class BackendSpec:
     """How the ranks divide the work."""
     make_model: MakeModel
     make_optimizer: MakeOptimizer
-    """Returns the optimizer over named parameters."""
+    """Returns the optimizer for named parameters."""
     weights: Mapping[str, Tensor] | None = None
-    """Initial values of the parameters, by name and unsharded; None: random ones."""
+    """Unsharded initial values of the parameters, by name; None: initialise randomly."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -55,12 +55,12 @@ class BackendSpec:
         return torch.device(self.world.device)
 
     def optimizer(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """Return the run's optimizer over the named ``parameters``."""
+        """Return the run's optimizer for the named ``parameters``."""
         return remember_ratios(self.make_optimizer(parameters), self.cfg.optimizer.learning_rate)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Precision of the computation."""
+        """Compute dtype."""
         return choose_dtype(self.cfg.train.dtype, self.device)
 
 
@@ -69,58 +69,58 @@ class Save:
     """A copy of the training state, ready to be written."""
 
     facts: dict[str, Any]
-    """What ``load`` needs besides the files, serialisable as JSON, with the ``kind`` of their format."""
+    """What ``load`` needs besides the files, JSON-serialisable; ``kind`` names the files' format."""
     write: Callable[[Path, Group], None]
-    """Writes this rank's files into a folder, together with the other ranks of a group."""
+    """Writes this rank's files into a folder; every rank of the group must call it."""
     in_background: bool
     """Whether another thread may call ``write`` while training continues."""
 
 
 class Backend(Protocol):
-    """One optimizer step, and what evaluation and generation need. Every rank must call each of these methods.
+    """Takes optimizer steps and runs the model for evaluation and generation. Every rank must call every method.
 
-    A batch is whatever the model's ``losses`` takes, on the backend's device.
+    A batch is whatever ``Model.losses`` accepts, on the backend's device.
     """
 
     device: torch.device
     dtype: torch.dtype
-    """Precision of the computation."""
+    """Compute dtype."""
     parts: Sequence[Model]
-    """This rank's part of the model: all of it, or its stages of a pipeline."""
+    """This rank's part of the model: the full model, or its pipeline stages."""
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
-        """Take one optimizer step on ``batches``, one for each micro-step."""
+        """Take one optimizer step on ``batches``, one batch per micro-step."""
 
     def losses(self, batch: Any) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), without gradients."""
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return a language model's logits for the last of ``tokens`` (B, T), as (B, V), without gradients."""
+        """Return a language model's logits (B, V) at the last of ``tokens`` (B, T), without gradients."""
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
-        """Copy the present training state.
+        """Copy the current training state.
 
         Args:
-            own: further tensors of this rank for the checkpoint, under names that no other rank uses.
+            own: additional tensors that only this rank saves, under names that no other rank uses.
         """
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Restore the training state from a checkpoint, which any layout of ranks may have written.
+        """Restore the training state from a checkpoint written by any layout of ranks.
 
         Args:
             folder: the checkpoint.
             facts: the ``facts`` of the save.
-            own: names of this rank's own tensors, which are returned.
+            own: names of the tensors that only this rank saved; they are returned.
 
         Raises:
-            ConfigError: this backend cannot read checkpoints of that kind.
+            ConfigError: this backend cannot read this kind of checkpoint.
         """
 
     def close(self) -> None:
-        """Release whatever holds the process group, which is destroyed next; no step can follow."""
+        """Release everything that uses the process group, which is destroyed next; no step can follow."""
 
 
 def build(spec: BackendSpec) -> Backend:
-    """Return the backend that ``train.backend`` names; every rank must call this."""
+    """Return the backend selected by ``train.backend``; every rank must call this."""
     backend: Backend = part_of("backend", spec.cfg.backend).load()(spec)
     return backend

@@ -18,7 +18,7 @@ from wordrun.model import materialise
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients on the CPU by MPI, which has shared memory and the fabric where gloo has TCP."""
+    """Average a bucket of CPU gradients with MPI, which uses shared memory and the fabric where gloo uses TCP."""
     gradients = bucket.buffer()
     communicator.Allreduce(mpi.in_place(), gradients.numpy())
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -42,19 +42,19 @@ class DDPBackend(NativeBackend):
             static_graph=options.static_graph, broadcast_buffers=False,
         )  # fmt: skip
         if options.compress == "bf16":
-            # Wrapped, because torch accepts the hook itself for NCCL only, though gloo sums bf16 as well.
+            # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
             self.replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
         elif self.device.type == "cpu" and not self.alone and mpi.in_use(spec.world):
-            # Wrapped, because torch inspects a hook's annotations and rejects strings, which all of this file's are.
+            # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
             self.replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
-        """Return the mean loss of ``batch``; the backward pass of the last one averages the gradients."""
-        # Called directly, the model accumulates gradients on this rank only.
+        """Return the mean loss of ``batch``; gradients are averaged in the backward pass of the last micro-step."""
+        # Calling the model directly accumulates gradients on this rank only.
         forward = self.replica if last and not self.alone else None
         return self.forward_losses(batch, forward).mean()
 
     def close(self) -> None:
-        """Release the reducer while others still hold the process group."""
-        # Freed last, it would destroy the group while holding Python's lock, for which gloo's threads may be waiting.
+        """Release the reducer while the process group has other references."""
+        # As the last reference, it would destroy the group while holding the GIL, which gloo's threads may need.
         compat.release_reducer(self.replica)

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine (Rasley et al. 2020) with ZeRO (Rajbhandari et al. 2020), in the process group of the run."""
+"""DeepSpeed's engine (Rasley et al. 2020) with ZeRO (Rajbhandari et al. 2020), in the run's process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from wordrun.model import Model, materialise
 
 
 class DeepSpeedBackend:
-    """``train.backend=deepspeed``. The engine accumulates, clips, scales losses and shards."""
+    """``train.backend=deepspeed``: the engine handles accumulation, clipping, loss scaling and sharding."""
 
     def __init__(self, spec: BackendSpec) -> None:
         cfg, options = spec.cfg, spec.cfg.backend
@@ -67,11 +67,11 @@ class DeepSpeedBackend:
             self.undo = undo.pop_all()
         self.parts: list[Model] = [model]
         self.optimizer = self.engine.optimizer
-        # With neither ZeRO nor a loss scaler around the optimizer, the engine does not report the norm.
+        # Without ZeRO or a loss scaler around the optimizer, the engine does not report the gradient norm.
         self.norm_is_ours = self.optimizer is optimizer
 
     def _shard(self, model: Model, shard: Any, settings: dict[str, Any]) -> None:
-        """Initialise the parameters and leave each rank with its shards of them, a module at a time."""
+        """Initialise the parameters and shard them across the ranks, one module at a time."""
         children = [(f"{name}.", child) for name, child in model.named_children() if child is not model.blocks]
         blocks = [(f"blocks.{number}.", block) for number, block in model.blocks.items()]
         untied = {name for name, _ in model.named_parameters()}
@@ -89,14 +89,14 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def _fill(self, module: nn.Module, prefix: str) -> None:
-        """Give the weights of ``module`` the initial values that the spec brings, if any."""
+        """Copy the spec's initial weights, if any, into ``module``."""
         weights = self.spec.weights or {}
         for name, tensor in [*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip("."))]:
             if name in weights:
                 tensor.copy_(weights[name])
 
     def _make_optimizer(self, model: Model, shapes: Mapping[str, torch.Size]) -> torch.optim.Optimizer:
-        """Return the run's optimizer, made from stand-ins with full shapes, which sharded parameters lack."""
+        """Return the run's optimizer, built from stand-ins with full shapes, which sharded parameters lack."""
         stand_ins = {name: nn.Parameter(torch.empty((), device=self.device).expand(s)) for name, s in shapes.items()}
         optimizer = self.spec.optimizer(stand_ins.items())
         real = {stand_ins[name]: parameter for name, parameter in model.named_parameters()}
@@ -131,11 +131,11 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the last of ``tokens``, (B, V)."""
+        """Return the logits at the last of ``tokens``, (B, V)."""
         return self.engine(tokens, at=-1)  # type: ignore[no-any-return]
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
-        """Return a save in which the engine writes its own files, which only as many ranks can read."""
+        """Return a save that the engine writes in its own format, which only the same number of ranks can read."""
         facts = {"kind": "deepspeed", "ranks": self.spec.world.size, "stage": self.stage}
         return Save(facts, partial(self._write, own), in_background=False)
 
@@ -144,7 +144,7 @@ class DeepSpeedBackend:
         torch.save(dict(own), self._own_file(folder))
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Let the engine read its own files."""
+        """Restore the training state from the engine's files."""
         if facts["kind"] != "deepspeed":
             raise ConfigError(
                 f"{folder} was not written by DeepSpeed's engine, which cannot continue it: use another "
@@ -164,17 +164,17 @@ class DeepSpeedBackend:
         return folder / ENGINE / f"rank-{self.spec.world.rank:05d}.pt"
 
     def close(self) -> None:
-        """Release the engine and what it holds of the process group."""
+        """Release the engine and its references to the process group."""
         self.undo.close()
         del self.engine, self.optimizer
 
 
 @contextlib.contextmanager
 def _variables(world: World, device: torch.device) -> Iterator[None]:
-    """Set the variables by which DeepSpeed chooses this rank's device, which stage 3 reads at every step."""
+    """Set the variables from which DeepSpeed chooses this rank's device; stage 3 reads them at every step."""
     number = str(world.local_rank if device.index is None else device.index)
     wanted = {"DS_ACCELERATOR": device.type, "LOCAL_RANK": number}
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed requires both to be equal
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed requires the two to be equal
         wanted["OMPI_COMM_WORLD_LOCAL_RANK"] = number
     before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)
@@ -187,7 +187,7 @@ def _variables(world: World, device: torch.device) -> Iterator[None]:
 
 
 def _import() -> Any:
-    """Return DeepSpeed, kept from needless compilation and warnings."""
+    """Import and return DeepSpeed without needless compilation and warnings."""
     try:
         deepspeed = importlib.import_module("deepspeed")
     except Exception as error:

@@ -19,14 +19,14 @@ from wordrun.dist.mesh import AXES
 
 
 class FSDPBackend(NativeBackend):
-    """``train.backend=FSDP``, and ``TP``, which is the same with ``backend.tp`` above 1.
+    """``train.backend=FSDP`` and ``TP``; ``TP`` is the same with ``backend.tp`` above 1.
 
-    Gradients are reduce-scattered after each micro-step, so that no rank ever keeps unsharded ones. Where parameters
-    stay unsharded between the passes (``reshard_after_forward=false``), gradients are reduced once a step.
+    Gradients are reduce-scattered after each micro-step, so that no rank keeps them unsharded. If parameters stay
+    unsharded between the passes (``reshard_after_forward=false``), gradients are reduced once per step.
 
     Args:
-        spec: what to build from.
-        stages: the numbers of the blocks of each stage that this rank has; None: all blocks.
+        spec: config, ranks, and factories of the model and the optimizer.
+        stages: block numbers of each of this rank's pipeline stages; None: all blocks.
     """
 
     def __init__(self, spec: BackendSpec, stages: Sequence[Sequence[int] | None] = (None,)) -> None:
@@ -54,7 +54,7 @@ class FSDPBackend(NativeBackend):
             super().backward(loss)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Let the cross entropy work on logits that tensor-parallel ranks split by vocabulary."""
+        """Return the context in which cross entropy accepts logits sharded by vocabulary."""
         return loss_parallel() if self.layout.tp > 1 else nullcontext()
 
     def complete_gradients(self) -> None:
@@ -63,11 +63,11 @@ class FSDPBackend(NativeBackend):
             split.reduce_gradients(self.parameters)
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the gradients."""
+        """Return this rank's gradient shards."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def total_norm(self) -> Tensor:
-        """Return the norm of the gradients of the full model."""
+        """Return the gradient norm of the full model."""
         return split.total_norm(self.gradients(), self.mesh, self.device)
 
     def buffer_groups(self) -> list[Any]:
@@ -75,7 +75,7 @@ class FSDPBackend(NativeBackend):
         return [self.mesh.get_group(axis) for axis in ("replicate", "shard", "tp") if self.mesh[axis].size() > 1]
 
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
-        """Return the weights, resharded first, as an evaluation may have left them gathered."""
+        """Reshard the weights, which an evaluation may have left gathered, and return them."""
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""What the backends without an engine of their own have in common."""
+"""Base class of all backends except DeepSpeed, which has its own engine."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from wordrun.model import Model
 
 
 class NativeBackend:
-    """Gradient accumulation, clipping, the optimizer's step, evaluation and checkpoints; subclasses add parallelism.
+    """Gradient accumulation, clipping, optimizer steps, evaluation and checkpoints; subclasses add parallelism.
 
     Args:
-        spec: what to build from.
+        spec: config, ranks, and factories of the model and the optimizer.
         parts: this rank's part of the model, on its device and initialised.
     """
 
@@ -40,7 +40,7 @@ class NativeBackend:
         self.copies = shards.HostCopies()
         self.parts = parts
         self.parameters = [p for part in parts for p in part.parameters()]
-        # Names, because a module may put another tensor in a buffer's place.
+        # Stored as names, because a module may replace a buffer with another tensor.
         persistent = {name for part in parts for name, _ in part.weights()}
         self.buffer_names = persistent & {name for part in parts for name, _ in part.named_buffers()}
         if spec.weights is not None:
@@ -52,7 +52,7 @@ class NativeBackend:
         self.skips = spec.cfg.train.on_nonfinite == "skip"
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
-        """Return the mean loss of ``batch``; the backward pass of the ``last`` one of a step reduces the gradients."""
+        """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
         raise NotImplementedError
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
@@ -71,16 +71,16 @@ class NativeBackend:
         torch.autograd.backward(loss)
 
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
-        """Clip the gradients, take the optimizer's step and return the gradients' norm."""
+        """Clip the gradients, step the optimizer and return the gradient norm before clipping."""
         self.complete_gradients()
         self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
-        if self.skips and not norm.isfinite():  # which waits for an accelerator, at every step
+        if self.skips and not norm.isfinite():  # synchronizes with an accelerator at every step
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
             return norm
-        # On a CPU the norm is at hand, and most steps need no clipping; an accelerator would have to be waited for.
+        # Most steps need no clipping. Checking that is free on a CPU, but would synchronize an accelerator.
         if self.device.type != "cpu" or norm > self.grad_clip:
             clip(self.parameters, norm, self.grad_clip)
         set_learning_rate(self.optimizer, learning_rate)
@@ -91,10 +91,10 @@ class NativeBackend:
         return norm
 
     def complete_gradients(self) -> None:
-        """Finish reducing the gradients where the backward passes have not."""
+        """Finish any gradient reduction that the backward passes have not done."""
 
     def total_norm(self) -> Tensor:
-        """Return the norm of the gradients of the full model."""
+        """Return the gradient norm of the full model."""
         return get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     @torch.no_grad()
@@ -109,23 +109,23 @@ class NativeBackend:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the last of ``tokens``, (B, V)."""
+        """Return the logits at the last of ``tokens``, (B, V)."""
         with self.forward_context():
             return full(self.parts[0](self.padded(tokens), at=tokens.shape[1] - 1))
 
     def padded(self, tokens: Tensor) -> Tensor:
-        """Return ``tokens`` padded at the end to a multiple of ``backend.tp``; no earlier token attends to those."""
+        """Return ``tokens`` padded at the end to a multiple of ``backend.tp``; no token attends to later padding."""
         return F.pad(tokens, (0, -tokens.shape[1] % self.layout.tp))
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context of forward passes: fp32 parameters compute in ``dtype``."""
+        """Return the context of forward passes, in which fp32 parameters compute in ``dtype``."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield this rank's parameters by their names in the full model.
 
         Args:
-            once: leave out a copy of a parameter that another rank has under the same name.
+            once: omit the second copy of a parameter that two pipeline stages share.
         """
         for part in self.parts:
             yield from part.named_parameters()
@@ -141,21 +141,21 @@ class NativeBackend:
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
-        """Average what each rank has seen of its own data, such as BatchNorm's running statistics."""
+        """Average buffers that depend on each rank's data, such as BatchNorm's running statistics."""
         for _, buffer in self.buffers():
             for group in self.buffer_groups() if buffer.is_floating_point() else ():
                 dist.all_reduce(buffer, group=group)
                 buffer /= dist.get_world_size(group)
 
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers, this rank's shards, by their names in a checkpoint."""
+        """Return this rank's shards of parameters and persistent buffers, by their names in a checkpoint."""
         state: dict[str, Tensor] = {}
         for name, tensor in [*self.named_parameters(once=once), *self.buffers()]:
             state.setdefault(f"model.{name}", tensor)
         return state
 
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
-        """Copy what this rank writes of the training state to the host's memory."""
+        """Copy the part of the training state that this rank writes to host memory."""
         state = self.model_state(once=True) | tensors_of(self.optimizer, self.named_parameters(once=True))
         mine = shards.to_write(state, self.layout, self.rank)
         copies = self.copies.take([*mine, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
@@ -163,7 +163,7 @@ class NativeBackend:
         return Save(facts, lambda folder, group: shards.write(folder, copies, group), in_background=True)
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Read this rank's shards, and the tensors of its own."""
+        """Read this rank's shards and its ``own`` tensors."""
         if facts["kind"] == "deepspeed":
             raise ConfigError(
                 f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
@@ -172,7 +172,7 @@ class NativeBackend:
         stored = shards.stored_in(folder)
         restored = Restored(self.optimizer, self.named_parameters(), stored)
         mine = {name: shards.empty_like(stored[name]) for name in own}
-        absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # an older version of the model
+        absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
         shards.read(folder, weights | restored.tensors | mine)
         restored.load(facts.get("optimizer", {}))
@@ -182,7 +182,7 @@ class NativeBackend:
 
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Give parameters and buffers their initial values, this rank's shard of each; one at a time is unsharded."""
+        """Copy this rank's shards of the initial ``weights``, reading one unsharded tensor at a time."""
         buffers = [(name, buffer) for name, buffer in self.buffers() if name in weights]
         for name, tensor in [*self.named_parameters(), *buffers]:
             shard = shards.shard_of(name, tensor)
@@ -190,7 +190,7 @@ class NativeBackend:
             shard.data.copy_(weights[name][window])
 
     def close(self) -> None:
-        """Release whatever holds the process group."""
+        """Release everything that uses the process group."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
-    """Scale down the gradients of ``parameters``, this rank's shards, so that their ``norm`` is at most ``most``."""
+    """Scale down this rank's gradient shards if the ``norm`` of all gradients exceeds ``most``."""
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     for device in {shard.device for shard in shards}:
@@ -212,13 +212,13 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
 
 
 def prepare_blocks(model: Model, cfg: Config) -> None:
-    """Give the blocks of ``model`` activation checkpointing and torch.compile, as ``cfg`` says."""
+    """Apply activation checkpointing and torch.compile to the blocks of ``model``, as set in ``cfg``."""
     for number, block in enumerate(model.blocks.values()):
         prepare_block(block, number, cfg)
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:
-    """Give one block activation checkpointing and torch.compile, as ``cfg`` says."""
+    """Apply activation checkpointing and torch.compile to one block, as set in ``cfg``."""
     kind = cfg.train.activation_checkpointing
     if kind == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _keep_products)
@@ -226,7 +226,7 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
     elif kind == "full" or (kind.isdecimal() and number % int(kind) == 0):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if cfg.train.compile:
-        block.compile()  # each by itself: they are alike, so that torch compiles one
+        block.compile()  # per block: they are alike, so torch compiles only one
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

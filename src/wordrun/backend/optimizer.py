@@ -1,7 +1,7 @@
-"""What backends do with any of torch's optimizers: set learning rates, and save and restore the state by names.
+"""Sets the learning rates of any torch optimizer, and saves and restores its state by name.
 
-In a checkpoint the state ``key`` of the parameter ``name`` is the tensor ``optimizer.name.key``, or, if it is a Python
-number, the 0-dimensional tensor ``number.name.key``. Parameters may have different states, or none.
+A checkpoint stores the state ``key`` of the parameter ``name`` as the tensor ``optimizer.name.key`` or, if it is a
+Python number, as the 0-dimensional tensor ``number.name.key``. Parameters may have different states, or none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def remember_ratios(optimizer: Optimizer, learning_rate: float) -> Optimizer:
-    """Note in each parameter group its learning rate relative to ``learning_rate``; return ``optimizer``."""
+    """Store in each parameter group its learning rate relative to ``learning_rate``; return ``optimizer``."""
     for group in optimizer.param_groups:
         group["lr_ratio"] = group["lr"] / learning_rate
     return optimizer
@@ -32,7 +32,7 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
 
 
 def tensors_of(optimizer: Optimizer, parameters: Named) -> dict[str, Tensor]:
-    """Return the state of ``optimizer`` by its names in a checkpoint; of parameters with one name, the first one's."""
+    """Return the state of ``optimizer`` by checkpoint name; if two parameters share a name, the first one's state."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -50,12 +50,12 @@ def tensors_of(optimizer: Optimizer, parameters: Named) -> dict[str, Tensor]:
 
 
 class Restored:
-    """The state of ``optimizer`` that a checkpoint holds: ``tensors`` to be read, then ``load`` to apply them.
+    """Restores the state of ``optimizer`` from a checkpoint: read it into ``tensors``, then call ``load``.
 
     Args:
-        optimizer: keeps the options of its parameter groups.
-        parameters: those of this rank.
-        stored: what the checkpoint holds, by name.
+        optimizer: the optimizer; its parameter groups keep their options.
+        parameters: this rank's parameters with their names.
+        stored: metadata of the checkpoint's tensors, by name.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Named, stored: Mapping[str, TensorStorageMetadata]) -> None:
@@ -71,19 +71,19 @@ class Restored:
                 self.tensors.setdefault(full, self._room(parameter, key, stored[full]))
 
     def _room(self, parameter: nn.Parameter, key: str, facts: TensorStorageMetadata) -> Tensor:
-        """Return the tensor to read a state into: the present one, or one that is sharded as the parameter is."""
+        """Return the tensor to read a state into: the current one, or a new one sharded like the parameter."""
         present = self.optimizer.state.get(parameter, {}).get(key)
         if isinstance(present, Tensor) and present.shape == facts.size:
             return present
-        # What has another shape than the parameter, such as a count of steps, is the same on every rank.
+        # State of a different shape than the parameter, such as a step count, is the same on every rank.
         like = parameter.detach() if facts.size == parameter.shape else torch.empty(facts.size)
         return torch.zeros_like(like, dtype=facts.properties.dtype)
 
     def load(self, shared: Mapping[str, float]) -> None:
-        """Give the optimizer the state that ``tensors`` hold.
+        """Load the state in ``tensors`` into the optimizer.
 
         Args:
-            shared: numbers that apply to all parameters with state, as older checkpoints have them in their manifest.
+            shared: numbers for all parameters with state, from the manifest of an older checkpoint.
         """
         groups = self.optimizer.state_dict()["param_groups"]
         index = {
@@ -96,7 +96,7 @@ class Restored:
         for name, parameter in self.parameters:
             values: dict[str, Any] = {}
             for key, full in self._keys.get(name, ()):
-                tensor = self.tensors[full].clone() if full in used else self.tensors[full]  # two may have one name
+                tensor = self.tensors[full].clone() if full in used else self.tensors[full]  # names may repeat
                 values[key] = tensor.item() if full.startswith(NUMBER) else tensor
                 used.add(full)
             if values:

@@ -1,4 +1,4 @@
-"""Pipeline parallel (Huang et al. 2019, Narayanan et al. 2021), alone or with data and tensor parallel: 3D."""
+"""Pipeline parallelism (Huang et al. 2019, Narayanan et al. 2021), alone or with data and tensor parallelism (3D)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from wordrun.model import Transformer
 
 
 def owner_of(stage: int, pp: int, schedule: str) -> int:
-    """Return which of the ``pp`` ranks of a pipeline has ``stage``: in turn, or there and back in a V."""
+    """Return which of a pipeline's ``pp`` ranks has ``stage``: round-robin, or in a V for ZBVZeroBubble."""
     turn, rank = divmod(stage, pp)
     return pp - 1 - rank if turn and schedule == "ZBVZeroBubble" else rank
 
 
 def blocks_of(stage: int, count: int, n_layer: int) -> range:
-    """Return the numbers of the blocks of ``stage``, one of ``count`` whose sizes differ by 1 at most."""
+    """Return the block numbers of ``stage``, one of ``count`` stages whose sizes differ by at most 1."""
     return range(stage * n_layer // count, (stage + 1) * n_layer // count)
 
 
 class PipelineBackend(FSDPBackend):
-    """``train.backend=PP`` and ``3D``: a step's micro-batches flow through the stages, in the order of a schedule.
+    """``train.backend=PP`` and ``3D``: micro-batches flow through the stages in the order of a schedule.
 
-    All micro-steps of a step go through the pipeline together, so that it fills and drains once a step.
+    All micro-steps of a step go through the pipeline together, so that it fills and drains once per step.
     """
 
     parts: Sequence[Transformer]
@@ -67,7 +67,7 @@ class PipelineBackend(FSDPBackend):
         self.tied = self._tied_weights()
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
-        """Take one optimizer step on ``batches``, all of which flow through the pipeline."""
+        """Take one optimizer step, sending all ``batches`` through the pipeline."""
         inputs, every, targets = self.parts[0].stage_inputs(batches)
         losses: list[Tensor] = []
         first = (inputs,) if self.parts[0].is_first else ()
@@ -80,18 +80,19 @@ class PipelineBackend(FSDPBackend):
         return StepResult(loss, self.update(learning_rate, clock))
 
     def complete_gradients(self) -> None:
-        """Also average the gradients over copies of the pipeline, and add those of a weight that two stages share."""
+        """Also average gradients over replicas of the pipeline, and sum the gradients of a weight that two stages
+        share."""
         super().complete_gradients()
         self._average_gradients()
         self._share_tied_gradients()
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the gradients; of a weight that two stages share, the first one's only."""
+        """Return this rank's gradient shards; a weight that two stages share counts only in the first."""
         again = self.parts[-1].head.weight if self.tied and self.parts[-1].is_last else None
         return [p.grad for p in self.parameters if p.grad is not None and p is not again]
 
     def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters; an output layer that is the embedding has its name."""
+        """Yield this rank's parameters; an output layer tied to the embedding has the embedding's name."""
         for name, parameter in super().named_parameters():
             copy = name == "head.weight" and self.parts[0].tied
             if not (copy and once):
@@ -99,7 +100,7 @@ class PipelineBackend(FSDPBackend):
 
     @torch.no_grad()
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Read this rank's shards, and the tensors of its own."""
+        """Read this rank's shards and its ``own`` tensors."""
         mine = super().load(folder, facts, own)
         if len(self.tied) == 2:
             first, second = self.tied
@@ -107,14 +108,14 @@ class PipelineBackend(FSDPBackend):
         return mine
 
     def _tied_weights(self) -> list[Tensor]:
-        """Return this rank's copies of the weight that embedding and output layer share, if those are in two stages."""
+        """Return this rank's copies of the tied weight, if embedding and output layer are in different stages."""
         if not self.parts[0].tied or self.count == 1:
             return []
         copies = [self.parts[0].tokens.weight] if self.parts[0].is_first else []
         return copies + ([self.parts[-1].head.weight] if self.parts[-1].is_last else [])
 
     def _average_gradients(self) -> None:
-        """Average the gradients over the copies of the pipeline in one message, unless ``fully_shard`` does."""
+        """Average the gradients over the pipeline's replicas in one all-reduce, unless ``fully_shard`` does."""
         if self.sharded or self.layout.replicate == 1:
             return
         mine = [local(p.grad) for p in self.parameters if p.grad is not None]
@@ -125,7 +126,7 @@ class PipelineBackend(FSDPBackend):
             gradient.copy_(averaged.view_as(gradient))
 
     def _share_tied_gradients(self) -> None:
-        """Give all copies of the shared weight the sum of their gradients, so that they remain equal."""
+        """Sum the gradients of the tied weight over its copies, so that the copies stay equal."""
         mine = [local(p.grad) for p in self.tied if p.grad is not None]
         if len(mine) == 2:
             total = mine[0] + mine[1]
@@ -152,23 +153,23 @@ class PipelineBackend(FSDPBackend):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the last of ``tokens``, (B, V)."""
+        """Return the logits at the last of ``tokens``, (B, V)."""
         shape = (len(tokens), self.parts[0].vocab_size)
         return self._forward(self.padded(tokens), shape, lambda part, x: part(x, at=tokens.shape[1] - 1), {})
 
     def _forward(
         self, inputs: Tensor, shape: Sequence[int], last: Callable[[Transformer, Tensor], Tensor], every: dict[str, Any]
     ) -> Tensor:
-        """Send ``inputs`` through all stages; return the result of the last one on every rank.
+        """Send ``inputs`` through all stages; return the last stage's result on every rank.
 
         Args:
-            inputs: of the first stage.
-            shape: of the result.
+            inputs: input of the first stage.
+            shape: shape of the result.
             last: computes the result from the last stage and its input.
-            every: keyword arguments of the other stages.
+            every: keyword arguments for the other stages.
         """
         x = inputs
-        # Autocast, where nothing is sharded, keeps the residual stream in fp32.
+        # Without sharding, autocast keeps the residual stream in fp32.
         dtype = self.dtype if self.sharded else torch.float32
         between = self.parts[0].stage_output_shape(inputs, self.layout.tp)
         for stage, part in zip(self.numbers, self.parts, strict=True):

@@ -1,4 +1,4 @@
-"""The precision of the computation on each kind of device."""
+"""Chooses the compute dtype for a device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in, and log it if it is not the one that was requested.
+    """Return the compute dtype, and log a message if it is not the requested one.
 
     Args:
-        asked: fp32, bf16, fp16, or auto: bf16 where ``device`` is fast at it, else fp32.
+        asked: fp32, bf16, fp16, or auto (bf16 if ``device`` is fast at it, else fp32).
         device: where the model runs.
     """
     if asked == "auto":

@@ -1,4 +1,4 @@
-"""Build a model that is sharded over ranks, without ever holding it unsharded."""
+"""Builds a model sharded over the ranks, without ever holding it unsharded."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Splitter:
 
     @property
     def sharded(self) -> bool:
-        """Whether ``fully_shard`` is used: not for one data-parallel rank, where it would cost a tenth of the speed.
+        """Whether ``fully_shard`` is used: not with one data-parallel rank, where it would be 10% slower.
 
-        It misses gradients of weights that come later than those of activations (torch 2.13), as in zero bubbles.
+        Nor with zero-bubble schedules: it misses weight gradients computed after activation gradients (torch 2.13).
         """
         return self.spec.layout.dp > 1 and not self.options.zero_bubble
 
     def build(self, layers: Sequence[int] | None = None) -> Model:
-        """Return this rank's shards of the model, or of the stage with the blocks ``layers``.
+        """Return this rank's shards of the model, or of the pipeline stage with the blocks ``layers``.
 
         Blocks are initialised, split for tensor parallelism and sharded one by one, so that no rank ever holds more
         than its shards and one block (or the embedding).
@@ -63,7 +63,7 @@ class Splitter:
         self._fill(model, model, "", recurse=False)
         model.tie()
         self._split(model, {name: style for name, style in outside.items() if hasattr(model, name)})
-        model.tie()  # splitting has made two parameters of it again
+        model.tie()  # splitting untied the parameters
         if self.sharded:
             self._shard(model)
             self._prefetch([block for block in model.blocks.values() if isinstance(block, FSDPModule)])
@@ -77,7 +77,7 @@ class Splitter:
 
     def _split(self, module: nn.Module, plan: dict[str, Any]) -> None:
         if plan:
-            # Every rank has drawn the same values and takes its own shard of them: nothing has to be sent.
+            # Every rank has drawn the same values and keeps its own shard, so nothing has to be sent.
             parallelize_module(module, self.mesh["tp"], plan, src_data_rank=None)
 
     def _shard(self, module: nn.Module) -> None:
@@ -91,10 +91,10 @@ class Splitter:
         reshard = options.reshard_after_forward
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
         if spec.device.type == "cpu" and isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo of torch 2.8 sums where it should average
+            module.set_force_sum_reduction_for_comms(True)  # gloo in torch 2.8 sums instead of averaging
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
-        """Let each block prefetch the parameters of the next ones, in both directions."""
+        """Make each block prefetch the parameters of the next blocks, in both passes."""
         ahead = self.options.prefetch
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
@@ -102,9 +102,9 @@ class Splitter:
 
 
 def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Give gradients the placements of their parameters, which ``fully_shard`` does by itself.
+    """Redistribute gradients to their parameters' placements, as ``fully_shard`` would.
 
-    Autograd leaves those of norms as partial sums over each rank's tokens, and those of an embedding unsharded.
+    Autograd leaves gradients of norms as partial sums over each rank's tokens, and embedding gradients unsharded.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -113,12 +113,12 @@ def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """Return the norm of the gradients of the full model, the same on every rank.
+    """Return the gradient norm of the full model, the same on every rank.
 
     Args:
-        gradients: this rank's shards; each gradient of the model belongs to one stage of the pipeline.
-        mesh: of all ranks.
-        device: the one that communicates.
+        gradients: this rank's shards; each gradient is included by one pipeline stage only.
+        mesh: mesh of all ranks.
+        device: device used for communication.
     """
     shards: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -128,7 +128,7 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
             axes = tuple(axis for axis, at in zip(names, gradient.placements, strict=True) if not at.is_replicate())
         shards.setdefault(axes, []).append(local(gradient))
     total = torch.zeros((), device=device)
-    # The same order on every rank, whichever kinds it has.
+    # In the same order on every rank, even where some of these kinds are missing.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
         squares = nn.utils.get_total_norm(shards.get(axes, [])).to(device) ** 2
         for axis in axes:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, without holding up the device."""
+"""Measures the phases of a step without blocking the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Stopwatch:
-    """Adds up seconds by label. On an accelerator it notes events and waits for them only when read."""
+    """Accumulates seconds by label. On an accelerator it records events and waits for them only when read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,11 +19,11 @@ class Stopwatch:
         self.start()
 
     def start(self) -> None:
-        """Begin to count; what went before is left out."""
+        """Start timing; earlier time is not counted."""
         self._last = self._now()
 
     def lap(self, label: str) -> None:
-        """Count the time since ``start`` or the last ``lap`` under ``label``."""
+        """Add the time since ``start`` or the last ``lap`` to ``label``."""
         now = self._now()
         self._laps.append((label, self._last, now))
         self._last = now

@@ -1,4 +1,4 @@
 """Checkpoints on disk: folders that are complete or absent, written and read by all ranks.
 
-``folder`` knows the files and needs no torch, ``shards`` the tensors, ``saved`` what one process reads by itself.
+``folder`` handles files without torch, ``shards`` handles tensors, and ``saved`` loads in a single process.
 """

@@ -1,7 +1,7 @@
-"""A run's checkpoints as folders: ``checkpoints/step-00000100``, complete once its manifest says so.
+"""A run's checkpoints as folders, such as ``checkpoints/step-00000100``.
 
 Nothing here needs torch. Files are written to a hidden temporary folder, the manifest with sizes and checksums of all
-others last; then the folder is renamed, so that an interrupted save is never taken for a checkpoint.
+others last; then the folder is renamed, so that an interrupted save is never mistaken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
-# Bytes covered by each checksum, so that a large file is checked without being held in memory.
+# Bytes per checksum, so that large files are verified without loading them into memory.
 CHUNK = 2**26
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -40,7 +40,7 @@ class Folder:
     step: int
 
     def manifest(self) -> dict[str, Any]:
-        """Return the checkpoint's description of itself.
+        """Return the manifest after verifying its checksum.
 
         Raises:
             DamagedError: the manifest is missing, or is not valid JSON.
@@ -60,10 +60,10 @@ class Folder:
         return manifest
 
     def check_sizes(self) -> dict[str, Any]:
-        """Return the manifest after comparing the sizes of all files with it.
+        """Return the manifest after checking all file sizes against it.
 
         Raises:
-            DamagedError: names the first file that is missing or has another size.
+            DamagedError: a file is missing or has the wrong size; the message names it.
         """
         manifest = self.manifest()
         for name, facts in manifest["files"].items():
@@ -134,10 +134,10 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
 
     Args:
         run_dir: a run directory, or a checkpoint, which then is the only choice.
-        which: latest (older ones replace damaged ones), best, or a number of steps.
+        which: latest (older ones replace damaged ones), best, or a step number.
 
     Raises:
-        UserError: there is none; the message lists those there are.
+        UserError: none matches; the message lists the available ones.
     """
     run_dir, found = locate(run_dir)
     if which == "latest":
@@ -155,14 +155,14 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
 
 
 class Draft:
-    """A checkpoint that is being written, in a hidden folder until ``publish``; only rank 0 uses this."""
+    """A checkpoint being written, in a hidden folder until ``publish``; only rank 0 calls its methods."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         self.step = step
         self.path = run_dir / CHECKPOINTS / f".{folder_name(step)}.new"
 
     def begin(self, tokenizer_json: str) -> None:
-        """Create the folder and write the tokenizer, after removing what an interrupted save has left."""
+        """Create the folder and write the tokenizer, after removing leftovers of interrupted saves."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for left in self.path.parent.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -183,12 +183,12 @@ class Draft:
         return Folder(final, self.step)
 
     def discard(self) -> None:
-        """Remove what has been written."""
+        """Delete the draft."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest, with a checksum of itself; it is the last file of a checkpoint."""
+    """Write the manifest, the last file of a checkpoint, including its own checksum."""
     manifest = {"format": FORMAT, **content}
     write_text(folder / MANIFEST, json.dumps({**manifest, "crc32": _crc(manifest)}, indent=1))
 
@@ -200,7 +200,7 @@ def _crc(manifest: Mapping[str, Any]) -> int:
 def prune(run_dir: Path, newest: int, keep: int) -> None:
     """Remove all checkpoints except the last ``keep`` up to the step ``newest``, and the best one.
 
-    Those after ``newest`` are damaged, or from before a rollback.
+    Checkpoints after ``newest`` are damaged or predate a rollback.
     """
     folder = run_dir / CHECKPOINTS
     best = (folder / "best").resolve().name
@@ -208,7 +208,7 @@ def prune(run_dir: Path, newest: int, keep: int) -> None:
     kept = [each.step for each in found if each.step <= newest][-keep:]
     for old in found:
         if old.step not in kept and (old.path.name != best or old.step > newest):
-            # Renamed first, so that a partly removed folder is not taken for a checkpoint.
+            # Renamed first, so that a partly removed folder is not mistaken for a checkpoint.
             gone = folder / f".{old.path.name}.gone"
             old.path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -234,7 +234,7 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file and wait until it is on the disk."""
+    """Write a small file and sync it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -242,11 +242,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Sync a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # some parallel file systems do without
+    except OSError:  # not supported by some parallel file systems
         pass
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A checkpoint as one process reads it: for export, generation and the initial weights of other runs."""
+"""Loads a checkpoint in a single process, for export, generation and the initial weights of other runs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from wordrun.model.base import LazyWeights
 MODEL = "model."
 """Prefix of the names of weights in a checkpoint."""
 ENGINE = "engine"
-"""Folder in a checkpoint that DeepSpeed's engine writes."""
+"""Folder in a checkpoint for the files of DeepSpeed's engine."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint, and what it says of the run that wrote it."""
+    """A complete checkpoint, with the config and tokenizer of its run."""
 
     folder: Path
     step: int
     config: Config
     tokenizer_json: str
     vocab_size: int
-    """Of the tokenizer; the model's may be larger."""
+    """The tokenizer's vocabulary size; the model's may be larger."""
     manifest: dict[str, Any]
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
-        Those of DeepSpeed's engine are gathered from all ranks' shards, all at once.
+        Weights written by DeepSpeed's engine are gathered from all ranks' shards at once.
 
         Raises:
             UserError: the engine wrote them, and DeepSpeed is not installed.
@@ -77,10 +77,10 @@ def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
     Args:
         run_dir: a run directory, or a checkpoint in one.
         which: latest, best, or a number of steps.
-        check: read all files, to compare their checksums.
+        check: read all files to verify their checksums.
 
     Raises:
-        UserError: there is no such checkpoint (the message lists those there are), or all are damaged.
+        UserError: no checkpoint matches (the message lists the available ones), or all are damaged.
     """
     candidates = folders.choose(Path(run_dir), which)
     while True:

@@ -1,6 +1,6 @@
-"""Each rank's shards of the training state, to and from ``torch.distributed.checkpoint``.
+"""Writes and reads each rank's shards of the training state with ``torch.distributed.checkpoint``.
 
-A tensor has the same name in every layout of ranks, and a rank's shard of it an offset, so that a checkpoint of any
+Tensors have the same names in every layout of ranks, and shards record their offsets, so that a checkpoint of any
 layout can be read into any other.
 """
 
@@ -34,9 +34,9 @@ class Shard:
 
     name: str
     shape: torch.Size
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
-    """Where the shard begins in it."""
+    """Where the shard begins in the full tensor."""
     data: Tensor
 
     @property
@@ -56,12 +56,12 @@ def shard_of(name: str, tensor: Tensor) -> Shard:
 
 
 def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[Shard]:
-    """Return the shards that ``rank`` writes; of those that several ranks hold, each rank writes about as many bytes.
+    """Return the shards that ``rank`` writes; ranks that hold the same shards divide them evenly.
 
     Args:
-        tensors: what this rank holds; ranks that hold the same must pass them in the same order.
-        layout: which ranks hold the same: those that differ only along axes over which a tensor is not sharded.
-        rank: this one.
+        tensors: this rank's tensors; ranks with the same shards must pass them in the same order.
+        layout: ranks that differ only along axes over which a tensor is not sharded hold the same shard.
+        rank: this rank.
     """
     coordinate = {axis: layout.index(rank, axis) for axis in ("replicate", "shard", "tp")}
     sizes = {"replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp}
@@ -88,7 +88,7 @@ def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[S
 
 
 class HostCopies:
-    """Copies of shards in the host's memory, which each save overwrites."""
+    """Copies of shards in host memory, which each save overwrites."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ class HostCopies:
 
 
 class _Planner(DefaultSavePlanner):
-    """Writes shards instead of a state dict."""
+    """Plans to save shards instead of a state dict."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -132,7 +132,7 @@ class _Planner(DefaultSavePlanner):
 def write(folder: Path, shards: Sequence[Shard], group: Group, *, alone: bool = False) -> None:
     """Write the shards of all ranks of ``group``, which all must call this, into ``folder`` and wait for the disk.
 
-    ``alone``: this process has all shards, and writes by itself.
+    With ``alone``, this process has all shards and writes them without other ranks.
     """
     writer = FileSystemWriter(os.fspath(folder), single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
@@ -157,8 +157,8 @@ def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) ->
 
     Args:
         folder: a checkpoint.
-        tensors: by their names in it; other ranks may read others.
-        alone: this process reads by itself; otherwise all ranks must call this.
+        tensors: tensors to fill, by their names in the checkpoint; ranks may read different ones.
+        alone: read without other ranks; otherwise all ranks must call this.
     """
     wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Models: plain ``nn.Module`` that state facts about themselves; backends bring the parallel code."""
+"""Models: plain ``nn.Module`` classes; backends add the parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def meta_model(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None =
     """Return the model that ``cfg`` describes, or a pipeline stage of it, on the meta device: shapes without memory.
 
     Args:
-        cfg: shapes.
+        cfg: the model's options.
         vocab_size: size of the tokenizer's vocabulary, which ``cfg.vocab_size`` may exceed.
         layers: numbers of the stage's blocks; None: all.
     """
@@ -37,7 +37,7 @@ def build(cfg: ModelConfig, vocab_size: int, seed: int = 0, device: torch.device
 
 
 def materialise(model: M, seed: int, device: torch.device | str) -> M:
-    """Give a meta model memory on ``device`` and its initial values."""
+    """Allocate a meta model on ``device`` and initialise it."""
     model.to_empty(device=device)
     model.tie()
     model.initialise(seed)

@@ -1,6 +1,6 @@
-"""Causal attention, over all tokens before or those of the same document.
+"""Causal attention over all earlier tokens, or over those in the same document.
 
-Shapes: B sequences, T queries, S keys, N heads of queries, M heads of keys, H size of a head.
+Shapes: B sequences, T queries, S keys, N query heads, M key heads, H head size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from wordrun.model.dropout import dropout
 
 SHORT = 512
-"""Tokens up to which a CPU is faster without the fused kernel in bf16 (measured at 64 to 512; slower at 1,024)."""
+"""Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
 
 
 def document_mask(documents: Tensor) -> Tensor:
@@ -25,19 +25,19 @@ def document_mask(documents: Tensor) -> Tensor:
 def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
     """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
 
-    torch's fused kernel for CPUs has no dropout, and its fallback draws from a slow Bernoulli. In bf16 setting up the
-    kernel's many small products takes longer than computing them, except for long sequences.
+    torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
+    longer to set up its many small products than to compute them, except for long sequences.
     """
     return p > 0 or (bf16 and tokens <= SHORT)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | None = None) -> Tensor:
-    """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and those before, (B, N, T, H).
+    """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and earlier tokens, (B, N, T, H).
 
     Args:
         q: queries, (B, N, T, H).
-        k: keys, (B, M, S, H): M divides N, and N / M consecutive heads of queries share a head of keys. The queries
-            are the last T of S tokens; T = S with dropout.
+        k: keys, (B, M, S, H): M divides N, and N / M consecutive query heads share a key head. The queries belong to
+            the last T of S tokens; dropout requires T = S.
         v: values, (B, M, S, H).
         p: dropout probability of the attention weights.
         mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
@@ -52,7 +52,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | N
         grouped = False
     if not by_hand:
         T, S = q.shape[2], k.shape[2]
-        # A single last token attends to all; several need a mask.
+        # A single query attends to all keys; several need a mask.
         if mask is None and T not in (1, S):
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
         causal = mask is None and T == S
@@ -69,9 +69,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | N
 
 
 def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether torch has a fused kernel of grouped-query attention for ``q``.
+    """Return whether torch has a fused kernel for grouped-query attention with ``q``.
 
-    On CUDA there is one, for half precision and without a mask; otherwise torch would materialise the T x T weights.
+    On CUDA it has one for half precision without a mask; otherwise it would materialise the T x T weights.
     """
     if q.device.type == "cuda":
         return mask is None and q.dtype in (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a backend asks of a model."""
+"""The interface of models that backends use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Larger ones are drawn on their own device: the CPU would take seconds for each.
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights by name, each read when it is accessed by the function that ``readers`` has for it."""
+    """Weights by name, each read on access by its function in ``readers``."""
 
     def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
         self._readers = readers
@@ -37,10 +37,10 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 class Model(nn.Module):
-    """What a backend trains: an ``nn.Module`` that computes its losses and initialises itself, module by module.
+    """Base class of models: an ``nn.Module`` that computes its losses and initialises itself, module by module.
 
-    A backend builds it on the meta device, where tensors have shapes and no memory. A module that registers buffers
-    fills them in ``reset_parameters``, as torch's own do.
+    Backends build it on the meta device, where tensors have shapes but no memory. A module that registers buffers must
+    fill them in ``reset_parameters``, as torch's own modules do.
     """
 
     blocks: nn.ModuleDict
@@ -50,25 +50,25 @@ class Model(nn.Module):
         """Return the loss of each example of ``batch``, (B,).
 
         Args:
-            batch: what the data consist of, on the model's device.
-            forward: calls the model through a wrapper, such as DistributedDataParallel; None: calls it directly. Either
-                way the model is *called*: hooks of its modules gather parameters and compile.
+            batch: a batch of the task's data, on the model's device.
+            forward: wrapper through which to call the model, such as DistributedDataParallel; None: the model itself.
+                Call it, rather than its ``forward`` method: module hooks gather parameters and compile.
         """
         raise NotImplementedError
 
     def tie(self) -> None:
-        """Share the parameters again that modules have in common; giving them memory has made copies."""
+        """Tie shared parameters again; allocating memory has made copies of them."""
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group split the matrices: module names to torch's styles."""
+        """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name."""
         raise NotImplementedError
 
     def initial_std(self, name: str) -> float:
-        """Return the standard deviation of the normal distribution from which the matrix ``name`` is drawn."""
+        """Return the standard deviation of the initial values of the matrix ``name``."""
         return 0.02
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a checkpoint holds of the model: parameters, shared ones once, and persistent buffers."""
+        """Yield what a checkpoint stores: parameters (shared ones once) and persistent buffers."""
         yield from self.named_parameters()
         persistent = self.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in persistent)
@@ -79,16 +79,17 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
-        """Set the initial values: matrices normal, other parameters 1, biases 0, buffers as their modules say.
+        """Set the initial values: normal for matrices, 0 for biases, 1 for other parameters; modules fill their
+        buffers.
 
-        Each matrix has a random generator of its own, seeded with ``seed`` and its name, so that a rank can draw the
-        part that it holds without the others.
+        Each matrix has its own random generator, seeded with ``seed`` and its name, so that a rank can initialise its
+        part of the model without the rest.
 
         Args:
-            seed: of the weights.
+            seed: random seed of the weights.
             module: initialise this module of the model only.
-            prefix: the beginning of its parameters' names in the full model.
-            recurse: include the modules in it.
+            prefix: prefix of its parameters' names in the full model.
+            recurse: include its submodules.
         """
         module = module or self
         for each in module.modules() if recurse else [module]:
@@ -108,7 +109,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def fill_buffers(self, device: torch.device) -> None:
-        """Set the buffers that no checkpoint holds: those of modules that still are on the meta device."""
+        """Fill the buffers that checkpoints do not store, in modules with buffers still on the meta device."""
         for module in self.modules():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
                 kept = {name: tensor.clone() for name, tensor in module.state_dict().items()}

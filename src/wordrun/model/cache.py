@@ -1,6 +1,6 @@
-"""KV cache: keys and values of the tokens so far, so that a new token costs a forward pass of that token only.
+"""KV cache: keys and values of earlier tokens, so that each new token costs a forward pass of that token only.
 
-Shapes: B sequences, M heads of keys, T tokens, H size of a head, V vocabulary.
+Shapes: B sequences, M key heads, T tokens, H head size.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class KVCache:
         self._kept: Tensor | None = None  # (2, B, M, capacity, H)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, (B, M, T, H), and return those of all, (B, M, length, H)."""
+        """Append new keys and values, (B, M, T, H), and return all keys and values, (B, M, length, H)."""
         start, self.length = self.length, self.length + k.shape[2]
         if self._kept is None or self.length > self._kept.shape[3]:
-            # Doubling the capacity keeps the cost of copying constant per token.
+            # Doubling the capacity keeps the copying cost per token constant.
             longer = k.new_empty(2, *k.shape[:2], 2 * self.length, k.shape[3])
             if self._kept is not None:
                 longer[:, :, :, :start] = self._kept[:, :, :, :start]

@@ -1,4 +1,4 @@
-"""Dropout that a CPU can afford."""
+"""Dropout that is fast on a CPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHANCES = 2**16
-"""On a CPU the probability is rounded to this many parts."""
+"""On a CPU the probability is rounded to a multiple of 1 / CHANCES."""
 
 
 def keep_mask(like: Tensor, p: float) -> Tensor:
-    """Return a tensor of ``like``'s shape that is True with probability 1 - p, from torch's random stream.
+    """Return a mask with the shape of ``like``, True with probability 1 - p, from torch's default generator.
 
-    One 64-bit draw decides for four elements: 3 times as fast as the Bernoulli draws of ``F.dropout`` on a CPU, which
-    took a quarter of a training step.
+    One 64-bit draw covers four elements: on a CPU, 3 times as fast as the Bernoulli draws of ``F.dropout``, which took
+    a quarter of a training step.
     """
     draws = torch.empty(math.ceil(like.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
     return (draws.view(torch.int16)[: like.numel()] >= round(p * CHANCES) - CHANCES // 2).view(like.shape)
@@ -30,7 +30,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """``dropout`` in training, nothing in evaluation (Srivastava et al. 2014)."""
+    """``dropout`` in training, the identity in evaluation (Srivastava et al. 2014)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Text from a model, token by token."""
+"""Generates text token by token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from wordrun.model.transformer import Transformer
 
 
 class Cached:
-    """Predicts the next token for ``generate``: tokens (B, T) to logits (B, V).
+    """Predicts the next token for ``generate`` with a KV cache: tokens (B, T) to logits (B, V).
 
-    Tokens that extend those of the last call cost a forward pass of the new ones only. The model's weights must not
+    If the tokens extend the last call's tokens, only the new ones go through the model. The model's weights must not
     change between calls.
     """
 
@@ -25,7 +25,7 @@ class Cached:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the successor of ``tokens``."""
+        """Return the logits of the token after ``tokens``."""
         known = self.tokens.shape[1]
         if not (self.caches and known < tokens.shape[1] and tokens[:, :known].equal(self.tokens)):
             known, self.caches = 0, [KVCache() for _ in self.model.blocks]
@@ -39,24 +39,24 @@ def generate(
     top_k: int | None = None, top_p: float = 1.0, seed: int = 0, slide: int = 1,
     on_tokens: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``prompt`` and ``length`` further tokens of it, (B, T + length).
+    """Return ``prompt`` followed by ``length`` generated tokens, (B, T + length).
 
-    It has a random generator of its own, so that sampling during a run changes nothing else.
+    It has its own random generator, so that sampling during a run does not affect training.
 
     Args:
-        logits_of: predicts the next token: (B, T) to logits, (B, V). ``Cached`` does so at the cost of the new tokens.
-        prompt: (B, T) token numbers, T at least 1.
-        length: number of tokens to add.
-        block_size: largest number of tokens that ``logits_of`` accepts; it gets the last ones.
+        logits_of: maps tokens (B, T) to logits of the next token (B, V). ``Cached`` only processes new tokens.
+        prompt: (B, T) token ids, T at least 1.
+        length: number of tokens to generate.
+        block_size: maximum context length of ``logits_of``, which gets the last tokens.
         temperature: divides the logits; lower is more deterministic.
         top_k: sample from this many most likely tokens.
         top_p: sample from the smallest set of most likely tokens with at least this probability (Holtzman et al. 2019).
-        seed: of the generator.
-        slide: beyond ``block_size`` the text loses this many tokens at its beginning at a time, after which a cache has
-            to be computed anew. 1 always keeps block_size tokens, and makes a cache useless beyond them.
+        seed: seed of the generator.
+        slide: number of tokens to drop from the start of a context that exceeds ``block_size``, after which a cache
+            must be recomputed. 1 keeps the context full, but makes a cache useless beyond ``block_size``.
         on_tokens: called with each new column of tokens, (B,) on the CPU.
     """
-    # On the CPU whatever the device: the same text everywhere.
+    # Always on the CPU, so that every device generates the same text.
     stream = torch.Generator().manual_seed(seed)
     tokens = prompt
     first = max(0, prompt.shape[1] - block_size)
@@ -71,7 +71,7 @@ def generate(
 
 
 def draw(logits: Tensor, top_k: int | None, top_p: float, stream: torch.Generator) -> Tensor:
-    """Return a token for each row of ``logits`` (B, V), as (B, 1): of the ``top_k`` likeliest and then of ``top_p``."""
+    """Sample a token for each row of ``logits`` (B, V), as (B, 1), filtered by ``top_k`` and then by ``top_p``."""
     if top_k is not None and top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     chances = logits.softmax(-1)

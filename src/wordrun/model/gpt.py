@@ -25,16 +25,16 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = cfg.n_embd // cfg.n_head
         self.dropout = cfg.dropout
-        # Rows are ordered by heads, and by q, k, v within a head, so that tensor-parallel ranks get complete heads.
+        # Rows are ordered by head, and by q, k, v within a head, so that tensor-parallel ranks get complete heads.
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
-        """Attend to each token itself and those before it; arguments and result as in ``Block.forward``."""
+        """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
-        # Each (B, N, T, H); taken apart first, because the backward pass then puts the gradients together in one copy.
+        # Each (B, N, T, H). With unbind first, the backward pass assembles the gradients in one copy.
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(3))
         if cache is not None:
             k, v = cache.append(k, v)
@@ -53,7 +53,7 @@ class MLP(nn.Module):
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token by itself; x and result (B, T, C)."""
+        """Transform each token independently; ``x`` and the result are (B, T, C)."""
         return self.drop(self.proj(F.gelu(self.up(x), approximate=self.gelu)))  # type: ignore[no-any-return]
 
 
@@ -78,12 +78,12 @@ class GPT(Transformer):
         return nn.LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return token plus position, (B, T, C)."""
+        """Return the sum of token and position embeddings, (B, T, C)."""
         positions = self.positions(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group split the matrices."""
+        """Return how tensor-parallel ranks shard the matrices."""
         from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
         return {

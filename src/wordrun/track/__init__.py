@@ -1,4 +1,4 @@
-"""Where the metrics and samples of a run go."""
+"""Trackers record the metrics and samples of a run."""
 
 from wordrun.track.base import RunInfo, Tracker, build
 

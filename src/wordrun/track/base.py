@@ -1,4 +1,4 @@
-"""What a tracker is."""
+"""The base class of trackers."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class RunInfo:
     path: Path
     """The run directory, which exists."""
     facts: dict[str, Any]
-    """What describes the run besides its config, such as the origin of its data."""
+    """Description of the run besides its config, such as the origin of its data."""
     logged: int = -1
     """The last step logged before the run was resumed, which may be after its checkpoint; -1: none."""
 
 
 class Tracker:
-    """Receives what rank 0 reports; other ranks have no trackers. A subclass needs ``log`` and no more.
+    """Records what rank 0 reports; other ranks have no trackers. A subclass only has to define ``log``.
 
     Args:
         options: the tracker's section of the config.
         run: the run.
-        state: what ``state`` returned when the checkpoint was saved from which the run resumes; empty: it is new.
+        state: what ``state`` returned when the checkpoint being resumed was saved; empty for a new run.
     """
 
     def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:
         self.options, self.run = options, run
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Take one line of metrics with its ``step``; metrics that do not apply are None."""
+        """Record one line of metrics with its ``step``; metrics that do not apply are None."""
         raise NotImplementedError
 
     def sample(self, step: int, text: str) -> None:
-        """Take a generated text."""
+        """Record a generated text."""
 
     def replay(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Take the metrics of the run from which this one branches off."""
+        """Record the metrics of the run from which this one branches off."""
         for line in lines:
             self.log(line)
 
@@ -51,19 +51,19 @@ class Tracker:
         """Continue from ``step``, to which the run has rolled back from step ``logged``."""
 
     def state(self) -> dict[str, Any]:
-        """Return what continues this record when the run is resumed, ready for JSON."""
+        """Return the state with which a resumed run continues this record, JSON-serialisable."""
         return {}
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
-        """Take the run's summary and close."""
+        """Record the run's summary and close."""
 
 
 def build(run: RunInfo, states: dict[str, Any]) -> dict[str, Tracker]:
-    """Return the trackers that the config names; only rank 0 calls this.
+    """Return the trackers selected by the config; only rank 0 calls this.
 
     Args:
         run: the run.
-        states: of the trackers of the run that this one continues, by name.
+        states: states of the trackers of the run being continued, by name.
     """
     return {
         name: PARTS["tracker"][name].load()(options, run, states.get(name, {}))

@@ -29,7 +29,7 @@ class JsonlTracker(Tracker):
             self._metrics.write(json.dumps(finite(metrics)) + "\n")
             self._metrics.flush()
         except OSError as error:
-            error.filename = self._metrics.name  # which errors of write lack
+            error.filename = self._metrics.name  # missing from errors of write
             raise
 
     def sample(self, step: int, text: str) -> None:
@@ -65,7 +65,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 def copy_until(source: Path, target: Path, step: int) -> int:
     """Copy metrics.jsonl and samples.txt up to ``step`` from one run directory to another, which may be the same.
 
-    An incomplete last line, as a killed run leaves it, is dropped.
+    An incomplete last line, left by a killed run, is dropped.
 
     Returns:
         The last step in the source.

@@ -39,7 +39,7 @@ class WandbTracker(Tracker):
         }  # fmt: skip
         if state:
             settings |= {"id": state["id"], "resume": "allow"}
-        # W&B keeps what it has received: steps that are repeated are not logged again.
+        # W&B cannot delete logged steps, so repeated steps are not logged again.
         self._logged = run.logged if state else -1
         self._wandb_run = self._init(wandb, settings, fall_back=options.mode == "auto")
 
@@ -130,7 +130,7 @@ def _has_key(host: str) -> bool:
 
 
 def _answers(target: tuple[str, int], seconds: float) -> bool:
-    """Say whether ``target`` accepts a connection. In a thread, because name resolution has no timeout."""
+    """Return whether ``target`` accepts a connection; uses a thread, because name resolution has no timeout."""
     reached = threading.Event()
 
     def connect() -> None:

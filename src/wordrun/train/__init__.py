@@ -1,1 +1,1 @@
-"""The training loop, and the parts that it calls."""
+"""The training loop and its parts."""

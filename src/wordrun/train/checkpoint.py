@@ -77,13 +77,13 @@ class Checkpoints:
             self.raise_failure()
 
     def wait(self) -> int:
-        """Wait until the checkpoint that is being written is on disk; return the step of the newest."""
+        """Wait for the checkpoint being written; return the step of the newest one on disk."""
         self.join(None)
         self.raise_failure()
         return self.written
 
     def join(self, seconds: float | None) -> None:
-        """Wait at most ``seconds`` (None: without a limit) for the checkpoint that is being written."""
+        """Wait at most ``seconds`` (None: no limit) for the checkpoint being written."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -114,7 +114,7 @@ class Checkpoints:
             self._error = error
 
     def _describe(self, folder: Path) -> dict[str, Any]:
-        """Return sizes and checksums of this rank's files, and of its share of those without a rank in their name."""
+        """Return sizes and checksums of this rank's files, and of its share of the files that belong to no rank."""
         rank, size = self.world.rank, self.world.size
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         mine = [name for name in files if name.startswith(f"__{rank}_")]

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(cfg: Config, world: dist.World) -> int:
-    """Train as ``cfg`` says, with this process as ``world.rank``; return the exit status."""
+    """Train with ``cfg`` as rank ``world.rank``; return the exit status."""
     with exit_when_stopped(world):
         # Not at the top: --help should not wait for torch, and MPI has to start before torch.
         from wordrun.train.stop import Interrupted
@@ -81,7 +81,7 @@ def train(cfg: Config, world: dist.World) -> int:
         with trainer:
             trainer.train()
     except Interrupted as error:
-        dist.share(None, world)  # rank 0 may still have been drawing plots
+        dist.share(None, world)  # rank 0 may still be drawing plots
         dist.cleanup()
         # One rank reports it: launchers kill the other ranks as soon as one exits with another status than 0.
         return 0 if error.exit_status == REQUEUE and world.rank else error.exit_status
@@ -92,9 +92,9 @@ def train(cfg: Config, world: dist.World) -> int:
 
 @contextlib.contextmanager
 def exit_when_stopped(world: dist.World) -> Iterator[None]:
-    """On SIGTERM or SIGUSR1, exit with the status of a run that can be resubmitted.
+    """On SIGTERM or SIGUSR1, exit with the status that permits resubmission.
 
-    For the seconds to minutes before the first step, when the run does not yet handle these signals itself.
+    This covers the seconds to minutes before the first step, when the run does not yet handle these signals.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -115,7 +115,7 @@ def exit_when_stopped(world: dist.World) -> Iterator[None]:
 
 
 def flags() -> ArgumentParser:
-    """Return a parser of Hydra's flags, as of Hydra 1.3.2 to 1.3.8.
+    """Return a parser for the flags of Hydra 1.3.2 to 1.3.8.
 
     Hydra's own parser is private; a test compares the two.
     """
@@ -178,7 +178,7 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
 def sweep_points(overrides: list[str]) -> list[list[str]]:
     """Return the overrides of each point of a sweep.
 
-    Of a sweep that only Hydra's sweeper can enumerate, over a glob or an interval, those that all points share.
+    If only Hydra's sweeper can enumerate the points (globs, intervals), return the overrides that all share.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob

@@ -13,16 +13,16 @@ from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import resume
 from wordrun.train.training import Training, due
 
-# To the same checkpoint: if other data does not help either, another attempt will not.
+# Per checkpoint: if other data has not helped so far, another attempt will not either.
 MAX_ROLLBACKS = 3
 MAX_SKIPPED = 100
 
 
 def counts(trainer: Training, result: StepResult) -> bool:
-    """Say whether the step with this ``result`` counts; if not, it has been skipped or undone. Every rank calls this.
+    """Return whether the step with this ``result`` counts; if not, it was skipped or undone. Every rank must call this.
 
     On an accelerator only logged steps, evaluations and checkpoints are checked, since reading the result would
-    synchronize with the device; with train.on_nonfinite=skip every step is.
+    synchronize with the device; with train.on_nonfinite=skip, every step is checked.
 
     Raises:
         UserError: the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have not helped.
@@ -47,7 +47,7 @@ def counts(trainer: Training, result: StepResult) -> bool:
 
 
 def is_finite(result: StepResult, dtype: torch.dtype) -> bool:
-    """Say whether a step was finite, the same on all ranks, which all must call this."""
+    """Return whether a step was finite, the same on all ranks; every rank must call this."""
     if dtype == torch.float16:
         # Gradients may overflow while the scaler looks for the largest scale.
         return bool(torch.isfinite(all_sum(result.loss)))

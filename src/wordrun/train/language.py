@@ -1,4 +1,4 @@
-"""Language modelling as a task: text, its tokens, and the model that predicts the next one."""
+"""The language modelling task: corpus, tokenizer, model and samples."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from wordrun.train.training import Hook
 class LanguageTask:
     """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
 
-    The trainer itself knows batches of examples and their losses; all that makes them text is here. Every rank must
-    make one.
+    The trainer only knows batches of examples and their losses; everything about text is here. Every rank must create
+    one.
 
     Raises:
-        ConfigError: corpus, tokenizer and options do not fit together.
+        ConfigError: corpus, tokenizer and options are incompatible.
     """
 
     def __init__(self, cfg: Config, world: dist.World, layout: Layout) -> None:
@@ -72,8 +72,8 @@ class LanguageTask:
         """Return the weights that train.init_from names, by parameter, each read when accessed; None: random ones.
 
         Raises:
-            UserError: there are none.
-            ConfigError: they are a different model's.
+            UserError: no weights were found.
+            ConfigError: they belong to a different model.
         """
         source = self.cfg.train.init_from
         if source is None:
@@ -118,7 +118,7 @@ class LanguageTask:
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
         temperature: float | None = None, top_k: int | None = None, seed: int | None = None,
     ) -> str:  # fmt: skip
-        """Return ``prompt`` and the text that the model continues it with; every rank must call this.
+        """Return ``prompt`` and its generated continuation; every rank must call this.
 
         Args:
             backend: holds the model.
@@ -149,7 +149,7 @@ class LanguageTask:
         return self.tokenizer.decode(text[0].cpu().numpy())
 
     def facts(self) -> dict[str, Any]:
-        """Return what run.json says of the data and the model."""
+        """Return the entries of run.json about the data and the model."""
         corpus = self.corpus
         return {
             "data": {
@@ -164,7 +164,7 @@ class LanguageTask:
         return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train)}
 
     def manifest(self, position: int) -> dict[str, Any]:
-        """Return what a checkpoint's manifest says of the task after ``position`` examples."""
+        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
         return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size}
 
     def announce(self, examples: int) -> None:

@@ -52,11 +52,11 @@ def device_name(device: torch.device) -> str:
 
 
 class Meter:
-    """Turns steps into one line of metrics. Between lines it reads nothing from the device.
+    """Aggregates steps into lines of metrics. Between lines it reads nothing from the device.
 
     Args:
-        device: that computes.
-        dtype: precision of the computation.
+        device: compute device.
+        dtype: compute dtype.
         ranks: number of ranks.
         examples_per_step: examples in one step over all ranks.
         tokens_per_example: tokens in an example.

@@ -18,7 +18,7 @@ class Profiler:
         self.options, self.folder, self.rank = options, folder, rank
 
     def start(self) -> None:
-        """Start to measure, before the first step."""
+        """Start measuring; called before the first step."""
 
     def step(self) -> None:
         """Note the end of a step."""
@@ -44,7 +44,7 @@ class PyinstrumentProfiler(Profiler):
     """Samples the Python stack of this rank, and writes HTML and text."""
 
     def start(self) -> None:
-        """Start to sample."""
+        """Start sampling."""
         from pyinstrument import Profiler as Sampler
 
         self._sampler = Sampler(interval=self.options.interval_s)
@@ -86,10 +86,10 @@ class TorchProfiler(Profiler):
 
 
 def build(cfg: Config, world: World) -> Profiler:
-    """Return the profiler that ``profiler=NAME`` chooses for this rank.
+    """Return this rank's profiler, selected by ``profiler=NAME``.
 
     Raises:
-        ConfigError: profiler.ranks names a rank that this run does not have.
+        ConfigError: profiler.ranks contains a rank that does not exist.
     """
     options = cfg.profiler
     if max(options.ranks, default=0) >= world.size:

@@ -37,9 +37,9 @@ FREE = {
 
 
 def find(cfg: Config, world: dist.World) -> Start:
-    """Return where the run starts, as train.resume or the scheduler asks.
+    """Return where the run starts, according to train.resume or the scheduler.
 
-    Every rank must call this, and all verify the checkpoint's files together.
+    Every rank must call this; the ranks share the work of verifying files.
     """
     requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     run_dir, checkpoints = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
@@ -53,7 +53,7 @@ def find(cfg: Config, world: dist.World) -> Start:
 
 
 def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]:
-    """Return the run to resume (None: a new run) and its checkpoints that are eligible, oldest first.
+    """Return the run to resume (None: a new run) and its eligible checkpoints, oldest first.
 
     Args:
         cfg: the config.
@@ -87,7 +87,7 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
 
 
 def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[str, Any]]:
-    """Return the newest intact one of the checkpoints ``found``, and its manifest; all ranks verify the files together.
+    """Return the newest intact checkpoint in ``found`` and its manifest; all ranks verify the files together.
 
     Raises:
         DamagedError: none is intact.
@@ -111,7 +111,7 @@ def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[st
 
 
 def resume(trainer: Training, start: Start) -> None:
-    """Seed this rank, and continue the run from the checkpoint of ``start``, which ``find`` returned, if it has one."""
+    """Seed this rank, and load the checkpoint of ``start``, the result of ``find``, if it has one."""
     seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
     if start.folder is None:
         return
@@ -139,11 +139,11 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
     Options that are newer than the checkpoint have their defaults in both.
 
     Raises:
-        ConfigError: names each option with both values.
+        ConfigError: options differ; the message lists each with both values.
     """
     ours = {**fixed_options(trainer.cfg), **_facts(trainer)}
     theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
-    # Before there were schedules, an option of the optimizer chose between two of them.
+    # Before schedules had their own group, optimizer.decay_lr chose between two.
     theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
     different = [
         f"  {name} is {theirs[name]} in the checkpoint and {value} here"
@@ -159,7 +159,7 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
 def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
     """Load model, optimizer, hooks and this process's RNG states from the checkpoint in ``folder``."""
     world = trainer.world
-    # RNG states belong to ranks: another layout has nothing to continue, and seeds them anew by the step.
+    # RNG states belong to ranks: a different layout seeds them anew from the step.
     backend_name, layout = trainer.cfg.train.backend, list(trainer.layout.shape)
     same = manifest["backend_name"] == backend_name and manifest["layout"] == layout
     mine = rng_name(world.rank)
@@ -185,7 +185,7 @@ def rng_name(rank: int) -> str:
 
 
 def manifest(trainer: Training) -> dict[str, Any]:
-    """Return what a checkpoint's manifest says of the run, besides its files."""
+    """Return the contents of a checkpoint's manifest, besides its files."""
     cfg = trainer.cfg
     return {
         **trainer.state.state_dict(), **trainer.task.manifest(trainer.state.position), "time": time.time(),
@@ -197,6 +197,6 @@ def manifest(trainer: Training) -> dict[str, Any]:
 
 
 def _facts(trainer: Training) -> dict[str, Any]:
-    """Return what else than options decides the order and the meaning of the data."""
+    """Return the values, besides options, that determine the order and meaning of the data."""
     batch = {"the global batch (train.global_batch_size), in sequences,": trainer.examples_per_step}
     return {**batch, **trainer.task.fixed()}

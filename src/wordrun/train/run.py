@@ -45,9 +45,9 @@ class Start:
     source: Path | None = None
     """The run directory whose record up to ``step`` this run continues; None: it is a new run."""
     folder: Folder | None = None
-    """The checkpoint from which the run resumes; None: there is none, and it starts at step 0."""
+    """The checkpoint from which the run resumes; None: start at step 0."""
     manifest: dict[str, Any] = field(default_factory=dict)
-    """Of that checkpoint."""
+    """The manifest of that checkpoint."""
     newest: int = -1
     """The step of the newest checkpoint of the run in ``source``, intact or not."""
 
@@ -65,18 +65,18 @@ class Run:
         self.path = Path(cfg.run_dir).resolve()
         self.trackers: dict[str, Tracker] = {}
         self.record: dict[str, Any] = {}
-        """What run.json says."""
+        """Contents of run.json."""
         self._lock: IO[str] | None = None
 
     def open(self, facts: dict[str, Any], start: Start) -> None:
-        """Make the run directory, or take it over from the part of the run before ``start``.
+        """Create the run directory, or take over an existing one to continue from ``start``.
 
         Args:
-            facts: what describes the run besides its config.
+            facts: description of the run besides its config.
             start: where the run starts.
 
         Raises:
-            ConfigError: the directory cannot be written, or contains another run, or a run that is alive.
+            ConfigError: the directory is not writable, contains another run, or is in use.
         """
         if self.world.rank != 0:
             return
@@ -144,7 +144,7 @@ class Run:
         return {name: state for name, tracker in self.trackers.items() if (state := tracker.state())}
 
     def note_failure(self, rank: int, step: int, report: str) -> None:
-        """Write a rank's traceback to a file of its own: other ranks may not know of it."""
+        """Write a rank's traceback to its own file, because other ranks may not know of it."""
         with contextlib.suppress(OSError):
             folder = self.path / "failures"
             folder.mkdir(exist_ok=True)
@@ -152,7 +152,7 @@ class Run:
             (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
 
     def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
-        """Write how the run ended, close the trackers and draw the plots; return the plots' files.
+        """Record how the run ended, close the trackers and draw the plots; return the plot files.
 
         Args:
             summary: the result.
@@ -247,7 +247,7 @@ def _lock_folder(path: Path, patience_s: float) -> IO[str]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the run.json of a run directory; empty: there is none."""
+    """Return the contents of run.json in a run directory; empty if there is none."""
     try:
         return dict(json.loads((path / "run.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -260,7 +260,7 @@ def _adopt_launch_record(path: Path) -> None:
     if not record.is_file() or record.is_symlink():
         return
     try:
-        if (path / "launch.json").exists():  # of the launch before
+        if (path / "launch.json").exists():  # from the previous launch
             number = 1 + len(list(path.glob("launch-*.json")))
             (path / "launch.json").rename(path / f"launch-{number}.json")
         shutil.move(record, path / "launch.json")

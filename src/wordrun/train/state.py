@@ -1,4 +1,4 @@
-"""What changes in the course of a run, besides the model and the optimizer."""
+"""The state of a run, besides the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STORED_METRICS = ("loss", "val_loss")
 
 @dataclass
 class TrainState:
-    """The state of a run. Other objects read it, and change it through its methods alone.
+    """The state of a run. Other objects change it only through its methods.
 
-    A checkpoint stores it by ``state_dict``, and the RNG states as a tensor for each rank.
+    Checkpoints store it with ``state_dict``, and the RNG states as one tensor per rank.
     """
 
     step: int = 0
-    """Optimizer steps that count: without skipped ones, and without those that a rollback has undone."""
+    """Optimizer steps, excluding steps that were skipped or undone by a rollback."""
     position: int = 0
     """Examples taken from the data by all ranks together, in order; the next step begins with this one."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class TrainState:
     evaluated_step: int = -1
     """The step of the last evaluation."""
     skipped: int = 0
-    """Steps skipped in a row for non-finite gradients (train.on_nonfinite=skip)."""
+    """Consecutive steps skipped because of non-finite gradients (train.on_nonfinite=skip)."""
     rollbacks: dict[int, int] = field(default_factory=dict)
     """Rollbacks so far, by the step of the checkpoint (train.on_nonfinite=rollback)."""
     seconds: float = 0.0
@@ -51,11 +51,11 @@ class TrainState:
         self.skipped = 0
 
     def skip_step(self) -> None:
-        """Count a step whose gradients were non-finite, and which changed nothing."""
+        """Count a step that was skipped because of non-finite gradients."""
         self.skipped += 1
 
     def record_evaluation(self, loss: float) -> None:
-        """Take the validation loss of this step; NaN is never the best."""
+        """Record the validation loss of this step; NaN is never the best."""
         self.evaluated_step = self.step
         self.metrics["val_loss"] = loss
         if loss < (float("inf") if self.best_loss is None else self.best_loss):
@@ -70,11 +70,11 @@ class TrainState:
         self.seconds, self._started = self.elapsed(), None
 
     def elapsed(self) -> float:
-        """Return the seconds that the run has trained, earlier parts of it included."""
+        """Return the training time in seconds, including earlier parts of the run."""
         return self.seconds + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint's manifest says of the state, ready for JSON."""
+        """Return the state for a checkpoint's manifest, JSON-serialisable."""
         return {
             **{name: getattr(self, name) for name in STORED}, "rollbacks": self.rollbacks, "seconds": self.elapsed(),
             "metrics": {name: self.metrics[name] for name in STORED_METRICS if name in self.metrics},
@@ -91,7 +91,7 @@ class TrainState:
         self.seconds = stored["seconds"]
 
     def roll_back(self, stored: Mapping[str, Any]) -> None:
-        """Return to what ``state_dict`` returned, but neither to the data taken nor to the time spent since."""
+        """Restore what ``state_dict`` returned, except for the data position and the training time."""
         position, seconds, rollbacks = self.position, self.seconds, self.rollbacks
         self.load_state_dict(stored)
         self.position, self.seconds = position, seconds

@@ -30,7 +30,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Catch the signals within a ``with`` block, if this is the main thread; others cannot."""
+        """Catch the signals within a ``with`` block, but only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -50,7 +50,7 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def agreed(self, step: int, seconds_per_step: float | None) -> bool:
-        """Say whether any rank has received a signal; every rank must call this before every step.
+        """Return whether any rank has received a signal; every rank must call this before every step.
 
         Args:
             step: optimizer steps so far, the same on every rank.

@@ -1,4 +1,4 @@
-"""The trainer: one readable loop, whatever the task and the backend."""
+"""The training loop, independent of task and backend."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Summary:
 
 
 class Trainer(Training):
-    """Trains, evaluates and generates, as a config says.
+    """Trains, evaluates and generates according to a config.
 
-    Every rank of the job makes one; in a notebook the one process is the job. ``hooks`` run after the trainer's own,
+    Every rank of the job creates one; in a notebook, the job is a single process. ``hooks`` run after the built-in ones
     and before a checkpoint is saved. ``close`` (or a ``with`` block, or garbage collection) leaves the process group
     and removes the log handlers.
     """
@@ -62,11 +62,11 @@ class Trainer(Training):
     ) -> None:  # fmt: skip
         self.cfg = cfg
         self.state = TrainState()
-        # The run draws from RNG states of its own, so that the caller and other trainers do not change it.
+        # The run has its own RNG states, which the caller and other trainers do not change.
         with rng.swapped(self.state.rng):
             self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
             self.log = log_handle or log.start(self.world.rank)
-            # An object of its own, since the finalizer must not refer to the trainer.
+            # A separate object, because the finalizer must not refer to the trainer.
             closers = contextlib.ExitStack()
             self.close = weakref.finalize(self, closers.close)
             if log_handle is None:
@@ -79,7 +79,7 @@ class Trainer(Training):
                 raise
 
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
-        """Make the parts of the trainer, in the order in which they need each other."""
+        """Create the trainer's parts in order of their dependencies."""
         cfg, world = self.cfg, self.world
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
@@ -155,7 +155,7 @@ class Trainer(Training):
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's examples, a batch for each micro-step.
 
-        They are a function of ``state.position`` alone, so that is all that resuming needs.
+        They depend only on ``state.position``, which is all that resuming needs.
         """
         return self.loader.step(self.state.position // self.examples_per_step)
 
@@ -172,7 +172,7 @@ class Trainer(Training):
         raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
     def save(self, *, best: bool = False) -> None:
-        """Make a checkpoint of the run as it is now; every rank must call this, during ``train``."""
+        """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
         copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best)
@@ -182,7 +182,7 @@ class Trainer(Training):
         return mean_loss(self.backend, self.validation)
 
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
-        """Return ``prompt`` and the text that the model continues it with; every rank must call this.
+        """Return ``prompt`` and its generated continuation; every rank must call this.
 
         Further options are temperature, top_k and seed, see ``LanguageTask.generate``; the config has the defaults.
         """
@@ -198,7 +198,7 @@ class Trainer(Training):
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        """Open what a training run needs, and close it however the run ends."""
+        """Open the resources of a training run, and close them however it ends."""
         facts = self._facts()
         self.run.open(facts, self.start)
         log_file = None

@@ -1,4 +1,4 @@
-"""What the parts of a training run see of each other."""
+"""The interfaces between the parts of a training run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from wordrun.train.state import TrainState
 
 
 class Task(Protocol):
-    """What a run learns, as far as checkpoints are concerned."""
+    """What checkpoints need from a task."""
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
 
     def manifest(self, position: int) -> dict[str, Any]:
-        """Return what a checkpoint's manifest says of the task after ``position`` examples."""
+        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
 
 
 class Training(Protocol):
@@ -79,16 +79,16 @@ class Training(Protocol):
         """Return a sample."""
 
     def save(self, *, best: bool = False) -> None:
-        """Make a checkpoint of the run as it is now."""
+        """Save a checkpoint of the current state."""
 
 
 def due(step: int, interval: int) -> bool:
-    """Say whether ``step`` is a multiple of ``interval``; an interval of 0 is never due."""
+    """Return whether ``step`` is a multiple of ``interval``; an interval of 0 is never due."""
     return interval > 0 and step % interval == 0
 
 
 class Hook:
-    """Something that happens between steps, on every rank; each hook decides for itself whether it is due."""
+    """Base class of hooks, called between steps on every rank; each hook decides whether it is due."""
 
     def at_start(self, trainer: Training) -> None:
         """Called before the first step."""
@@ -107,8 +107,8 @@ class Hook:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint should store of this hook, ready for JSON, under the name of its class."""
+        """Return the hook's state, JSON-serialisable; checkpoints store it under the name of its class."""
         return {}
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""

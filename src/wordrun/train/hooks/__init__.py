@@ -1,4 +1,4 @@
-"""What happens between steps: a hook is a class with methods that the trainer calls, on every rank."""
+"""Hooks: classes whose methods the trainer calls between steps, on every rank."""
 
 from wordrun.train.training import Hook, Training
 

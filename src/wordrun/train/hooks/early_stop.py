@@ -22,7 +22,7 @@ class EarlyStop(Hook):
         if trainer.state.evaluated_step != trainer.step:
             return
         loss = trainer.metrics["val_loss"]
-        if loss < (math.inf if self.best is None else self.best - self.options.min_delta):  # which NaN is not
+        if loss < (math.inf if self.best is None else self.best - self.options.min_delta):  # never true for NaN
             self.best, self.waited = loss, 0
         else:
             self.waited += 1
@@ -38,5 +38,5 @@ class EarlyStop(Hook):
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Continue to count."""
+        """Restore the best loss and the count."""
         self.best, self.waited = stored["best"], stored["waited"]

@@ -14,7 +14,7 @@ class Log(Hook):
     """Logs a line of metrics every train.log_interval steps, and for the first and the last step."""
 
     def at_start(self, trainer: Training) -> None:
-        """Explain the names."""
+        """Log the meanings of the metrics."""
         legend = "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
         LOGGER.info("metrics (same names in metrics.jsonl and in all trackers):\n%s", legend)
 
@@ -73,7 +73,7 @@ class Checkpoint(Hook):
     """
 
     def after_step(self, trainer: Training) -> None:
-        """Begin to save, if it is due."""
+        """Start saving if due."""
         train, state = trainer.cfg.train, trainer.state
         if not train.checkpoint_interval:
             return
