@@ -59,7 +59,7 @@ class Launcher:
     own_module: ClassVar[str] = ""
     """The Python module that its processes run, if it is written in Python."""
     own_lines: ClassVar[str] = ""
-    """Regular expression for the beginning of its own lines on stderr."""
+    """Regular expression for the beginning of its lines on stderr."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
