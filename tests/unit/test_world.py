@@ -1,6 +1,6 @@
 """Who am I: discovery of the rank from each launcher's recorded variables, without torch and without MPI.
 
-The identifiers F02, F04, ... are those of the fixtures in facts/hpc-sites.md, section 7.
+F02, F04, ... number the recorded environments.
 """
 
 from __future__ import annotations
