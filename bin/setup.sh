@@ -10,7 +10,7 @@
 # Each returns non-zero, with the reason, if something is missing. Neither exits the shell, changes its options, or exports
 # a variable that would affect a python started later.
 
-# _wordrun_root prints the repository's path, whatever the working directory becomes. zsh has no BASH_SOURCE, and bash cannot
+# _wordrun_root prints the repository's path, even after a change of directory. zsh has no BASH_SOURCE, and bash cannot
 # parse zsh's equivalent.
 if [ -n "${ZSH_VERSION:-}" ]; then
   eval '_wordrun_root=${${(%):-%x}:A:h:h}'

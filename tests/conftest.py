@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -134,18 +133,10 @@ def command() -> Command:
         done = subprocess.run(
             [str(word) for word in words], capture_output=True, text=True, timeout=timeout, env={**os.environ, **env}
         )
-        done.stdout = without_gloo(done.stdout)
+        done.stdout = forked.without_gloo(done.stdout)
         return done
 
     return run
-
-
-def without_gloo(output: str) -> str:
-    """Return ``output`` without what gloo of torch 2.8 prints when ranks connect, in fragments that may interleave."""
-    if "[Gloo]" not in output:
-        return output
-    fragments = r"\[Gloo\] Rank \d*|\d*( is connected to| peer ranks\.| ?Expected number of [\w ]+ :) ?\d*"
-    return re.sub(r"^\d* *\n", "", re.sub(fragments, "", output), flags=re.MULTILINE)
 
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -176,7 +167,7 @@ def ranks(command: Command) -> Command:
     ) -> subprocess.CompletedProcess[str]:
         if under == "fork":
             done = forked.run(n, [str(word) for word in words], {**os.environ, **env}, timeout)
-            done.stdout = without_gloo(done.stdout)
+            done.stdout = forked.without_gloo(done.stdout)
             return done
         starters: dict[str, Sequence[str | Path]] = {
             "mpiexec": ("mpiexec", "-n", str(n), sys.executable),

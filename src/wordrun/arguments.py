@@ -1,4 +1,4 @@
-"""``KEY=VALUE`` command lines for commands whose options are one dataclass."""
+"""``KEY=VALUE`` command lines for commands that define their options as a dataclass."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def run(cls: type[Checked], usage: str, action: Callable[[Checked], None], argv:
 
 
 def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tuple[Options, list[str]]:
-    """Return the options of ``cls`` in ``arguments``, and the arguments that do not begin with ``prefix``.
+    """Parse ``arguments`` into an instance of ``cls``; also return those that do not begin with ``prefix``.
 
     Args:
         cls: a dataclass whose fields are int, float or str, each possibly ``| None``.
         arguments: such as ``length=20``.
-        prefix: what the names of the options begin with.
+        prefix: prefix of the option names.
 
     Raises:
-        ConfigError: names every unknown option and every value of the wrong type.
+        ConfigError: if there are unknown options or values of the wrong type; the message names all of them.
     """
     declared = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     options, others, problems = cls(), [], []
@@ -73,7 +73,7 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
 
 
 def describe(options: Any, prefix: str = "", width: int = 24) -> list[str]:
-    """Return lines that show each of ``options`` with its value, of at most 90 characters, and its meaning."""
+    """Return lines of up to 90 characters that show the name, value and meaning of each of ``options``."""
     lines: list[str] = []
     for option in fields(options):
         value = value_text(getattr(options, option.name)).replace("\n", r"\n")

@@ -1,6 +1,6 @@
-"""Validation rules that concern several sections of a config, or the number of ranks.
+"""Validation rules that involve several config sections or the number of ranks.
 
-Rules about one section alone are its ``problems()``. All problems are found together, before anything starts.
+Rules about a single section are in its ``problems()``. All problems are reported together, before anything starts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from wordrun.validation import one_of
 
 
 def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) -> Layout:
-    """Return the layout of the ranks, or raise one ConfigError that names every problem of ``cfg``.
+    """Return the layout of the ranks, or raise a ConfigError that names every problem in ``cfg``.
 
     Args:
         cfg: the composed config.
-        ranks: number of ranks; None: unknown, and what depends on it is not checked.
-        per_node: ranks per node; None: all are on one.
+        ranks: number of ranks; None if unknown, which skips the checks that depend on it.
+        per_node: ranks per node; None: all on one node.
     """
     problems = [problem for part in config.parts_in(cfg).values() for problem in part.problems()]
     problems += [*_check_choice(cfg), *_check_several(cfg)]
@@ -33,7 +33,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
             problems += _check_batch(cfg, at.dp)
         except ConfigError as error:
             problems += str(error).splitlines()
-        if not problems:  # else the arithmetic below may be meaningless
+        if not problems:  # the arithmetic below assumes valid options
             problems += _check_layout(cfg, at)
         if isinstance(cfg.backend, DeepSpeedConfig):
             problems += _check_deepspeed(cfg, cfg.backend, None if problems else ranks)
@@ -43,7 +43,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
 
 
 def _check_several(cfg: Config) -> Iterator[str]:
-    """Check the sections that can have several parts; a config made in Python can have any names there."""
+    """Check the sections with several named parts; a config built in Python can use any names there."""
     if "jsonl" not in cfg.tracker:
         yield "tracker must include jsonl, which resuming a run requires: add it"
     for section in config.SEVERAL:
@@ -57,7 +57,7 @@ def _check_several(cfg: Config) -> Iterator[str]:
 
 
 def _check_choice(cfg: Config) -> Iterator[str]:
-    """Check the options that another section's choice rules out."""
+    """Check for options that conflict with the choice made in another section."""
     train, backend = cfg.train, cfg.backend
     if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
         yield "optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it"
@@ -88,21 +88,21 @@ def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
 
 
 def accumulation(cfg: Config, dp: int) -> int:
-    """Return the micro-steps per optimizer step for ``dp`` data-parallel ranks."""
+    """Return the number of micro-steps per optimizer step for ``dp`` data-parallel ranks."""
     if cfg.train.global_batch_size is None:
         return cfg.optimizer.gas or 1
     return cfg.train.global_batch_size // (cfg.model.batch_size * dp)
 
 
 def stages(backend: PPConfig, pp: int) -> int:
-    """Return the stages of a pipeline of ``pp`` ranks."""
+    """Return the number of stages in a pipeline of ``pp`` ranks."""
     if backend.schedule == "ZBVZeroBubble":
-        return 2 * pp  # the stages form a V: each rank has one on its first half and one on its second
+        return 2 * pp  # the stages form a V: each rank has one in each half
     return pp * backend.stages_per_rank if backend.schedule in config.INTERLEAVED else pp
 
 
 def microbatches(cfg: Config, backend: PPConfig, pp: int) -> int:
-    """Return the micro-batches that a micro-step's sequences are split into for the pipeline."""
+    """Return the number of pipeline micro-batches per micro-step."""
     return backend.microbatches or math.gcd(cfg.model.batch_size, pp)
 
 
@@ -131,7 +131,7 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
 
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
-    """Compare the model and the batch with the layout of the ranks."""
+    """Check the model and the batch against the layout of the ranks."""
     if isinstance(cfg.backend, FSDPConfig):
         yield from _check_tensor(cfg.model, at.tp)
         yield from _check_sharding(cfg, cfg.backend, at)
@@ -158,7 +158,7 @@ def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[st
 
 
 def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:
-    """Check that the ranks of a tensor-parallel group get complete heads and equally many hidden units and tokens."""
+    """Check that heads, hidden units and tokens divide evenly over the ranks of a tensor-parallel group."""
     for name in model.tensor_parallel_options():
         size = getattr(model, name) or 0
         if size % tp:
@@ -189,7 +189,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
         )
     if not backend.zero_bubble:
         return
-    # What a backward pass in two parts, inputs before weights, does not support.
+    # Not supported by a split backward pass (input gradients before weight gradients).
     recomputes = cfg.train.activation_checkpointing != "none"
     for is_conflict, reason, remedy in (
         (at.shard > 1, f"backend.shard={at.shard} cannot", "backend.shard=1"),
@@ -205,7 +205,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
 
 
 def _check_deepspeed(cfg: Config, backend: DeepSpeedConfig, ranks: int | None) -> Iterator[str]:
-    """Check that the package is installed, and a ds_config file; ``ranks`` is None if their number is unsuitable."""
+    """Check that DeepSpeed is installed and the ds_config file is valid; ``ranks`` is None if other checks failed."""
     if importlib.util.find_spec("deepspeed") is None:
         yield "train.backend=deepspeed needs DeepSpeed, which is not installed: pip install 'wordrun[deepspeed]'"
     try:

@@ -21,7 +21,7 @@ COMMANDS = {
     "export": ("wordrun.export", "export a checkpoint to Hugging Face format"),
     "plan": ("wordrun.plan.cli", "estimate memory under every backend, and recommend one"),
 }
-"""Commands: the module, and a line of help."""
+"""Maps each command to its module and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    # A command's module is imported only now: most need Hydra, and none should wait for another's imports.
+    # Import only the module of this command: most need Hydra, and no command should wait for another's imports.
     status: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
     return status
 

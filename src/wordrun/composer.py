@@ -23,9 +23,9 @@ from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.run_id import new_run_id
 
-# What Hydra and OmegaConf raise for a wrong override.
+# Exceptions that Hydra and OmegaConf raise for an invalid override.
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
-# The settings of Hydra itself that a run uses; others would be ignored silently.
+# Hydra's own settings that a run uses; others would be silently ignored.
 HYDRA_SETTINGS = ("hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra/sweeper")
 
 
@@ -44,16 +44,16 @@ class Tree:
 def compose(
     overrides: Sequence[str] = (), *, tree: Tree | None = None, ranks: int | None = None, per_node: int | None = None
 ) -> Config:
-    """Return the validated Config for ``overrides``, as on the command line.
+    """Return the validated Config for command-line ``overrides``.
 
     Args:
         overrides: such as ``["data=sample", "train.max_iters=20"]``.
         tree: the root of the configuration tree; None: wordrun's own.
-        ranks: number of ranks, for checks that depend on it; None: skip them, as a Trainer makes them itself.
-        per_node: ranks per node; None: all on one.
+        ranks: number of ranks, for checks that depend on it; None skips them, as a Trainer runs them itself.
+        per_node: ranks per node; None: all on one node.
 
     Raises:
-        ConfigError: names every problem at once.
+        ConfigError: if the config is invalid; the message names every problem.
     """
     tree = tree or Tree()
     for override in overrides:
@@ -68,20 +68,20 @@ def compose(
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
         raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, ranks, per_node))) from None
-    # A resumed run stays in its directory, unless another is given.
+    # A resumed run stays in its directory unless another one is given.
     moves = any(_name(override) == "hydra.run.dir" for override in overrides)
     return to_config(composed, run_dir=None if moves else _run_to_continue(composed), ranks=ranks, per_node=per_node)
 
 
 def renamed(override: str) -> str:
-    """Return ``override`` with the option's new name, if it has an old one."""
+    """Return ``override`` with an old option name replaced by the new one."""
     key, equals, value = override.partition("=")
     old = _name(override)
     return f"{key.replace(old, RENAMED.get(old, old))}{equals}{value}"
 
 
 def _run_to_continue(composed: DictConfig) -> str | None:
-    """Return the directory of the run whose path train.resume gives."""
+    """Return the directory of the run that train.resume points to, if any."""
     from wordrun.checkpoint.folder import CHECKPOINTS, locate
 
     source = composed.train.resume
@@ -91,7 +91,7 @@ def _run_to_continue(composed: DictConfig) -> str | None:
         run_dir, found = locate(Path(source))
     except UserError as error:
         raise ConfigError(f"train.resume={source}: {error}") from None
-    # A checkpoint that was copied elsewhere belongs to no run: it starts a new one.
+    # A checkpoint copied elsewhere belongs to no run and starts a new one.
     return str(run_dir) if found[-1].path.parent == run_dir / CHECKPOINTS else None
 
 
@@ -101,17 +101,17 @@ def to_config(
     """Return the validated Config of a composed tree; ``run_dir`` defaults to ``hydra.run.dir``.
 
     Raises:
-        ConfigError: names every unknown key and every impossible value.
+        ConfigError: if there are unknown keys or invalid values; the message names all of them.
     """
     problems = list(_undeclared(composed))
     if composed.get("run_dir"):
         problems.append(f"run_dir={composed.run_dir} cannot be set directly: use hydra.run.dir={composed.run_dir}")
     try:
         directory = run_dir or str(composed.hydra.run.dir or "")
-        if not directory:  # it would be the current directory
+        if not directory:  # would be the current directory
             problems.append("hydra.run.dir is empty: set a directory, or omit the option")
         with open_dict(composed):
-            composed.pop("hydra", None)  # in a sweep, Hydra has taken it out already
+            composed.pop("hydra", None)  # in a sweep, Hydra has already removed it
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
         cfg.run_dir = directory
@@ -130,7 +130,7 @@ def to_config(
 
 
 def register() -> None:
-    """Put the schema, and the alias group that lets ``train.backend=NAME`` choose a backend, into Hydra's store."""
+    """Register the schema with Hydra, and an alias group that lets ``train.backend=NAME`` select a backend."""
     OmegaConf.register_new_resolver("run_id", lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True)
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
     store = ConfigStore.instance()
@@ -145,7 +145,7 @@ def register() -> None:
 
 
 def _open(node: type[Any]) -> Any:
-    """Return the schema ``node``; its dictionaries, unlike the rest of the tree, accept new keys."""
+    """Return the schema ``node`` with dictionaries that accept new keys, unlike the rest of the tree."""
     schema = OmegaConf.structured(node)
     for value in schema.values():
         if isinstance(value, DictConfig):
@@ -154,7 +154,7 @@ def _open(node: type[Any]) -> Any:
 
 
 def data_home() -> str:
-    """Return the directory of the data sets: ``$WORDRUN_DATA_HOME``, or the user's cache."""
+    """Return the data set directory: ``$WORDRUN_DATA_HOME``, or the user's cache."""
     return os.environ.get("WORDRUN_DATA_HOME") or os.path.expanduser("~/.cache/wordrun")
 
 
@@ -162,7 +162,7 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     register()
     if tree.extra_dir:
         overrides = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]", *overrides]
-    backup = GlobalHydra.instance().hydra  # the caller may be a Hydra application itself
+    backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
     GlobalHydra.instance().clear()
     start = (
         hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
@@ -179,7 +179,7 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
 def _undeclared(composed: DictConfig) -> Iterator[str]:
     """Yield a message for each key that no dataclass declares.
 
-    Hydra accepts ``+train.typo=1``, even on a typed config, and the value would be lost.
+    Hydra accepts ``+train.typo=1`` even on a typed config, and would ignore the value.
     """
     known = sorted(_keys(composed))
 
@@ -198,7 +198,7 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
 
 
 def _keys(composed: DictConfig) -> Iterator[str]:
-    """Yield the names of all options that the chosen parts have."""
+    """Yield the names of all options in the selected config groups."""
     for prefix, node in parts_in(composed).items():
         yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
 
@@ -211,7 +211,7 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
         base = _compose([], tree)
     except REFUSALS:
         return [f"the configuration tree itself does not compose: {cause}"]
-    # Hydra's search path first, which brings files, then the choices of files, which bring options.
+    # Hydra's search path first, since it adds files, then file selections, since they add options.
     for override in sorted(overrides, key=lambda o: (not _name(o).startswith("hydra"), _name(o) not in GROUPS)):
         try:
             base = _compose([*good, override], tree)
@@ -228,7 +228,7 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
 
 
 def _translate(override: str, error: Exception, base: DictConfig) -> str:
-    """Return our message for the one ``override`` that Hydra rejects with ``error``."""
+    """Return our message for an ``override`` that Hydra rejects with ``error``."""
     key, _, value = override.partition("=")
     name, text = _name(override), str(error)
     if isinstance(error, YAMLError):

@@ -1,4 +1,4 @@
-"""Data sheets of the devices that wordrun knows: peak FLOP/s, memory, devices per node."""
+"""Specifications of known devices: peak FLOP/s, memory, devices per node."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A model of accelerator, or a CPU."""
+    """An accelerator model or a CPU."""
 
     model: str
-    """What the name that its driver reports contains."""
+    """Substring of the name reported by the driver."""
     peak_half: float | None
     """Dense peak FLOP/s in half precision with fp32 accumulation; None: unknown."""
     peak_fp32: float | None
     """Dense peak FLOP/s in fp32 without TF32; None: unknown."""
     per_node: int = 1
-    """Devices of a usual node."""
+    """Devices in a typical node."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """Its variants by the name that ``plan.device`` takes, with the GiB that a process finds on an idle device."""
+    """Maps each variant's name in ``plan.device`` to the GiB that a process finds on an idle device."""
     bf16: bool = True
     """Whether it has fast bf16, so that train.dtype=auto chooses it."""
 
 
-# FLOP/s from the vendors' data sheets; memory as the vendors' tools show it with error correction on, which is less
-# than the data sheets' round figures. `find` takes the first match, so a longer name comes before one that it contains.
+# FLOP/s are from the vendors' data sheets; memory is as shown by the vendors' tools with error correction on, which is
+# less than the data sheets' round figures. `find` takes the first match, so longer names precede their substrings.
 DEVICES = (
     Device("B200", 2250e12, 75e12, 8, {"b200": 178.3}),
     Device("GH200", 989e12, 67e12, 4, {"gh200": 94.5}),
@@ -44,18 +44,18 @@ DEVICES = (
     Device("V100", 125e12, 15.7e12, 4, {"v100-16": 15.8, "v100-32": 31.7}, bf16=False),
     Device("T4", 65e12, 8.1e12, 1, {"t4": 14.6}, bf16=False),
     Device("MI300X", 1307e12, 163.4e12, 8, {"mi300x": 191.7}),
-    # One of its two dies, which is one device.
+    # One of its two dies; each is one device.
     Device("MI250X", 191.5e12, 23.9e12, 8, {"mi250x": 64.0}),
-    # One of its two tiles, which is one device under ZE_FLAT_DEVICE_HIERARCHY=FLAT.
+    # One of its two tiles; each is one device under ZE_FLAT_DEVICE_HIERARCHY=FLAT.
     Device("Max 1550", 419e12, 22.9e12, 12, {"max1550": 64.0}),
     Device("cpu", None, None, 1, {"cpu": 16.0}, bf16=False),
 )
 
 VARIANTS = {name: (device, gib) for device in DEVICES for name, gib in device.memory.items()}
-"""What ``plan.device`` takes: the device and its memory in GiB."""
+"""Maps each valid ``plan.device`` to the device and its memory in GiB."""
 
 
 def find(name: str) -> Device | None:
     """Return the device whose driver reports ``name``, such as "NVIDIA A100-SXM4-40GB"; None if it is unknown."""
-    # The boundary keeps the A100 out of an A1000.
+    # The word boundary keeps A100 from matching A1000.
     return next((device for device in DEVICES if re.search(rf"{re.escape(device.model)}\b", name)), None)

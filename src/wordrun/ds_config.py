@@ -1,4 +1,4 @@
-"""The settings of DeepSpeed's engine: the run's own options, merged with a user's ds_config file."""
+"""Settings for DeepSpeed's engine: the run's options merged with a user's ds_config file."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from wordrun.config import DTYPES, Config, DeepSpeedConfig, OptimizerConfig
 from wordrun.errors import ConfigError
 
 AUTO = "auto"
-"""In a file: the value that follows from the run's options; if none does, DeepSpeed's default."""
+"""In a file, stands for the value from the run's options or, if there is none, DeepSpeed's default."""
 REFUSED = {
     "scheduler": "the learning rate follows optimizer.learning_rate, warmup_iters, min_lr and schedule",
     "tensor_parallel": "wordrun's own tensor parallelism is train.backend=TP",
     "sequence_parallel_size": "every rank reads its own share of the data",
 }
-"""Blocks that are refused, and why."""
+"""Unsupported blocks and the reasons."""
 
 
 def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None) -> dict[str, Any]:
     """Return the settings for DeepSpeed's engine.
 
     Args:
-        cfg: the run.
-        backend: its options, those of DeepSpeed.
-        dtype: precision of the computation; auto where it is not known yet, and then not compared.
-        ranks: number of ranks; None: not known, and what depends on it is not compared.
-        gas: micro-steps per optimizer step; None likewise.
+        cfg: the run's config.
+        backend: the run's DeepSpeed options.
+        dtype: compute precision; auto if not known yet, which skips its comparison.
+        ranks: number of ranks; None if unknown, which skips comparisons that depend on it.
+        gas: micro-steps per optimizer step; None as for ``ranks``.
 
     Raises:
-        ConfigError: the file cannot be read, or contradicts the run; it names every such key.
+        ConfigError: if the file cannot be read or contradicts the run; the message names every such key.
     """
     merged = _read(backend.config) if backend.config else {}
     problems = [f"{key}: {reason}: remove it from the file" for key, reason in REFUSED.items() if key in merged]
-    if "bfloat16" in merged:  # DeepSpeed knows it by both names
+    if "bfloat16" in merged:  # DeepSpeed accepts both names
         merged.setdefault("bf16", merged.pop("bfloat16"))
     for key, (option, ours) in _settings(cfg, backend, dtype, ranks, gas).items():
         *sections, name = key.split(".")
@@ -54,15 +54,15 @@ def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, 
         node[name] = ours
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(f"backend.config={backend.config}: {text}" for text in problems)))
-    merged.pop("optimizer")  # the engine receives the run's own
-    # On a processor, too, which needs none of DeepSpeed's compiled ops then.
+    merged.pop("optimizer")  # the engine gets the run's optimizer
+    # The run's optimizer is used on CPUs too, so they need none of DeepSpeed's compiled ops.
     return _without_auto(merged) | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
 def _settings(
     cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None
 ) -> dict[str, tuple[str, Any]]:
-    """Return DeepSpeed's keys that the run decides: the option that does, and the value."""
+    """Map each DeepSpeed key that the run determines to the option that sets it, and its value."""
     optimizer, device = cfg.optimizer, {True: "cpu", False: "none"}
     settings: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("model.batch_size", cfg.model.batch_size),
@@ -90,7 +90,7 @@ def _settings(
 
 
 def _optimizer_params(optimizer: OptimizerConfig) -> dict[str, tuple[str, Any]]:
-    """Return DeepSpeed's parameters of an optimizer, which have torch's names."""
+    """Return the optimizer parameters for DeepSpeed, which uses torch's names."""
     common = {f.name for f in fields(OptimizerConfig)} - {"weight_decay"}
     own: dict[str, Any] = {f.name: getattr(optimizer, f.name) for f in fields(optimizer) if f.name not in common}
     params: dict[str, tuple[str, Any]] = {"lr": ("optimizer.learning_rate", optimizer.learning_rate)}

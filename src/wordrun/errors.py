@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# EX_TEMPFAIL of sysexits.h: the run was asked to stop, and can be continued.
+# EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
 
 
@@ -28,7 +28,7 @@ class WorldError(UserError):
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
-    import difflib  # here, because launch should not wait for it
+    import difflib  # imported here to keep launch fast
 
     names = list(known)
     by_lower = {name.lower(): name for name in reversed(names)}
@@ -37,6 +37,6 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def first_line(error: BaseException | str, most: int = 200) -> str:
-    """Return the first line of an error's message, at most ``most`` characters of it; without a message its type."""
+    """Return the first line of an error's message, cut to ``most`` characters; if there is no message, its type."""
     lines = str(error).strip().splitlines()
     return lines[0][:most] if lines else type(error).__name__

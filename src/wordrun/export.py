@@ -1,4 +1,4 @@
-"""``wordrun export run=DIR``: a checkpoint as a folder that transformers loads, or as weights alone."""
+"""``wordrun export run=DIR``: exports a checkpoint as a folder for transformers or as weights only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ which makes a DeepSpeed checkpoint readable without DeepSpeed. See docs/generate
 
 @dataclass
 class ExportConfig(Section):
-    """The checkpoint, and where and how to write it."""
+    """The checkpoint, and the location and format of the export."""
 
     run: str = "outputs/latest"
     """Run directory, or a checkpoint in it."""
@@ -53,7 +53,7 @@ class ExportConfig(Section):
     memory."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options."""
+        """Return a message for each invalid option."""
         yield from one_of("dtype", self.dtype, [dtype for dtype in DTYPES if dtype != "auto"])
         yield from one_of("form", self.form, ["huggingface", "checkpoint"])
         yield from above_zero("", self, "shard_gb")
@@ -67,30 +67,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: ExportConfig) -> Path:
-    """Write the folder that ``options`` ask for, and return its path.
+    """Write the folder described by ``options`` and return its path.
 
     Raises:
-        ConfigError: the folder exists.
-        UserError: there is no such checkpoint, or the folder cannot be written.
+        ConfigError: if the folder exists.
+        UserError: if there is no such checkpoint or the folder cannot be written to.
     """
-    # Not at the top: --help and error messages should not wait for torch.
+    # Imported here so that --help and error messages do not wait for torch.
     from wordrun.checkpoint.saved import find
 
     saved = find(Path(options.run), options.checkpoint)
     out = Path(options.out or saved.folder.parent.parent / options.form / saved.folder.name)
     if out.exists():
         raise ConfigError(f"{out} already exists: remove it, or choose another folder with out=DIR")
-    draft = out.with_name(f".{out.name}.new")  # an interrupted export is never mistaken for a complete one
+    draft = out.with_name(f".{out.name}.new")  # so an interrupted export never looks complete
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it reads its checkpoints
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
             if options.form == "checkpoint":
                 write_checkpoint(draft, saved)
             else:
                 write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
                 write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
-        for file in draft.glob("*.safetensors"):  # the library makes them readable only by the owner
+        for file in draft.glob("*.safetensors"):  # the library makes them readable by the owner only
             file.chmod((draft / "config.json").stat().st_mode)
         draft.rename(out)
     except OSError as error:
@@ -112,7 +112,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
     model = meta_model(cfg, saved.vocab_size)
     shards: list[list[str]] = [[]]
     room = limit
-    # Plan the files on the meta model first: each name states how many there are.
+    # Plan the files on the meta model first: each file name includes their number.
     for name, shape in model.state_dict().items():
         if model.tied and name == "head.weight":
             continue
@@ -136,7 +136,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
 
 
 def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
-    """Write config.json and the tokenizer's files."""
+    """Write config.json and the tokenizer files."""
     from wordrun.backend.precision import TORCH_DTYPES
     from wordrun.data.tokenizers.huggingface import tokenizer_json
     from wordrun.model import meta_model
@@ -155,9 +155,8 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
 
 
 def write_checkpoint(folder: Path, saved: Saved) -> None:
-    """Write the weights of ``saved`` as a checkpoint that any backend can start from, but no run can resume."""
-    from wordrun.checkpoint import folder as folders
-    from wordrun.checkpoint import shards
+    """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
+    from wordrun.checkpoint import folder as folders, shards
     from wordrun.checkpoint.saved import MODEL
 
     weights = saved.weights()

@@ -1,4 +1,4 @@
-"""Atomic writes: a reader finds a file either as it was or complete."""
+"""Atomic writes: a reader sees either the old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def absolute(path: str) -> Path:
 def replace(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` atomically: a concurrent reader finds the old text or the new one.
 
-    The file is written beside it and renamed, so that a killed process leaves no partial file.
+    Writes a temporary file beside it and renames that, so that a killed process leaves no partial file.
     """
     new = path.with_name(f".{path.name}.{_writer()}")
     new.write_text(text, encoding="utf-8")
@@ -22,7 +22,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def point(link: Path, target: Path | str) -> None:
-    """Make ``link`` a symbolic link to ``target`` in one step, whether or not there was one."""
+    """Atomically make ``link`` a symbolic link to ``target``, replacing any existing link."""
     new = link.with_name(f".{link.name}.{_writer()}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)

@@ -37,7 +37,7 @@ See docs/generate.md for details.
 
 @dataclass
 class GenerateConfig(Section):
-    """The model, and how to sample from it."""
+    """The model and the sampling options."""
 
     run: str = "outputs/latest"
     """Run directory, or a checkpoint in it."""
@@ -67,7 +67,7 @@ class GenerateConfig(Section):
     full speed, else fp32)."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options."""
+        """Return a message for each invalid option."""
         yield from not_negative("", self, "length")
         yield from positive("", self, "num_samples", "slide")
         yield from one_of("device", self.device, ["auto", "cpu", "cuda", "xpu"])
@@ -89,14 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(flush=True)
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe; Python would try to write once more at exit
+    except BrokenPipeError:  # the reader closed the pipe; avoids another write error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def write(options: GenerateConfig) -> None:
-    """Generate what ``options`` ask for, to standard output."""
-    # Not at the top: --help and error messages should not wait for torch.
+    """Generate text according to ``options`` on standard output."""
+    # Imported here so that --help and error messages do not wait for torch.
     import torch
 
     from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
@@ -117,7 +117,7 @@ def write(options: GenerateConfig) -> None:
         prompt = torch.from_numpy(tokenizer.encode(options.prompt))
     except ConfigError as error:
         raise ConfigError(f"prompt: {error}") from None
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it reads its checkpoints
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
         model = read_model(saved, device, dtype)
     _say(
         f"{saved.folder}: {saved.config.model.name}, {model.num_parameters():,} parameters, "
@@ -143,7 +143,7 @@ def write(options: GenerateConfig) -> None:
 
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Return the model of a checkpoint in evaluation mode, with weights of ``dtype`` on ``device``."""
+    """Return the checkpoint's model in evaluation mode, with weights in ``dtype`` on ``device``."""
     from wordrun.model import meta_model
 
     model = meta_model(saved.config.model, saved.vocab_size)
@@ -157,14 +157,14 @@ def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transf
 
 
 class Screen:
-    """Prints text token by token, each character as soon as all of its bytes have arrived."""
+    """Prints text token by token, each character as soon as all its bytes have arrived."""
 
     def __init__(self, decode: Callable[[Any], str]) -> None:
         self.decode = decode
         self.held_back: list[int] = []
 
     def __call__(self, tokens: Sequence[int]) -> None:
-        """Print ``tokens``; an incomplete character is held back until the rest of it arrives."""
+        """Print ``tokens``, holding back an incomplete character until the rest arrives."""
         self.held_back += tokens
         text = self.decode(self.held_back)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -172,7 +172,7 @@ class Screen:
             self.held_back = []
 
     def end(self) -> None:
-        """Print what was held back, and end the line."""
+        """Print any held-back text, and end the line."""
         print(self.decode(self.held_back) if self.held_back else "", flush=True)
 
 

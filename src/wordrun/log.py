@@ -1,7 +1,7 @@
 """Logging for many ranks: information from rank 0 only, warnings from every rank with its number.
 
-Importing this module does nothing. The owner of the process (the command, a Trainer) calls ``start``, and the handle
-that it returns undoes everything.
+Importing this module does nothing. The owner of the process (the command, a Trainer) calls ``start``, and the
+returned handle undoes everything.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 LOGGER = logging.getLogger("wordrun")
-WARNINGS = logging.getLogger("py.warnings")  # Python's own, torch's among them
+WARNINGS = logging.getLogger("py.warnings")  # Python's warnings, including torch's
 FOR_FILES = {"for_files": True}
-# For a warning that all ranks would log alike: rank 0 logs it for all.
+# For a warning that is the same on all ranks: only rank 0 logs it.
 FIRST_RANK = {"first_rank": True}
 EARLY_RECORDS = 1000
 
@@ -32,7 +32,7 @@ class RankFilter(logging.Filter):
         self.rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether to show ``record``."""
+        """Return whether to show ``record``."""
         if self.rank == 0:
             return True
         if record.levelno < logging.WARNING or hasattr(record, "first_rank"):
@@ -44,7 +44,7 @@ class RankFilter(logging.Filter):
 
 
 def console() -> Console:
-    """Return the console of this process, which behaves like the terminal of ``launch``, if it has one.
+    """Return this process's console, which behaves like ``launch``'s terminal, if there is one.
 
     Under mpiexec a rank's output is a pipe even if ``launch`` runs in a terminal, so ``launch`` passes the terminal's
     size in ``WORDRUN_TERMINAL=COLUMNSxLINES``.
@@ -70,7 +70,7 @@ class RaisingFileHandler(logging.FileHandler):
 
 
 class LogHandle:
-    """What ``start`` has set up: the screen, and the handlers that ``close`` removes."""
+    """The console and the handlers that ``start`` sets up and ``close`` removes."""
 
     opened: ClassVar[list[LogHandle]] = []
     """Open handles, newest last; only the newest writes to the screen."""

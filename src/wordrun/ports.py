@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Below the range of ports for outgoing connections (Linux: from 32768).
+# Below the ephemeral ports of outgoing connections (Linux: from 32768).
 PORTS = range(10000, 30000)
 
 

@@ -1,4 +1,4 @@
-"""What a rank sees of itself and of the others; ``launch --doctor`` runs it on every rank and reads its line."""
+"""Report a rank's view of itself and of the others; ``launch --doctor`` runs this on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 def main(prefix: str) -> int:
-    """Print one line, ``prefix`` and JSON: who this rank is, and what it found."""
+    """Print one line, ``prefix`` and JSON: this rank's identity and findings."""
     found: dict[str, Any] = {"host": socket.gethostname(), "rank": os.environ.get("RANK"), "problems": []}
     try:
         world = discover()
@@ -47,7 +47,7 @@ def main(prefix: str) -> int:
     if found["devices"]:
         found |= device_of(found.get("local_rank", 0), found["devices"], os.environ)
         found["device_id"] = _hardware_id(found["index"])
-    sys.stdout.write(f"{prefix}{json.dumps(found)}\n")  # in one write, so that no other rank's output comes between
+    sys.stdout.write(f"{prefix}{json.dumps(found)}\n")  # one write, so that other ranks' output cannot split it
     sys.stdout.flush()
     return 0
 
@@ -63,7 +63,7 @@ def _mpi_size(world: World, problems: list[str]) -> int | None:
 
 
 def device_of(local_rank: int, count: int, env: Mapping[str, str]) -> dict[str, int | None]:
-    """Return a rank's device: torch's ``index``, and the node's own ``device`` number where that is known.
+    """Return a rank's device: torch's ``index``, and the node's ``device`` number, if known.
 
     Args:
         local_rank: index of the rank on its node.
@@ -73,13 +73,13 @@ def device_of(local_rank: int, count: int, env: Mapping[str, str]) -> dict[str, 
     index = 0 if count == 1 else local_rank % count
     lists = [env[name].split(",") for name in VISIBLE if env.get(name)]
     number = lists[0][index].strip() if lists and index < len(lists[0]) else str(index)
-    # With one visible device and no list the launcher has assigned them, and does not say how.
+    # With one visible device and no list, the launcher has assigned devices without saying how.
     known = number.isdigit() and (bool(lists) or count > 1)
     return {"index": index, "device": int(number) if known else None}
 
 
 def _hardware_id(index: int) -> str | None:
-    """Return an id of the device that does not depend on its number; None: it has none."""
+    """Return a device id that does not depend on numbering; None: there is none."""
     import torch
 
     kind = torch.accelerator.current_accelerator()
@@ -91,7 +91,7 @@ def meet(world: World, address: str, port: int) -> tuple[str, list[str]]:
     """Open sockets from this rank to rank 0, and from rank 0 back to the first rank of each node.
 
     Returns:
-        What went wrong for this rank (empty: nothing); and, on rank 0, the nodes that it did not reach.
+        This rank's error (empty: none) and, on rank 0, the nodes that it could not reach.
     """
     if world.size == 1:
         return "", []
@@ -99,14 +99,14 @@ def meet(world: World, address: str, port: int) -> tuple[str, list[str]]:
     if world.rank == 0:
         return _serve(world.size - 1, port, end)
     with socket.create_server(("", 0)) as server:
-        # One socket back to each node is enough; the node of rank 0 is this one.
+        # One socket back to each node is enough, and rank 0 needs none to its own.
         back = server.getsockname()[1] if world.local_rank == 0 else 0
         while True:
             try:
                 with socket.create_connection((address, port), timeout=5) as connection:
                     connection.sendall(f"{back} {world.rank} {socket.gethostname()}\n".encode())
                     connection.settimeout(MEETING_S)
-                    connection.recv(1)  # until rank 0 has tried
+                    connection.recv(1)  # wait until rank 0 has tried to connect back
                 return "", []
             except OSError as error:
                 if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Names of runs."""
+"""Run IDs."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import time
 
 
 def new_run_id() -> str:
-    """Return a name that no other run has: the time, and four random digits."""
+    """Return a unique name for a run: the time, and four random hex digits."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"

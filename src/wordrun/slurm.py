@@ -15,20 +15,20 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def is_task(env: Mapping[str, str]) -> bool:
-    """Say whether the process that has ``env`` is a task of srun rather than a job's batch or interactive shell."""
+    """Return whether the process with ``env`` is a task of srun rather than a job's batch or interactive shell."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in env
 
 
 def expand_hosts(text: str, name: str = "host list") -> tuple[str, ...]:
-    """Return the names that a SLURM host list stands for, in its order.
+    """Expand a SLURM host list into host names, in order.
 
     Items are separated by commas outside brackets. Each bracket holds numbers and ranges, padded with zeros to the
     width of their lower end; several brackets in one item multiply, the rightmost changing fastest.
 
     Args:
         text: such as ``nid[001234-001236,001300],login1``.
-        name: what the text is, for the error.
+        name: name of the text in error messages.
 
     Raises:
         ConfigError: it does not parse.
@@ -40,7 +40,7 @@ def expand_hosts(text: str, name: str = "host list") -> tuple[str, ...]:
         item = ITEM.match(text, at)
         if item is None:
             raise ConfigError(f"{name}: {text!r} is not a host list such as node[01-03,7],login1")
-        # The split leaves names and the insides of brackets in turns.
+        # The split alternates between names and the contents of brackets.
         parts = re.split(r"\[([^\[\]]*)\]", item[1])
         choices = [[part] if i % 2 == 0 else _numbers(part, text, name) for i, part in enumerate(parts)]
         hosts += ["".join(words) for words in product(*choices)] if len(parts) > 1 else parts
@@ -62,7 +62,7 @@ def _numbers(inside: str, text: str, name: str) -> list[str]:
 
 
 def expand_counts(text: str, name: str = "counts") -> list[int]:
-    """Return the numbers that SLURM's ``4(x2),3`` stands for: ``[4, 4, 3]``.
+    """Expand SLURM's counts: ``4(x2),3`` becomes ``[4, 4, 3]``.
 
     Raises:
         ConfigError: it does not parse.

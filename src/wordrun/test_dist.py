@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Check = Callable[[dist.World, ModuleType], None]
-"""Raises if the ranks are wrong; gets torch.distributed, which this module must not import at its top."""
+"""Raises if a result is wrong; takes torch.distributed, which must not be imported at module level."""
 
 
 class CheckError(UserError):
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     begin = time.perf_counter()
     with dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
-        # One write including the newline: unbuffered, print makes two, and another rank's output may come between.
+        # One write including the newline: unbuffered, print makes two, which other ranks' output may split.
         sys.stdout.write(f"{world} {world.host}\n")
         sys.stdout.flush()
         for name, check in CHECKS.items():
@@ -144,7 +144,7 @@ def train(world: dist.World, steps: int = 100) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)).to(world.device)
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(1 + world.rank)  # each rank its own data
+    torch.manual_seed(1 + world.rank)  # different data on each rank
     losses = []
     for step in range(1, steps + 1):
         x = torch.randn(32, 16, device=world.device)
@@ -171,7 +171,7 @@ CHECKS: dict[str, Check] = {
 
 
 def _profiled(action: Callable[[], None], world: dist.World, show: bool) -> str:
-    """Do ``action`` and return its profile on rank 0, else an empty string."""
+    """Run ``action`` and return its profile on rank 0, else an empty string."""
     if world.rank != 0 or not show:
         action()
         return ""

@@ -1,4 +1,4 @@
-"""Checks that the sections of a config have in common; each returns the messages of what is wrong."""
+"""Checks shared by the config sections; each returns error messages."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from wordrun.errors import nearest
 
 
 def positive(section: str, node: Any, *names: str) -> list[str]:
-    """Return a message for each of the options ``names`` of ``node`` that is below 1; None is left alone."""
+    """Return a message for each option in ``names`` of ``node`` that is below 1; None is valid."""
     return _unless(lambda value: value >= 1, section, node, names, "should be at least 1")
 
 
 def not_negative(section: str, node: Any, *names: str) -> list[str]:
-    """Return a message for each of the options ``names`` of ``node`` that is below 0; None is left alone."""
+    """Return a message for each option in ``names`` of ``node`` that is below 0; None is valid."""
     return _unless(lambda value: value >= 0, section, node, names, "should not be negative")
 
 
 def above_zero(section: str, node: Any, *names: str) -> list[str]:
-    """Return a message for each of the options ``names`` of ``node`` that is not a finite number above 0."""
+    """Return a message for each option in ``names`` of ``node`` that is not a finite number above 0."""
     return _unless(lambda value: 0 < value < math.inf, section, node, names, "should be a number above 0")
 
 
 def fractions(section: str, node: Any, *names: str) -> list[str]:
-    """Return a message for each of the options ``names`` of ``node`` that is not at least 0 and less than 1."""
+    """Return a message for each option in ``names`` of ``node`` that is outside [0, 1)."""
     return _unless(lambda value: 0 <= value < 1, section, node, names, "should be at least 0 and less than 1")
 
 
 def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
-    """Return a message if ``value`` of the option ``key`` is none of those ``known``."""
+    """Return a message if ``value`` of the option ``key`` is not in ``known``."""
     known = list(known)
     return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
 

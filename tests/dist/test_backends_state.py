@@ -206,6 +206,18 @@ with dist.session(device="cpu") as world:
             made.load(folders["DDP"], facts["DDP"])
             found[f"{case} {batch_norm} DDP"]["as FSDP"] = train(made, 5, 4, world)
             made.close()
+    made = build("plain", "DDP", False, world)
+    part = made.parts[0]
+    part.train()
+    micro_steps = [micro_batches(step, world.rank, world.size)[0] for step in range(2)]
+    expected = torch.zeros(WIDTH)
+    with torch.no_grad():
+        for batch in micro_steps:
+            expected.lerp_(part.blocks["0"].linear(batch.x * part.gain).mean(0), 0.1)
+    torch.distributed.all_reduce(expected)
+    made.train_step(micro_steps, 0.05, Stopwatch(made.device))
+    found["accumulated"] = [part.blocks["0"].norm.mean.tolist(), (expected / world.size).tolist()]
+    made.close()
     if world.rank == 0:
         Path(f"found-{world.size}.json").write_text(json.dumps(found))
 """
@@ -267,3 +279,9 @@ def test_buffers_begin_as_their_modules_say(found: Any) -> None:
         torch.testing.assert_close(torch.tensor(start["constants"][0]), torch.linspace(0.5, 1.5, 6))
         norm = found[ranks][f"momentum True {name}"]["start"]["weights"]
         assert norm["blocks.1.norm.running_var"] == [1.0] * 6
+
+
+def test_buffers_are_averaged_over_all_micro_steps_of_all_ranks(found: Any) -> None:
+    for ranks in (1, 2):
+        mean, expected = found[ranks]["accumulated"]
+        assert mean == pytest.approx(expected, rel=1e-5)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import without_gloo
+from forked import without_gloo
 
 if TYPE_CHECKING:
     from conftest import Start

@@ -62,8 +62,7 @@ def save_run() -> SaveRun:
 
     import wordrun
     from wordrun import model as models
-    from wordrun.checkpoint import folder as folders
-    from wordrun.checkpoint import shards
+    from wordrun.checkpoint import folder as folders, shards
     from wordrun.config import to_plain
     from wordrun.data.tokenizers.char import CharTokenizer
 

@@ -22,8 +22,7 @@ import torch
 import wordrun
 from wordrun import cli
 from wordrun.backend import precision
-from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint import shards
+from wordrun.checkpoint import folder as folders, shards
 from wordrun.checkpoint.saved import find
 from wordrun.config import from_plain, to_plain
 from wordrun.errors import ConfigError, UserError

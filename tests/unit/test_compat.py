@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wordrun import compat
 from wordrun.config import SCHEDULES
 
-REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in its docstring"
+REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in the module's docstring"
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in it
         (torch.cpu, "_is_avx512_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch.cpu, "_is_amx_tile_supported", "cpu_is_fast_at_bf16"),
         (torch, "_foreach_mul_", "scale"),
+        *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],
 )
 def test_torch_still_has_the_name(owner: object, name: str, function: str) -> None:
@@ -94,3 +95,11 @@ def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
         compat.restore_after_deepspeed(undo, rank=0)
         F.linear = lambda *args: None  # type: ignore[assignment]
     assert F.linear is linear
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.8.0+cpu", False), ("2.10.0", False), ("2.13.1", True)])
+def test_tensor_parallel_pipelines_are_for_versions_that_were_right(
+    version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    assert compat.pipeline_takes_tensor_parallel() is fits

@@ -12,8 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, UserError

@@ -249,7 +249,7 @@ def test_mistakes_are_named(
 def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert "  num_samples=1           Number of texts" in said
+    assert "  num_samples=1           Number of samples" in said
     assert max(map(len, said.splitlines())) <= 120
 
 

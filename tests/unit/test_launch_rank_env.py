@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.dist.world import FAMILIES as WORLD_FAMILIES
-from wordrun.dist.world import TORCHRUN, discover
+from wordrun.dist.world import FAMILIES as WORLD_FAMILIES, TORCHRUN, discover
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import RANK_ENV
 

@@ -14,12 +14,20 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
-from wordrun import log
-from wordrun import model as models
+from wordrun import log, model as models
 from wordrun.backend.native import prepare_blocks
 from wordrun.checks import check
 from wordrun.composer import compose
-from wordrun.config import SCHEDULES, BackendConfig, Config, DDPConfig, GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import (
+    SCHEDULES,
+    BackendConfig,
+    Config,
+    DDPConfig,
+    GPTConfig,
+    LlamaConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from wordrun.data.batch import Batch
 from wordrun.devices import VARIANTS
 from wordrun.dist.mesh import Layout
@@ -33,7 +41,7 @@ from wordrun.plan.cli import USAGE, main, plan
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import ParameterShape, numel, shapes_of
-from wordrun.plan.strategy import Strategy, bubble, in_flight
+from wordrun.plan.strategy import NoEstimateError, Strategy, bubble, in_flight
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -413,3 +421,20 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for word in ("plan.devices=null", "plan.reserve=0.1", "a100-40 (39.5)", "wordrun plan model=gpt2_xl"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [(["optimizer=adamw"], 8), (["optimizer=sgd"], 4), (["optimizer=sgd", "optimizer.momentum=0"], 0)],
+)
+def test_optimizer_state_is_the_optimizers(overrides: list[str], size: int) -> None:
+    cfg = compose(["data=sample", *overrides])
+    model = shapes_of(cfg.model, 128)
+    need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), "none")
+    assert need.optimizer == pytest.approx(size * model.parameters, rel=1e-3)
+
+
+def test_an_unknown_optimizer_has_no_estimate() -> None:
+    cfg = replace(compose(["data=sample"]), optimizer=OptimizerConfig(name="mine"))
+    with pytest.raises(NoEstimateError, match="no estimate for optimizer=mine"):
+        memory(shapes_of(cfg.model, 128), Strategy("DDP", cfg, Layout(), on_cpu=True), "none")

@@ -13,12 +13,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from wordrun.config import DataConfig, TokenizerConfig
-from wordrun.data import manifest as manifests
-from wordrun.data import shards
+from wordrun.data import manifest as manifests, shards
 from wordrun.data.corpus import open_foreign, open_prepared
 from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.shards import Shard, Tokens, examine

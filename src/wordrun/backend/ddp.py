@@ -36,12 +36,11 @@ class DDPBackend(NativeBackend):
         prepare_blocks(model, spec.cfg)
         super().__init__(spec, [model])
         self.alone = spec.world.size == 1
+        # Buffers are averaged after the step. DDP would overwrite them with rank 0's before the last micro-step.
         self.replica = DistributedDataParallel(
-            model,
-            bucket_cap_mb=options.bucket_cap_mb,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
-        )
+            model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph, broadcast_buffers=False,
+        )  # fmt: skip
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
             self.replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))

@@ -25,12 +25,6 @@ from wordrun.config import Config
 from wordrun.errors import ConfigError
 from wordrun.model import Model
 
-# Expensive ops, whose results selective activation checkpointing keeps.
-PRODUCTS = (
-    "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
-
 
 class NativeBackend:
     """Gradient accumulation, clipping, optimizer steps, evaluation and checkpoints; subclasses add parallelism.
@@ -237,4 +231,4 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else ""
-    return CheckpointPolicy.MUST_SAVE if name in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in compat.PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -19,6 +19,7 @@ from wordrun.backend.native import full, local
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import INTERLEAVED, PPConfig
+from wordrun.errors import ConfigError
 from wordrun.model import Transformer
 
 
@@ -44,6 +45,9 @@ class PipelineBackend(FSDPBackend):
     def __init__(self, spec: BackendSpec) -> None:
         cfg, options, pp = spec.cfg, spec.cfg.backend, spec.layout.pp
         assert isinstance(options, PPConfig)
+        if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
+            wrong = f"in a pipeline needs torch 2.13; its gradients would be wrong with {torch.__version__}"
+            raise ConfigError(f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP")
         self.count = stages(options, pp)
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint import shards
+from wordrun.checkpoint import folder as folders, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import Config, from_plain
 from wordrun.errors import UserError

@@ -1,1 +1,1 @@
-"""Reading: from prepared tokens to batches, in an order that is the same for any number of ranks."""
+"""Reads prepared tokens and builds batches, in an order that does not depend on the number of ranks."""

@@ -14,12 +14,12 @@ from wordrun.data.shards import Array, Tokens
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences: tokens and the tokens that should follow, both (B, T) int64."""
+    """B sequences: input tokens and target tokens, both (B, T) int64."""
 
     tokens: Tensor
     targets: Tensor
     eot: int | None = None
-    """The end-of-text token, which stands before each document, if attention is confined to documents."""
+    """The end-of-text token that precedes each document; set if attention is confined to documents."""
 
     @classmethod
     def empty(cls, size: int, block_size: int, *, pinned: bool = False, eot: int | None = None) -> Batch:
@@ -28,18 +28,18 @@ class Batch:
         return cls(tokens, targets, eot)
 
     def fill(self, tokens: Array, starts: NDArray[np.int64]) -> None:
-        """Overwrite the batch with the sequences of ``tokens`` that begin at ``starts``."""
+        """Overwrite the batch with the sequences of ``tokens`` that start at ``starts``."""
         both = rows(tokens, starts, self.tokens.shape[1] + 1)
         np.copyto(self.tokens.numpy(), both[:, :-1], casting="unsafe")
         np.copyto(self.targets.numpy(), both[:, 1:], casting="unsafe")
 
     @property
     def documents(self) -> Tensor | None:
-        """The index of each token's document within its sequence, (B, T); None: attention ignores documents."""
+        """The document index of each token within its sequence, (B, T); None if attention ignores documents."""
         return None if self.eot is None else (self.tokens == self.eot).cumsum(1)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on ``device``; from pinned memory the copy does not block the host."""
+        """Return the batch on ``device``; copies from pinned memory do not block the host."""
         if device.type == "cpu":
             return self
         pinned = (t if t.is_pinned() else t.pin_memory() for t in (self.tokens, self.targets))
@@ -48,7 +48,7 @@ class Batch:
 
 
 def rows(tokens: Array, starts: NDArray[np.int64], width: int) -> NDArray[np.integer]:
-    """Return the ``width`` tokens from each of ``starts`` on, (len(starts), width)."""
+    """Return ``width`` tokens starting at each of ``starts``, shape (len(starts), width)."""
     if isinstance(tokens, Tokens):
         return tokens.rows(starts, width)
     return np.stack([tokens[s : s + width] for s in starts.tolist()])

@@ -1,4 +1,4 @@
-"""The corpus of a run, and opening it: folders of shards, our own with a manifest, or those of other projects."""
+"""Opens the corpus of a run: folders of shards, either ours with a manifest or from other projects."""
 
 from __future__ import annotations
 
@@ -12,58 +12,57 @@ from numpy.typing import NDArray
 
 from wordrun import files
 from wordrun.config import DataConfig, TokenizerConfig
-from wordrun.data import manifest as manifests
-from wordrun.data import shards, tokenizers
+from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.errors import ConfigError
 
 EXAMINED = 2**20
-"""Tokens at each end of shards without a manifest that are compared with the vocabulary."""
+"""Number of tokens to check against the vocabulary at each end of shards without a manifest."""
 COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
-"""Options that must be those with which data.prepared was made."""
+"""Options that must match the ones data.prepared was made with."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a mix that comes from one data set."""
+    """One data set in a mix."""
 
     train: shards.Tokens
     val: shards.Tokens
     share: float
-    """Of the mix; the shares of all parts add up to 1."""
+    """Fraction of the mix; the shares of all parts add up to 1."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens on which a run trains and is evaluated."""
+    """The training and validation tokens of a run."""
 
     tokenizer: Tokenizer
     train: shards.Array
     val: shards.Array
     origin: str
-    """Where the text came from, for the log and for run.json."""
+    """Origin of the text, for the log and run.json."""
     banner: str | None = None
-    """A warning beside all results, if the text is not the one that was requested."""
+    """A warning to show with all results if this is not the requested text."""
     mix: Sequence[Part] = ()
-    """The parts of a mix, whose tokens ``train`` and ``val`` have one after the other."""
+    """The parts of a mix; ``train`` and ``val`` concatenate their tokens."""
 
 
 Opened = tuple[Tokenizer, shards.Array, shards.Array]
-"""The tokenizer, and the tokens for training and for validation."""
+"""The tokenizer, the training tokens and the validation tokens."""
 
 
 def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *, examine: bool = True) -> Opened:
     """Return the contents of a folder with a manifest.
 
     Args:
-        folder: of the shards.
-        data: the run's options; a manifest that contradicts them is refused.
-        tokenizer: likewise.
-        examine: compare every shard with the manifest now; one rank per node is enough for that.
+        folder: the folder of shards.
+        data: the run's data options; a manifest that contradicts them is an error.
+        tokenizer: the run's tokenizer options, checked in the same way.
+        examine: compare every shard with the manifest now; one rank per node is enough.
 
     Raises:
-        ConfigError: names the shard or the setting that does not match.
+        ConfigError: if a shard or a setting does not match; the message names it.
     """
     manifest = manifests.load(folder)
     compare(folder, manifest, data, tokenizer)
@@ -72,7 +71,7 @@ def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *,
 
 
 def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokenizer: TokenizerConfig) -> None:
-    """Refuse a folder that was prepared with other options than those of the run."""
+    """Raise ConfigError if the folder was prepared with options that differ from the run's."""
     made, theirs = manifest.settings, manifest.settings["tokenizer"]
     wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
     wanted["tokenizer"] = (tokenizer.name, theirs["name"])
@@ -90,7 +89,7 @@ def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokeni
 
 
 def open_foreign(data: DataConfig, tokenizer: TokenizerConfig) -> Opened:
-    """Return the contents of the folder data.path: shards of llm.c, nanoGPT's files, .npy files, or our own."""
+    """Return the contents of the folder data.path: llm.c shards, nanoGPT files, .npy files, or our own shards."""
     folder = files.absolute(str(data.path))
     if manifests.is_complete(folder):
         return open_prepared(folder, data, tokenizer)
@@ -103,9 +102,9 @@ def open_foreign(data: DataConfig, tokenizer: TokenizerConfig) -> Opened:
 
 
 def find_foreign(folder: Path, data: DataConfig) -> tuple[shards.Tokens, shards.Tokens]:
-    """Return the tokens for training and validation in ``folder``, by the names of the files.
+    """Return the training and validation tokens in ``folder``, told apart by file name.
 
-    Without a file for validation, the last data.val_fraction of the tokens are used.
+    Without a validation file, the last data.val_fraction of the tokens is the validation split.
     """
     if not folder.is_dir():
         raise ConfigError(f"data.path={folder} is not a folder: name one with .bin or .npy files")
@@ -129,7 +128,7 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     saved, text = folder / manifests.TOKENIZER, folder / "input.txt"
     if saved.exists() and not getattr(cfg, "path", None):
         return tokenizers.from_json(saved.read_text(encoding="utf-8"))
-    if cfg.name == "char" and text.exists():  # as nanoGPT leaves it beside its train.bin
+    if cfg.name == "char" and text.exists():  # nanoGPT leaves it next to train.bin
         return CharTokenizer(text.read_text(encoding="utf-8"))
     if tokenizers.needs_text(cfg):
         has_pickle = (folder / "meta.pkl").exists()
@@ -142,10 +141,10 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
 
 
 def check_range(tokens: NDArray[np.integer], tokenizer: Tokenizer, what: str) -> None:
-    """Refuse tokens outside the vocabulary; ``what`` names them in the message.
+    """Check that all tokens are in the vocabulary; ``what`` names them in the message.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: if a token is out of range.
     """
     for token in (int(tokens.max(initial=0)), int(tokens.min(initial=0))):
         if not 0 <= token < tokenizer.vocab_size:

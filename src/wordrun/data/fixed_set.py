@@ -14,20 +14,20 @@ from wordrun.errors import ConfigError
 
 
 class FixedSet:
-    """A fixed choice of ``count`` (None: all) validation sequences, distributed over the ranks in turn.
+    """A fixed set of ``count`` (None: all) validation sequences, dealt to the ranks round-robin.
 
-    Every rank gets the same number of batches, so that evaluation may contain collectives; the last ones are padded
-    with sequences of weight 0. Each part of a mix counts in proportion to its share.
+    Every rank gets the same number of batches, so evaluation may use collectives; the last batches are padded with
+    sequences of weight 0. Each part of a mix is weighted by its share.
 
     Args:
-        tokens: of the validation text.
+        tokens: the validation tokens.
         block_size: T, the length of a sequence.
-        batch_size: sequences of a batch.
-        count: sequences in all.
+        batch_size: sequences per batch.
+        count: total number of sequences.
         rank: this rank's index among the data-parallel ranks.
-        size: their number.
-        eot: the end-of-text token, if attention is confined to documents.
-        parts: for a mix, the number of tokens and the share of each part of ``tokens``.
+        size: number of data-parallel ranks.
+        eot: the end-of-text token if attention is confined to documents.
+        parts: for a mix, the number of tokens and the share of each part, in order.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FixedSet:
                     "use a smaller model.block_size, a larger data.val_fraction, or more text"
                 )
             n = available if count is None else min(available, max(1, round(count * share)))
-            spread = np.arange(n, dtype=np.int64) * available // n  # evenly over the text
+            spread = np.arange(n, dtype=np.int64) * available // n  # evenly spaced over the text
             starts.append(begin + spread * block_size)
             shares.append(share)
             begin += length
@@ -60,7 +60,7 @@ class FixedSet:
         return len(self._starts) // self._batch_size
 
     def __getitem__(self, i: int) -> tuple[Batch, Tensor]:
-        """Return the i-th batch of this rank and the weight of each of its sequences, 1 on average."""
+        """Return this rank's i-th batch and the weight of each of its sequences, 1 on average."""
         part = slice(i * self._batch_size, (i + 1) * self._batch_size)
         batch = Batch.empty(self._batch_size, self._block_size, eot=self._eot)
         batch.fill(self._tokens, self._starts[part])

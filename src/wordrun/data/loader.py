@@ -1,4 +1,4 @@
-"""Loads batches: a thread prepares those of the next steps while the current step computes."""
+"""Loads batches: a thread builds the batches of the next steps while the current step computes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from wordrun.data.order import Order
 from wordrun.errors import ConfigError
 
 CLOSE_S = 1.0
-"""Seconds that closing waits for the thread, which may hang in a file system; it does not keep the process alive."""
+"""Seconds that close() waits for the thread, which may hang in a file system; the thread is a daemon."""
 
 
 @dataclass
 class _Slot:
-    """The buffers of one step's batches."""
+    """Buffers for the batches of one step."""
 
     batches: list[Batch]
     copied: torch.Event | None = None
-    """Recorded when the batches are on the device, after which they may be overwritten."""
+    """Recorded after the copy to the device; the buffers may then be overwritten."""
 
 
 @dataclass
 class _Builder:
-    """Builds this rank's batches of any step, in a thread that holds no reference to the loader."""
+    """Builds this rank's batches for any step, in a thread that holds no reference to the loader."""
 
     order: Order
     size: int
@@ -39,7 +39,7 @@ class _Builder:
     prefetch: int
     condition: threading.Condition = field(default_factory=threading.Condition)
     wanted: int = -1
-    """The next step; -1: none has been requested."""
+    """The next step; -1 before the first request."""
     ready: dict[int, _Slot] = field(default_factory=dict)
     free: list[_Slot] = field(default_factory=list)
     failure: BaseException | None = None
@@ -47,7 +47,7 @@ class _Builder:
     thread: threading.Thread | None = None
 
     def build(self, step: int, slot: _Slot | None = None) -> _Slot:
-        """Return the batches of ``step``, in the buffers of ``slot`` if it is given."""
+        """Return the batches of ``step``, in the buffers of ``slot`` if given."""
         if slot is None:
             shape = self.size, self.order.block_size
             slot = _Slot([Batch.empty(*shape, pinned=self.pinned, eot=self.eot) for _ in range(self.gas)])
@@ -58,10 +58,10 @@ class _Builder:
         return slot
 
     def prefetched(self, step: int) -> _Slot:
-        """Return the batches of ``step``, which the thread builds."""
+        """Return the batches of ``step`` from the thread."""
         with self.condition:
             if self.thread is None:
-                # A daemon: the process may end at any time without waiting for it.
+                # A daemon, so the process can exit without waiting for it.
                 self.thread = threading.Thread(target=self._run, name="wordrun-loader", daemon=True)
                 self.thread.start()
             self.wanted = step
@@ -75,7 +75,7 @@ class _Builder:
             return self.ready.pop(step)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         with self.condition:
             self.closed = True
             self.condition.notify_all()
@@ -83,7 +83,7 @@ class _Builder:
             self.thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        """Build the batches that will be needed next, until the loader is closed."""
+        """Build upcoming batches until the loader is closed."""
         try:
             while (next_ := self._next()) is not None:
                 step, slot = next_
@@ -91,17 +91,17 @@ class _Builder:
                 with self.condition:
                     self.ready[step] = slot
                     self.condition.notify_all()
-        except BaseException as error:  # whatever it is, the caller that waits for the batch must see it
+        except BaseException as error:  # any error must reach the caller that waits for the batch
             with self.condition:
                 self.failure = error
                 self.condition.notify_all()
 
     def _next(self) -> tuple[int, _Slot | None] | None:
-        """Return the step to be built next and the buffers for it; None: the loader is closed."""
+        """Return the next step to build and its buffers; None if the loader is closed."""
         with self.condition:
             while not self.closed:
                 near = range(self.wanted, self.wanted + self.prefetch) if self.wanted >= 0 else range(0)
-                for step in [step for step in self.ready if step not in near]:  # left behind by a jump
+                for step in [step for step in self.ready if step not in near]:  # stale after a jump
                     self.free.append(self.ready.pop(step))
                 missing = [step for step in near if step not in self.ready]
                 if missing:
@@ -111,20 +111,20 @@ class _Builder:
 
 
 class Loader:
-    """One rank's batches of any step, on the device.
+    """One rank's batches for any step, on the device.
 
-    The batches of a step are a function of its number. The thread continues from the step that was requested last; a
-    jump to any other step works, but waits until that one is built.
+    The batches of a step depend only on the step number. The thread prefetches from the last requested step; jumping
+    to any other step works, but waits for its batches to be built.
 
     Args:
-        order: the sequences of the run.
+        order: the run's training sequences.
         batch_size: sequences per rank and micro-step.
-        gas: micro-steps.
+        gas: micro-steps per step.
         rank: this rank's index among the data-parallel ranks.
-        ranks: their number.
+        ranks: number of data-parallel ranks.
         device: where to put the batches; None: the CPU.
-        prefetch: number of steps whose batches are prepared in advance; 0: none, and no thread.
-        eot: the end-of-text token, if attention is confined to documents.
+        prefetch: number of steps to prefetch; 0 uses no thread.
+        eot: the end-of-text token if attention is confined to documents.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Loader:
         pinned = self.device.type != "cpu"
         self._builder = _Builder(order, batch_size, gas, rank, ranks, pinned, eot, prefetch)
         self.close = weakref.finalize(self, self._builder.close)
-        """Ends the thread; so does garbage collection. A closed loader builds batches when they are requested."""
+        """Stops the thread, as does garbage collection. A closed loader builds batches on demand."""
 
     def step(self, step: int) -> list[Batch]:
-        """Return this rank's share of the sequences of ``step``, a batch for each micro-step.
+        """Return this rank's batches of ``step``, one per micro-step.
 
-        The step takes the next batch_size x ranks x gas sequences of the run. Which rank and which micro-step gets
-        which of them does not change what the step learns.
+        A step consumes the next batch_size x ranks x gas sequences of the run. How they are assigned to ranks and
+        micro-steps does not change the update.
         """
         builder = self._builder
         slot = builder.prefetched(step) if builder.prefetch and self.close.alive else builder.build(step)

@@ -1,4 +1,4 @@
-"""``manifest.json``, which describes a folder of prepared shards. It is written last: without it, it is incomplete."""
+"""``manifest.json`` describes a folder of prepared shards. It is written last: a folder without it is incomplete."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Entry:
     file: str
     tokens: int
     documents: int
-    """Documents that begin in it. The file of the same name with .docs has their positions: uint32, little-endian."""
+    """Number of documents that begin in it. The .docs file of the same name holds their positions as uint32 (LE)."""
     xxh3: str
-    """Checksum of the file, 128 bits (as ``xxhsum -H128`` prints them)."""
+    """128-bit checksum of the file, as printed by ``xxhsum -H128``."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Manifest:
 
     name: str
     origin: str
-    """Where the text came from."""
+    """Origin of the text."""
     revision: str | None
-    """Its state: a commit of the hub, or a hash of the files' names, sizes and times."""
+    """Version of the text: a hub commit, or a hash of file names, sizes and modification times."""
     settings: dict[str, Any]
-    """The options on which the shards depend."""
+    """The options that determine the shards."""
     vocab_size: int
     eot: int | None
     tokenizer_sha256: str
@@ -51,7 +51,7 @@ class Manifest:
     val: list[Entry] = field(default_factory=list)
 
     def tokens(self, split: str) -> int:
-        """Return the number of tokens of a split."""
+        """Return the number of tokens in a split."""
         return sum(entry.tokens for entry in getattr(self, split))
 
     def documents(self, split: str) -> int:
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def is_complete(folder: Path) -> bool:
-    """Say whether ``folder`` holds a completely prepared data set."""
+    """Return whether ``folder`` holds a completely prepared data set."""
     return (folder / NAME).exists()
 
 
@@ -68,7 +68,7 @@ def load(folder: Path) -> Manifest:
     """Return the manifest of ``folder``.
 
     Raises:
-        ConfigError: there is none, so that the folder is incomplete, or it is not one of ours.
+        ConfigError: if it is missing (the folder is incomplete) or not one of ours.
     """
     path = folder / NAME
     try:
@@ -85,7 +85,7 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """Return the tokenizer of the shards in ``folder``.
 
     Raises:
-        ConfigError: it is not the one with which they were made.
+        ConfigError: if the shards were made with a different tokenizer.
     """
     path = folder / TOKENIZER
     try:
@@ -105,11 +105,11 @@ def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) 
     """Return the tokens of the split ``name``.
 
     Args:
-        folder: of the shards.
-        manifest: theirs.
+        folder: the folder of shards.
+        manifest: its manifest.
         name: train or val.
-        examine: compare every file's header and size with the manifest. One rank per node is enough for that; the
-            others examine a shard when they first need it.
+        examine: compare every file's header and size with the manifest. One rank per node is enough; the others
+            check a shard when they first need it.
     """
     dtype = shards.dtype_for(manifest.vocab_size)
     entries = getattr(manifest, name)
@@ -120,7 +120,7 @@ def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) 
 
 
 def verify(folder: Path, manifest: Manifest) -> list[str]:
-    """Return a message for each shard whose content differs from its checksum."""
+    """Return a message for each shard that does not match its checksum."""
     problems = []
     for entry in [*manifest.train, *manifest.val]:
         path, digest = folder / entry.file, shards.checksum()
@@ -138,5 +138,5 @@ def verify(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def document_starts(folder: Path, entry: Entry) -> NDArray[np.uint32]:
-    """Return the positions at which documents begin in the shard ``entry``."""
+    """Return the positions where documents begin in the shard ``entry``."""
     return np.fromfile((folder / entry.file).with_suffix(".docs"), dtype="<u4")

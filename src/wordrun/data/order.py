@@ -1,8 +1,8 @@
-"""The order of training: which sequence is the i-th of a run, as a function of the seed and i alone.
+"""The training order: the i-th sequence of a run as a function of the seed and i alone.
 
-It does not depend on the number of ranks. An epoch cuts the tokens into sequences of T, beginning at an offset that
-changes with the epoch, and visits each once in shuffled order. The shuffle is a keyed bijection that is computed, not
-stored, so that it takes no memory however long the corpus is.
+It does not depend on the number of ranks. An epoch cuts the tokens into sequences of length T, starting at an offset
+that changes with the epoch, and visits each once in shuffled order. The shuffle is a keyed bijection that is computed
+rather than stored, so it takes no memory however long the corpus is.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from wordrun.data.corpus import Corpus
 from wordrun.data.shards import Array
 from wordrun.errors import ConfigError
 
-ROUNDS = 6  # 4 make a Feistel network of random functions a pseudo-random permutation (Luby and Rackoff 1988)
-BLOCK = 4096  # positions of the shuffle that are computed at once; NumPy is slow on a handful of numbers
+ROUNDS = 6  # 4 rounds make a Feistel network a strong pseudo-random permutation (Luby and Rackoff 1988)
+BLOCK = 4096  # positions of the shuffle computed at once; NumPy is slow on small arrays
 Indices = NDArray[np.uint64]
 
 
 class Permutation:
     """A keyed bijection of 0 .. n - 1 in constant memory.
 
-    A Feistel network over the smallest even number of bits that holds n; numbers that fall outside are encrypted again
-    until they fall inside (cycle walking, Black and Rogaway 2002).
+    A Feistel network over the smallest even number of bits that holds n; values outside the range are encrypted again
+    until they are inside (cycle walking, Black and Rogaway 2002).
     """
 
     def __init__(self, n: int, key: str) -> None:
@@ -61,18 +61,18 @@ def _scramble(x: Indices) -> Indices:
 
 
 class Order(ABC):
-    """The training sequences of a run, by their index; epochs follow each other without a gap."""
+    """The training sequences of a run, by index; epochs follow each other without a gap."""
 
     block_size: int
     per_epoch: int
-    """Sequences of an epoch; for a mix, of the part that takes longest."""
+    """Sequences per epoch; for a mix, until every part has been visited once."""
 
     @abstractmethod
     def fill(self, first: int, batch: Batch) -> None:
-        """Overwrite ``batch`` with the sequences from index ``first`` of the run on."""
+        """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
 
     def batch(self, first: int, count: int) -> Batch:
-        """Return the ``count`` sequences from index ``first`` of the run on."""
+        """Return ``count`` sequences of the run starting at index ``first``."""
         batch = Batch.empty(count, self.block_size)
         self.fill(first, batch)
         return batch
@@ -82,16 +82,16 @@ class Sequences(Order):
     """The training sequences of one corpus.
 
     Args:
-        tokens: of the corpus.
+        tokens: the corpus.
         block_size: T, the length of a sequence.
-        seed: of the order.
-        align: the end-of-text token, which stands before each document. Each sequence then begins with the first one
-            within it, if there is one, and extends into the next sequence by as much.
+        seed: random seed of the order.
+        align: the end-of-text token that precedes each document. Each sequence is then shifted to begin at its first
+            end-of-text token, if it has one, and extends into the next sequence by the same amount.
     """
 
     def __init__(self, tokens: Array, block_size: int, seed: int, align: int | None = None) -> None:
         self.tokens, self.block_size, self.seed, self.align = tokens, block_size, seed, align
-        # One less than fits, so that an epoch may begin at any offset below block_size.
+        # One fewer than fits, so that an epoch can start at any offset below block_size.
         self.per_epoch = (len(tokens) - block_size) // block_size
         self._block: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, 0), np.empty(0, np.int64))
         if self.per_epoch < 1:
@@ -101,14 +101,14 @@ class Sequences(Order):
             )
 
     def fill(self, first: int, batch: Batch) -> None:
-        """Overwrite ``batch`` with the sequences from index ``first`` of the run on."""
+        """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
         starts = self.starts(first, len(batch.tokens))
         if self.align is not None:
             starts = self._aligned(starts, self.align)
         batch.fill(self.tokens, starts)
 
     def starts(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return where in the tokens the sequences begin, before they are aligned."""
+        """Return the start positions of the sequences before alignment."""
         found = []
         while count:
             epoch, at = divmod(first, self.per_epoch)
@@ -118,7 +118,7 @@ class Sequences(Order):
         return np.concatenate(found)
 
     def _starts(self, epoch: int, block: int) -> NDArray[np.int64]:
-        """Return where the sequences of one block of an epoch begin."""
+        """Return the start positions of the sequences in one block of an epoch."""
         computed, starts = self._block  # read once: another thread may replace it
         if computed != (epoch, block):
             key = f"{self.seed}/{epoch}"
@@ -129,18 +129,17 @@ class Sequences(Order):
         return starts
 
     def _aligned(self, starts: NDArray[np.int64], eot: int) -> NDArray[np.int64]:
-        """Return ``starts``, each moved to the first ``eot`` of its sequence."""
-        moves = (rows(self.tokens, starts, self.block_size) == eot).argmax(axis=1)  # 0 where there is none
+        """Return ``starts``, each moved to the first ``eot`` in its sequence."""
+        moves = (rows(self.tokens, starts, self.block_size) == eot).argmax(axis=1)  # 0 if there is none
         moved: NDArray[np.int64] = starts + moves
         return np.minimum(moved, len(self.tokens) - self.block_size - 1)
 
 
 class Mix(Order):
-    """The sequences of several orders, each in proportion to its share.
+    """Interleaves several orders, each in proportion to its share.
 
-    Each order contributes a fixed number to every MIX_PERIOD sequences (its share, rounded by largest remainders), at
-    positions that are shuffled again in each period. So the number of sequences of each order before any index follows
-    from the index.
+    Each order contributes a fixed number of every MIX_PERIOD sequences (its share, rounded by largest remainders), at
+    positions reshuffled in each period. So an index alone determines how many sequences of each order precede it.
     """
 
     def __init__(self, orders: Sequence[Order], shares: Sequence[float], seed: int) -> None:
@@ -156,7 +155,7 @@ class Mix(Order):
         self.per_epoch = max(o.per_epoch * MIX_PERIOD // n for o, n in zip(orders, counts, strict=True))
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return which order sequence ``index`` of the run comes from, and its index there."""
+        """Return the number of the order that sequence ``index`` of the run comes from, and its index in that order."""
         period, at = divmod(index, MIX_PERIOD)
         computed, sources, before = self._period  # read once: another thread may replace it
         if computed != period:
@@ -170,17 +169,17 @@ class Mix(Order):
         return number, period * int(self.counts[number]) + int(before[at])
 
     def fill(self, first: int, batch: Batch) -> None:
-        """Overwrite ``batch`` with the sequences from index ``first`` of the run on."""
+        """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
         for row in range(len(batch.tokens)):
             number, index = self.locate(first + row)
             self.orders[number].fill(index, Batch(batch.tokens[row : row + 1], batch.targets[row : row + 1]))
 
 
 def order_of_run(cfg: Config, corpus: Corpus) -> Order:
-    """Return the training sequences of a run by their index.
+    """Return the training sequences of a run.
 
     Raises:
-        ConfigError: the corpus is too short, or data.align needs an end-of-text token that its tokenizer lacks.
+        ConfigError: if the corpus is too short, or data.align needs an end-of-text token that the tokenizer lacks.
     """
     seed, eot = cfg.train.seed, eot_for("align", cfg, corpus)
     if not corpus.mix:
@@ -190,10 +189,10 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
 
 
 def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:
-    """Return the end-of-text token if ``option`` of ``cfg.data`` is on, which needs it, else None.
+    """Return the end-of-text token if ``cfg.data`` enables ``option``, which needs it; else None.
 
     Raises:
-        ConfigError: the tokenizer has none.
+        ConfigError: if the tokenizer has none.
     """
     if not getattr(cfg.data, option):
         return None

@@ -1,9 +1,9 @@
-"""Tokens on disk: files with a header, and many of them read as one array.
+"""Token shards on disk: files with a header, read together as one array.
 
-A shard is what llm.c and modded-nanogpt read: 256 little-endian int32 (magic 20240520, version 1, the number of
-tokens, zeros), then the tokens as uint16. Vocabularies above 65,536 use llm.c's format for Llama 3: magic 20240801,
-version 7, then uint32. Also read: nanoGPT's ``train.bin`` and ``val.bin`` (uint16 without a header), and .npy files of
-any integers, as the Practical MPI course writes them.
+Shards have the format of llm.c and modded-nanogpt: 256 little-endian int32 (magic 20240520, version 1, the number of
+tokens, zeros), then the tokens as uint16. Vocabularies above 65,536 use llm.c's Llama 3 format: magic 20240801,
+version 7, then uint32. nanoGPT's ``train.bin`` and ``val.bin`` (uint16 without a header) and .npy files of any integer
+type, as written by the Practical MPI course, can be read too.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from numpy.typing import NDArray
 from wordrun.errors import ConfigError
 
 HEADER = 256
-"""int32 numbers before the tokens."""
+"""Number of int32 values before the tokens."""
 FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""Maps magic and version to the type of the tokens."""
+"""Maps magic and version to the token type."""
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
 MACOS = 10_240
-"""Open files that macOS allows, whatever the limit is."""
+"""Number of open files that macOS allows, whatever the limit says."""
 MOST_READ = 2**27
-"""Tokens that are read at once, at most: the kernel reads less than 2 GiB."""
+"""Maximum number of tokens per read: the kernel reads less than 2 GiB at once."""
 
 
 _open_files: weakref.WeakSet[_File] = weakref.WeakSet()
-"""All of this process."""
+"""All open token files of this process."""
 _wanted = 0
-"""Number of files that all ``Tokens`` of this process have."""
+"""Total number of files in all ``Tokens`` of this process."""
 _lock = threading.Lock()
 
 checksum = xxhash.xxh3_128
-"""Makes a digest for the checksum of a shard. It is as fast as memory, but not cryptographic."""
+"""The digest for shard checksums: as fast as memory, but not cryptographic."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file, or a part of it."""
+    """A token file or a part of one."""
 
     path: str
     dtype: str
     offset: int
     """Bytes before its first token."""
     count: int
-    """Tokens."""
+    """Number of tokens."""
 
 
 def examine(path: str | Path, expected: int | None = None) -> Shard:
@@ -65,10 +65,10 @@ def examine(path: str | Path, expected: int | None = None) -> Shard:
 
     Args:
         path: a .bin or .npy file.
-        expected: number of tokens according to the manifest.
+        expected: the number of tokens in the manifest.
 
     Raises:
-        ConfigError: it is not a shard, or incomplete.
+        ConfigError: if it is not a shard or is incomplete.
     """
     path = str(path)
     try:
@@ -123,12 +123,12 @@ def _npy(path: str, file: BinaryIO) -> Shard:
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Return the type of tokens in the shards of a vocabulary."""
+    """Return the token type of shards with ``vocab_size``."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
 class _File:
-    """A file that is open for reading until it is garbage-collected."""
+    """A file that stays open for reading until it is garbage-collected."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -140,10 +140,10 @@ class _File:
 
 
 def _will_open(files: int) -> None:
-    """Raise the soft limit of open files, if possible, so that ``files`` more can be opened.
+    """Raise the soft limit on open files, if possible, so that ``files`` more can be opened.
 
-    Opening a file takes longer than reading a sequence; on a parallel file system a thousand times as long, on a server
-    that all ranks share. The limit is often low for the sake of select(), which neither torch nor MPI uses.
+    Opening a file takes longer than reading a sequence: on a parallel file system a thousand times longer, and on a
+    server that all ranks share. The limit is often low because of select(), which neither torch nor MPI uses.
     """
     global _wanted
     with _lock:
@@ -160,17 +160,17 @@ def _will_open(files: int) -> None:
 
 
 def _may_open() -> float:
-    """Return how many files may be open for tokens: a quarter of the limit is left to the rest of the process."""
+    """Return how many token files may be open; a quarter of the limit is left for the rest of the process."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return float("inf") if soft == resource.RLIM_INFINITY else max(1, soft - soft // 4)
 
 
 class Tokens:
-    """The tokens of many shards as one array: ``len``, slices, and rows from many positions at once.
+    """The tokens of many shards as one array, with ``len``, slices, and rows from many positions at once.
 
-    Tokens are copied by ``pread`` from the page cache, which for rows at random positions takes a fifth of the time of
-    a memory map, whose pages have to be mapped and released. Files are opened when they are first needed and stay open
-    as far as the limit allows. It is safe to share between threads.
+    ``pread`` copies tokens from the page cache. For rows at random positions this takes a fifth of the time of a memory
+    map, which has to map and release pages. Files are opened when first needed and stay open as far as the limit
+    allows. Instances can be shared between threads.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -178,7 +178,7 @@ class Tokens:
         self.dtype = np.result_type(*{shard.dtype for shard in self.shards}) if self.shards else np.dtype("<u2")
         self._ends = np.cumsum([shard.count for shard in self.shards], dtype=np.int64).tolist()
         self._locations = []
-        """Of each shard the path, the offset of token 0 of all shards if it were in this file, and the type."""
+        """Per shard: its path, the byte offset in it where token 0 of the whole array would be, and its token type."""
         for shard, end in zip(self.shards, self._ends, strict=True):
             dtype = np.dtype(shard.dtype)
             self._locations.append((shard.path, shard.offset - (end - shard.count) * dtype.itemsize, dtype))
@@ -190,18 +190,18 @@ class Tokens:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
-        """Return a copy of the tokens of a slice without a step."""
+        """Return a copy of the tokens in a slice without a step."""
         start, stop, step = wanted.indices(len(self))
         assert step == 1
         return self.rows(np.array([start]), max(0, stop - start)).reshape(-1)
 
     def rows(self, starts: NDArray[np.int64], width: int) -> NDArray[np.integer]:
-        """Return the ``width`` tokens from each of ``starts`` on, (len(starts), width)."""
+        """Return ``width`` tokens starting at each of ``starts``, shape (len(starts), width)."""
         out = np.empty((len(starts), width), dtype=self.dtype)
         with self._lock:
             for row, start in zip(out, starts.tolist(), strict=True):
                 filled = 0
-                while filled < width:  # more than once if the row spans several shards
+                while filled < width:  # loops if the row spans several shards
                     position = start + filled
                     number = bisect_right(self._ends, position)
                     path, zero, dtype = self._locations[number]
@@ -217,7 +217,7 @@ class Tokens:
         return out
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
-        """Return the first ``at`` tokens, and the others; nothing is read."""
+        """Return the first ``at`` tokens and the rest; nothing is read."""
         before, after = [], []
         for shard, end in zip(self.shards, self._ends, strict=True):
             kept = min(shard.count, max(0, at - (end - shard.count)))
@@ -234,7 +234,7 @@ class Tokens:
 
 
 Array = NDArray[np.integer] | Tokens
-"""Tokens in memory or on disk, which have a length and slices."""
+"""Tokens in memory or on disk; both support ``len`` and slices."""
 
 
 def _unreadable(path: str, error: OSError) -> ConfigError:

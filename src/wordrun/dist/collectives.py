@@ -1,4 +1,4 @@
-"""Reductions of small figures over the ranks. Every rank of the group must call these."""
+"""Reductions of small tensors over ranks. Every rank of the group must call these."""
 
 from __future__ import annotations
 

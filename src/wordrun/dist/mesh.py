@@ -18,16 +18,16 @@ AXES = ("pp", "replicate", "shard", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each axis has."""
+    """The number of ranks along each axis."""
 
     pp: int = 1
     """Stages of the pipeline."""
     replicate: int = 1
     """Copies of the model, among which gradients are averaged."""
     shard: int = 1
-    """Ranks that share the parameters, gradients and optimizer state of a copy."""
+    """Ranks over which a copy's parameters, gradients and optimizer state are sharded."""
     tp: int = 1
-    """Ranks that share each matrix product."""
+    """Ranks over which each matrix product is split."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return math.prod(self.shape)
 
     @property
@@ -45,7 +45,7 @@ class Layout:
         return self.replicate * self.shard
 
     def stride(self, axis: str) -> int:
-        """Return the distance of neighbours along ``axis``."""
+        """Return the difference in rank of neighbours along ``axis``."""
         return math.prod(self.shape[AXES.index(axis) + 1 :])
 
     def index(self, rank: int, axis: str) -> int:
@@ -58,7 +58,7 @@ class Layout:
         return self.index(rank, "replicate") * self.shard + self.index(rank, "shard")
 
     def group(self, rank: int, axis: str) -> range:
-        """Return the ranks that differ from ``rank`` along ``axis`` alone, itself included, in order."""
+        """Return the ranks that differ from ``rank`` only along ``axis``, including itself, in order."""
         stride, size = self.stride(axis), getattr(self, axis)
         first = rank - self.index(rank, axis) * stride
         return range(first, first + size * stride, stride)
@@ -68,16 +68,16 @@ class Layout:
 
 
 def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
-    """Return the layout of ``ranks`` ranks that ``wanted`` describes.
+    """Return the layout of ``ranks`` ranks described by ``wanted``.
 
     Args:
-        ranks: in all.
-        per_node: ranks on each node; a tensor-parallel group has to fit.
-        wanted: size of each axis (those left out are 1); one may be -1, for the rest. None: the default, which is the
-            ranks of a node for tp, and for pp what the other axes leave.
+        ranks: total number of ranks.
+        per_node: ranks on each node; a tensor-parallel group must fit.
+        wanted: size of each axis (default 1); one may be -1, for the rest. None stands for the ranks of a node for tp,
+            and for what the other axes leave for pp.
 
     Raises:
-        ConfigError: the numbers do not fit; it says which, and what would.
+        ConfigError: the sizes do not fit; the message says which, and what would.
     """
     sizes: dict[str, Any] = {axis: 1 for axis in AXES} | wanted
     wrong = [f"backend.{axis}={n} should be at least 1, or -1 for the rest" for axis, n in sizes.items()
@@ -110,7 +110,7 @@ def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
 
 
 def _or_sizes(ranks: int, given: dict[str, int]) -> str:
-    """Return what else would fit, where there is one size that could change."""
+    """Return alternatives that would fit, if only one size could change."""
     if len(given) != 1:
         return ", or change one of the sizes"
     (axis, size), *_ = given.items()

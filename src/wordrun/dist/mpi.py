@@ -1,4 +1,4 @@
-"""MPI verifies what the launcher's variables say: the size of the job, and which ranks share a node."""
+"""Verify the launcher's variables through MPI: the size of the job, and which ranks share a node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MPI_LAUNCHERS = ("pals", "openmpi", "hydra", "mvapich", "mpi")
 
 
 def in_use(world: World) -> bool:
-    """Say whether an MPI launcher started this process (srun only where it speaks PMI or PMIx to its tasks)."""
+    """Return whether an MPI launcher started this process (srun only if it gives its tasks PMI or PMIx)."""
     if world.launcher == "srun":
         return any(os.environ.get(name) for name in ("PMI_FD", "PMI_RANK", "PMIX_RANK"))
     return world.launcher in MPI_LAUNCHERS
@@ -52,7 +52,7 @@ def verify(world: World) -> World:
     """Return ``world`` corrected by MPI; every rank must call this.
 
     Raises:
-        WorldError: MPI sees another number of ranks, which means that mpiexec and libmpi do not match.
+        WorldError: MPI sees a different number of ranks: mpiexec and libmpi do not match.
     """
     from mpi4py import MPI
 
@@ -67,7 +67,7 @@ def verify(world: World) -> World:
         )
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = shared.rank, shared.size
-    # A node is identified by its first rank too: names alone would merge nodes of the same name.
+    # The first rank is part of a node's identity: names alone would merge nodes of the same name.
     first = shared.bcast(comm.rank, root=0)
     shared.Free()
     everyone = comm.allgather((first, socket.gethostname()))

@@ -19,7 +19,7 @@ MEETING = timedelta(seconds=300)
 
 
 def open_store(world: World, timeout: timedelta) -> Any:
-    """Return the key-value store at which the ranks meet; rank 0 hosts it, and every rank must call this.
+    """Return the key-value store through which the ranks meet; rank 0 hosts it, and every rank must call this.
 
     Raises:
         WorldError: the ranks cannot meet.
@@ -35,10 +35,10 @@ def open_store(world: World, timeout: timedelta) -> Any:
 
 
 def _store_over_mpi(world: World, timeout: timedelta) -> Any:
-    """Rank 0 opens the store first and then broadcasts its port: no race for a port that was free a moment ago."""
+    """Open the store on rank 0, then broadcast its port, so that no other process can take that port first."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are leftovers of an earlier job
+    decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are left over from an earlier job
     first = "127.0.0.1" if world.nodes == 1 else world.hosts[0]
     address = (decided and os.environ.get("MASTER_ADDR")) or first
     store = None
@@ -50,7 +50,7 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
                 store = TCPStore(address, choice, world.size, is_master=True, timeout=timeout, wait_for_workers=False)
                 port = store.port
                 break
-            except Exception as error:  # torch raises DistNetworkError or RuntimeError by version
+            except Exception as error:  # DistNetworkError or RuntimeError, depending on torch's version
                 port = first_line(error)
     port = mpi.communicator().bcast(port, root=0)
     if isinstance(port, str):

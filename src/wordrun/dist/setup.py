@@ -25,18 +25,18 @@ from wordrun.log import LOGGER
 if TYPE_CHECKING:
     import torch
 
-# A rank that fails because another one did waits this long for the launcher to end it, then exits by itself.
+# A rank that fails because another one did waits this long for the launcher to end it, then exits.
 SECONDARY_WAIT_S = 5.0
 QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
-# Errors of the disk, for which a traceback would not help.
+# Disk errors, for which a traceback would not help.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass
 class _Joined:
-    """What this process holds while it is part of a job."""
+    """This process's state while it is part of a job."""
 
     world: World | None = None
     store: Any = None
@@ -50,7 +50,7 @@ _joined = _Joined()
 def identify(env: Mapping[str, str] | None = None) -> World:
     """Return this process's World, from its launcher's variables and, under an MPI launcher, from MPI.
 
-    Under MPI every rank must call this, and before torch is imported (some sites' MPI insists on that order).
+    Under MPI, every rank must call this, before importing torch (some sites' MPI requires that order).
     """
     world = discover(env)
     return mpi.verify(world) if mpi.in_use(world) else world
@@ -73,9 +73,9 @@ def shared_store(world: World, timeout_s: int = 1800) -> Any:
 
 
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
-    """Return rank 0's ``value`` on every rank; all must call this, before ``setup`` or after.
+    """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
-    For small, picklable objects. It goes through MPI where that is in use, else through the rendezvous store.
+    For small, picklable objects. Uses MPI if it is in use, else the rendezvous store.
     """
     if world.size == 1:
         return value
@@ -85,7 +85,7 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
     if world.rank == 0:
         store.set(key, pickle.dumps(value))
-    return pickle.loads(store.get(key))  # the store is this job's own
+    return pickle.loads(store.get(key))  # only this job uses the store
 
 
 def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> World:
@@ -97,11 +97,11 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
     Args:
         world: this process's World, if ``identify`` has been called already.
         device: ``auto`` (the accelerator if there is one, else the CPU), ``cpu``, ``cuda`` or ``xpu``.
-        timeout_s: seconds after which a collective that some rank never reached fails.
-        seed: seeds Python's, NumPy's and torch's random streams with this number, the same on all ranks.
+        timeout_s: seconds after which a collective fails if a rank has not reached it.
+        seed: seed of Python's, NumPy's and torch's random number generators, the same on all ranks.
 
     Raises:
-        WorldError: the ranks cannot meet, or the device is not there.
+        WorldError: the ranks cannot meet, or the device does not exist.
     """
     if _joined.world is None:
         _join(world or identify(), device, timeout_s)
@@ -136,7 +136,7 @@ def session(*, device: str = "auto", timeout_s: int = 1800, seed: int | None = N
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's (all devices') random streams."""
+    """Seed the random number generators of Python, NumPy and torch (on all devices)."""
     import numpy as np
     import torch
 
@@ -147,10 +147,10 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def guard(world: World) -> Iterator[None]:
-    """End the whole job when this rank raises, with this rank's traceback printed once.
+    """End the entire job when this rank raises, and print its traceback once.
 
-    A ``UserError`` is shown as its message alone and ends the job with its own exit status; any other exception
-    with a traceback, rank and host, and status 1. Ranks that fail as a consequence print nothing.
+    A ``UserError`` prints only its message and ends the job with its exit status; any other exception prints a
+    traceback, rank and host, and ends it with status 1. Ranks that fail as a consequence print nothing.
     """
     try:
         yield
@@ -173,17 +173,17 @@ def guard(world: World) -> Iterator[None]:
 
 
 def abort(world: World, status: int) -> None:
-    """End this process and the whole job with ``status``, now."""
+    """End this process and the entire job with ``status`` immediately."""
     sys.stdout.flush()
     sys.stderr.flush()
     if world.size == 1:
         _leave()
         sys.exit(status)
     if mpi.in_use(world):
-        # mpiexec ends at once when told to abort, and drops what it has not yet read from the ranks (seen with MPICH).
+        # On abort, mpiexec exits at once and drops output that it has not yet read from the ranks (seen with MPICH).
         time.sleep(OUTPUT_WAIT_S)
         mpi.communicator().Abort(status)
-    # Not sys.exit: destroying a process group after a failed collective can wait for ever.
+    # Not sys.exit: destroying a process group after a failed collective can hang.
     os._exit(status)
 
 
@@ -193,19 +193,19 @@ def _report(world: World, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
         return
     if _joined.store is None:
-        # Without a store nobody can tell who was first. This early all ranks usually fail alike, so rank 0 reports.
+        # Without a store, no rank knows who failed first. This early, all usually fail alike, so rank 0 reports.
         time.sleep(1.0 if world.rank else 0.0)
     else:
         try:
             _joined.store.set_timeout(timedelta(seconds=5))
             first = _joined.store.add("wordrun/failures", 1) == 1
-        except Exception:  # rank 0 holds the store, and died silently
+        except Exception:  # rank 0 hosts the store, and died silently
             message, first = f"lost contact with rank 0: {message.splitlines()[-1]}", True
             time.sleep(1.0)
         if not first:
             time.sleep(SECONDARY_WAIT_S)
             return
-    sys.stderr.write(f"[rank {world.rank}] {message}\n")  # in one write, so that no other rank's output comes between
+    sys.stderr.write(f"[rank {world.rank}] {message}\n")  # one write, so that other ranks' output cannot split it
     sys.stderr.flush()
 
 
@@ -237,7 +237,7 @@ def _leave() -> None:
         import torch.distributed
 
         if torch.distributed.is_initialized():
-            # gloo's threads may still wait for Python's lock to release the last collective, holding one that destroying needs.
+            # gloo's threads may hold a lock that destroying needs while they wait for the GIL to release a collective.
             time.sleep(QUIET_S)
             torch.distributed.destroy_process_group()
     _joined.world, _joined.store, _joined.users = None, None, 0
@@ -248,7 +248,7 @@ def choose_device(kind: str, world: World) -> torch.device:
 
     Args:
         kind: ``auto`` (the accelerator if there is one, else the CPU), ``cpu``, ``cuda`` or ``xpu``.
-        world: who shares this node's devices.
+        world: says how many ranks share this node's devices.
 
     Raises:
         WorldError: torch finds no such device.
@@ -268,7 +268,7 @@ def choose_device(kind: str, world: World) -> torch.device:
     count = torch.accelerator.device_count()
     if count != 1 and world.local_size > count:
         LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
-    # A single visible device is number 0 whatever the local rank: the launcher has already assigned them.
+    # A single visible device is number 0 for every local rank: the launcher has already assigned them.
     return torch.device(kind, 0 if count == 1 else world.local_rank % count)
 
 

@@ -1,7 +1,7 @@
-"""Which rank this process is, read from the environment alone: no torch, no MPI.
+"""Determine which rank this process is from the environment alone, without torch or MPI.
 
-Only one family of variables is read, the first in ``FAMILIES`` that is present: where families are mixed, a nested
-process takes itself for rank 0 of everything.
+Only the first family of variables in ``FAMILIES`` that is present is read: if families were mixed, a nested process
+would take itself for rank 0 of everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wordrun.slurm import expand_counts, is_task
 
 @dataclass(frozen=True)
 class World:
-    """One process among all processes of the job."""
+    """One process of a job, and its place among the others."""
 
     rank: int = 0
     """Index among all processes, 0 to size - 1."""
@@ -39,7 +39,7 @@ class World:
     launcher: str = "none"
     """The launcher: torchrun, srun, pals, openmpi, hydra, mvapich, mpi, local or none."""
     source: str = "none of the known launchers' variables is set"
-    """The variables that this was read from."""
+    """The variables from which this was read."""
 
     @property
     def host(self) -> str:
@@ -71,7 +71,7 @@ class Family:
         return self.rank, self.size, self.local_rank
 
     def present(self, env: Mapping[str, str]) -> bool:
-        """Say whether this launcher started the process that has ``env``."""
+        """Return whether this launcher started the process with environment ``env``."""
         if not all(env.get(name) for name in self.needs):
             return False
         return self.launcher != "srun" or is_task(env)
@@ -114,7 +114,7 @@ FAMILIES = (
         local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE",
     ),
 )  # fmt: skip
-# An MPI launcher has set one of these, but no complete family: only MPI itself knows more.
+# Set by an MPI launcher that sets no complete family: only MPI itself knows more.
 MPI_TRACES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK")
 
 
@@ -122,7 +122,7 @@ def discover(env: Mapping[str, str] | None = None) -> World:
     """Return this process's World as far as ``env`` (default: ``os.environ``) describes it.
 
     The order is torchrun, ``launch`` (``WORDRUN_LAUNCHER`` names the family), srun, PALS, OpenMPI, Hydra,
-    MVAPICH, traces of another MPI launcher (``launcher="mpi"``: ask MPI), and else a single process.
+    MVAPICH, traces of another MPI launcher (``launcher="mpi"``: ask MPI), else a single process.
 
     Raises:
         WorldError: a family is present but incomplete or out of range, or contradicts another one or ``launch``.
@@ -144,12 +144,12 @@ def discover(env: Mapping[str, str] | None = None) -> World:
 
 
 def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
-    """Refuse variables that contradict ``chosen``: one launcher runs inside another."""
+    """Refuse variables that contradict ``chosen``, because one launcher runs inside another."""
     by_launch = env.get("WORDRUN_LAUNCHER") == chosen.launcher
     others = [family for family in FAMILIES if family is not chosen and family.present(env)]
     if by_launch and env.get("WORDRUN_LAUNCH_ID"):
-        # launch has removed all others, except those of the step in which it was called; and rank_env.sh has exported
-        # what the launcher said, which a launcher inside this rank would have overwritten.
+        # launch has removed all others, except a SLURM step's if it was called in one. rank_env.sh has exported the
+        # launcher's values, which a launcher inside this rank would have overwritten.
         others = [LOCAL, *(family for family in others if family.launcher != "srun")]
     for other in others:
         for mine, theirs in zip(chosen.identity, other.identity, strict=True):
@@ -158,10 +158,10 @@ def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
 
 
 def _check_agents(env: Mapping[str, str]) -> None:
-    """Refuse an MPI launcher whose number of processes is not that of torchrun's agents."""
+    """Refuse an MPI launcher that started a different number of processes than torchrun has agents."""
     agents = _number("WORLD_SIZE", env) // max(1, _number("LOCAL_WORLD_SIZE", env))
     for other in FAMILIES:
-        # A step's variables are in every process below it.
+        # Every process in a step inherits its variables.
         if other.launcher != "srun" and other.present(env) and env.get(other.size, str(agents)) != str(agents):
             raise WorldError(_both(TORCHRUN, other, env))
 
@@ -185,7 +185,7 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
     size, size_source = _size(family, env, local_size)
     hosts = tuple(env["WORDRUN_HOSTS"].split(",")) if env.get("WORDRUN_HOSTS") else ()
     if node is None:
-        # This launcher sets no such variable; correct for ranks laid out evenly in blocks, and otherwise MPI corrects it.
+        # This launcher does not set it. Correct for ranks laid out in even blocks; otherwise MPI corrects it.
         node = (rank - local_rank) // local_size
     nodes = len(hosts) or max(node + 1, -(-size // local_size))
     if family.launcher == "srun" and not hosts:  # nodes may hold different numbers of tasks

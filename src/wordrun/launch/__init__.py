@@ -2,6 +2,5 @@
 
 ``parser`` reads the command line, ``planner`` decides what to run (with ``schedulers``, ``launchers``, ``site``,
 ``ranks``, ``address`` and ``plan``), ``run`` and ``supervisor`` start, watch and stop it, ``submit`` writes job
-scripts.
-Importing this package imports nothing else.
+scripts. Importing this package imports nothing else.
 """

@@ -1,4 +1,4 @@
-"""Address and port of rank 0: decided once, outside the ranks, because they could not agree on them."""
+"""Choose rank 0's address and port, once and outside the ranks, which could not agree on them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from wordrun.launch.job import short
 from wordrun.launch.site import Site, fill
 from wordrun.ports import PORTS, pick
 
-# Names that are looked up at the same time.
+# Number of names to look up concurrently.
 ASKED_AT_ONCE = 32
 
 
 def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str], str | None]) -> tuple[str, str, str]:
-    """Return the address of the first host, why it is that one, and what is wrong with it (empty: nothing).
+    """Return the first host's address, why it was chosen, and what is wrong with it (empty: nothing).
 
-    It is never ``localhost``: the other hosts would look for rank 0 on themselves.
+    The address is never ``localhost``: other hosts would look for rank 0 on themselves.
 
     Args:
-        hosts: the hosts that have ranks, in the job's order.
-        site: the cluster, which may know a name on its fast network.
-        here: name of this machine.
-        resolve: returns the address of a name, or None.
+        hosts: the hosts that run ranks, in the job's order.
+        site: the cluster, which may name hosts differently on its fast network.
+        here: this machine's name.
+        resolve: returns a name's address, or None.
     """
     first = hosts[0]
     on_network = f"first host of the job, by its name on {site.name}'s network"
@@ -49,16 +49,16 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
 
 
 def resolve(name: str) -> str | None:
-    """Return the address of ``name``, or None where there is none."""
+    """Return the address of ``name``, or None if it has none."""
     try:
-        # As bytes: for a text Python would first load the codec for international names.
+        # As bytes: for a str, Python would first load the codec for international domain names.
         return str(socket.getaddrinfo(name.encode("ascii"), None, socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError):
         return None
 
 
 def is_unknown(name: str) -> bool:
-    """Say whether a name does not exist; a failing name service does not count."""
+    """Return whether a name does not exist; a failing name service does not count."""
     try:
         socket.getaddrinfo(name.encode("ascii"), None)
     except (OSError, UnicodeError) as error:
@@ -68,20 +68,20 @@ def is_unknown(name: str) -> bool:
 
 
 def unresolved(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], within_s: float = 2.0) -> list[str]:
-    """Return those of ``hosts`` that cannot be resolved, as far as that is known in time.
+    """Return the ``hosts`` that turn out not to exist within ``within_s`` seconds.
 
     Args:
-        hosts: names, thousands perhaps.
-        here: name of this machine, which need not be known.
-        unknown: says whether a name does not exist; may be slow.
-        within_s: seconds after which names without an answer are accepted.
+        hosts: names, possibly thousands.
+        here: this machine's name, which need not resolve.
+        unknown: returns whether a name does not exist; may be slow.
+        within_s: seconds after which names without an answer are accepted as they are.
     """
     todo = deque(host for host in hosts if short(host) != short(here))
     found: set[str] = set()
     end = time.monotonic() + within_s
 
     def ask() -> None:
-        with contextlib.suppress(IndexError):  # all have been asked for
+        with contextlib.suppress(IndexError):  # no names are left
             while time.monotonic() < end:
                 host = todo.popleft()
                 if unknown(host):
@@ -105,10 +105,10 @@ def free_port() -> int:
 
 
 def usable_port(text: str) -> int:
-    """Return the port that ``--env MASTER_PORT`` names.
+    """Return the port given by ``--env MASTER_PORT``.
 
     Raises:
-        ConfigError: it is none, or taken.
+        ConfigError: it is not a port, or is in use.
     """
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise ConfigError(f"--env MASTER_PORT={text}: a port is a number from 1 to 65535")
@@ -119,16 +119,16 @@ def usable_port(text: str) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Say whether this machine would let a server listen at ``port``, on every address."""
+    """Return whether a server could listen on ``port`` at every address of this machine."""
     for family, address in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as server:
-                # As torch's store does: a port that only lingers after an earlier job counts as free.
+                # As torch's store does: a port in TIME_WAIT after an earlier job counts as free.
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 server.bind((address, port))
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False  # any other error: this machine has no such address family
+                return False  # other errors: this machine lacks the address family
     return True

@@ -18,12 +18,12 @@ from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.version import __version__
 
-# After this long the ranks have met, so a port that is taken is one that the user's program opens.
+# By then the ranks have met, so a port in use is one that the user's program opened.
 MEETING_S = 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``launch`` with the arguments ``argv`` (default: the command line's) and return its exit status."""
+    """Run ``launch`` with ``argv`` (default: the command line) and return its exit status."""
     try:
         return _launch(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
@@ -65,7 +65,7 @@ def _launch(options: Options) -> int:
 
 
 def _run(options: Options, plan: LaunchPlan) -> int:
-    """Run the plan; relaunch once with another port, and up to --retries times without failed hosts."""
+    """Run the plan; relaunch once if the port was taken, and up to --retries times without failed hosts."""
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
     from wordrun.launch.tail import classify, port_taken
@@ -76,7 +76,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     left_out: frozenset[str] = frozenset()
     retries = options.retries
-    # Only launch can choose another port for all ranks; one that the user chose is kept.
+    # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
     while True:
         last: list[str] | None = [] if retries or may_move else None

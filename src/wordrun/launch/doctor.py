@@ -20,17 +20,17 @@ from wordrun.launch.site import UNKNOWN, Site, numbers
 from wordrun.launch.submit import inner
 
 PREFIX = "wordrun-probe:"
-"""Prefix of a rank's line."""
+"""Prefix of the line that each rank prints."""
 PROBE_S = 180
-# If importing torch takes longer, the disk that holds the environment is the likely reason.
+# If importing torch takes longer, the likely cause is the disk that holds the environment.
 SLOW_IMPORT_S = 20.0
-# A Unix socket's path, this plus some 50 characters, may have 107.
+# A Unix socket's path may have 107 characters, of which about 50 follow TMPDIR.
 LONG_TMPDIR = 60
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked."""
+    """The result of one check."""
 
     check: str
     state: str
@@ -65,12 +65,12 @@ def _text(output: Any) -> str:
 
 
 def _check(check: str, wrong: str, remedy: str, ok: str, state: str = "wrong") -> Finding:
-    """Return what is ``wrong``, with its remedy; where that is empty, that all is ok."""
+    """Return a finding: ``wrong`` with its remedy or, if that is empty, ``ok``."""
     return Finding(check, state, wrong, remedy) if wrong else Finding(check, "ok", ok)
 
 
 def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) -> list[Finding]:
-    """Return the findings of this process, without the ranks."""
+    """Return the findings that need no ranks."""
     stale = " ".join(sorted(name for name in env if is_stale(name)))
     left = f"left over from another launcher: {stale}" if stale else ""
     remedy = f"launch removes them; without launch: unset {stale}"
@@ -106,13 +106,13 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
 def of_ranks(
     plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], status: int, errors: str, known: Site = UNKNOWN
 ) -> list[Finding]:
-    """Return the findings from the lines that the probe printed.
+    """Return the findings in the probe's output.
 
     Args:
         plan: how the probe was started.
-        ranks: the lines, one for each rank that could.
+        ranks: the parsed lines, one per rank that answered.
         status: exit status of launch.
-        errors: what it printed on stderr.
+        errors: launch's stderr.
         known: the site.
     """
     count = plan.ranks.np
@@ -127,7 +127,7 @@ def of_ranks(
     findings = [Finding("ranks", "ok", f"{answered} answered ({hosts} host{'s' * (hosts > 1)})")]
     problems = dict.fromkeys(text for rank in ranks for text in rank["problems"])
     findings += [Finding("ranks", "wrong", problem) for problem in problems]
-    if not all("unreached" in rank for rank in ranks):  # some did not find out who they are, and looked no further
+    if not all("unreached" in rank for rank in ranks):  # some ranks could not identify themselves and stopped early
         return findings
     slowest = max(rank["torch_s"] for rank in ranks)
     slow, remedy = f"{slowest:g} s on the slowest rank", "copy the environment to node-local disk (sbcast, Copper)"
@@ -205,10 +205,10 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:
-    """Check that each rank has its own device, and some of the cores that the site says are next to it."""
+    """Check that each rank has its own device, and at least one of the cores that the site lists for it."""
     owners: dict[tuple[str, str], int] = {}
     near = known.cores_near_device
-    # The numbers of a core's two hardware threads differ by half of all.
+    # The numbers of a core's two hardware threads differ by half the total.
     half = known.cores // 2 if known.cores else sys.maxsize
     for rank in ranks:
         where = f"rank {rank['rank']} on {rank['host']}"

@@ -1,4 +1,4 @@
-"""The hosts that a launch may use, this machine or those of a scheduler's job, and what each of them has."""
+"""The hosts that a launch may use (this machine or a scheduler's job), and their cores, devices and slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE
 
 @dataclass(frozen=True)
 class LocalHost:
-    """This machine, and how each fact was found."""
+    """This machine's cores and devices, and how they were counted."""
 
     name: str
     cores: int
@@ -25,7 +25,7 @@ class LocalHost:
 
 
 def local_host(env: Mapping[str, str]) -> LocalHost:
-    """Return what this machine shows to a process with ``env``."""
+    """Describe this machine as a process with ``env`` sees it."""
     return LocalHost(socket.gethostname(), *count_cores(), *count_devices(env))
 
 
@@ -35,7 +35,7 @@ def short(host: str) -> str:
 
 
 def count_cores() -> tuple[int, str]:
-    """Return how many cores this process may use, and how that was found."""
+    """Return how many cores this process may use, and the source of that number."""
     try:
         return len(os.sched_getaffinity(0)), "the CPU affinity of this process"
     except AttributeError:  # macOS
@@ -43,16 +43,16 @@ def count_cores() -> tuple[int, str]:
 
 
 def count_devices(env: Mapping[str, str], root: str = "/") -> tuple[int, str]:
-    """Return how many accelerators a process with ``env`` would see, and how that was found.
+    """Return how many accelerators a process with ``env`` would see, and the source of that number.
 
     Args:
-        env: its environment; a ``*_VISIBLE_DEVICES`` in it is believed.
-        root: the directory of ``proc``, ``dev`` and ``sys``.
+        env: its environment; ``*_VISIBLE_DEVICES`` takes precedence.
+        root: the directory that contains ``proc``, ``dev`` and ``sys``.
     """
     for name in DEVICE_VARIABLES:
         if name in env:
             visible = [word.strip() for word in env[name].split(",")]
-            # CUDA stops at the first invalid name: empty, -1 or NoDevFiles hide all that follow.
+            # CUDA stops at the first invalid entry: an empty one, -1 or NoDevFiles hides all that follow.
             end = next((i for i, word in enumerate(visible) if word in ("", "-1", "NoDevFiles")), len(visible))
             return end, f"{name}={env[name]}"
     nvidia = len(glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*")))
@@ -77,45 +77,45 @@ def _gpu_id(path: str) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """A scheduler's job, or this machine alone: its hosts in the job's order, and what each of them has."""
+    """A scheduler's job, or this machine alone: its hosts, in the job's order, and their resources."""
 
     hosts: tuple[str, ...]
     cores: tuple[int, ...]
-    """Cores of each host that this job may use."""
+    """Cores that this job may use on each host."""
     devices: tuple[int, ...]
-    """Accelerators of each host that this job may use."""
+    """Accelerators that this job may use on each host."""
     slots: tuple[int, ...]
-    """Default number of ranks on each host: its devices, or as the scheduler or the site says."""
+    """Default number of ranks on each host: one per device, or what the scheduler or the site says."""
     scheduler: str = "none"
     id: str = ""
     inside: str = ""
-    """The scheduler in whose job this machine is used on its own."""
+    """If only this machine is used, the scheduler whose job it is part of."""
     hostfile: str = ""
-    """A file with just these hosts, one per line."""
+    """A file with exactly these hosts, one per line."""
     partial: bool = False
-    """Some of the scheduler's hosts are not to be used."""
+    """Whether some of the scheduler's hosts are left out."""
     queue: str = ""
     restarts: int = 0
     """How often the scheduler has restarted this job."""
     ends_at: float | None = None
-    """When the walltime ends, in seconds since 1970, where the scheduler says so."""
+    """When the walltime ends, in seconds since 1970, if the scheduler says."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Where each fact comes from."""
+    """The source of each fact."""
     notes: tuple[str, ...] = ()
-    """What the user should know before ranks start."""
+    """Messages to show before ranks start."""
 
     @property
     def is_local(self) -> bool:
-        """Whether this is the machine alone rather than a scheduler's job."""
+        """Whether this is just this machine rather than a scheduler's job."""
         return self.scheduler == "none"
 
     @property
     def title(self) -> str:
-        """The job as messages name it."""
+        """The job's name in messages."""
         return "this machine" if self.is_local else f"{self.scheduler.upper()} job {self.id}"
 
     def only(self, indices: list[int]) -> Job:
-        """Return this job with some of its hosts, in the order of ``indices``."""
+        """Return this job with only the hosts at ``indices``, in that order."""
         return replace(
             self, hosts=tuple(self.hosts[i] for i in indices), cores=tuple(self.cores[i] for i in indices),
             devices=tuple(self.devices[i] for i in indices), slots=tuple(self.slots[i] for i in indices), hostfile="",
@@ -130,7 +130,7 @@ def read_hosts(path: str, name: str) -> list[str]:
         name: the option or variable that names it, for the error.
 
     Raises:
-        ConfigError: it cannot be read, or is empty.
+        ConfigError: the file cannot be read, or is empty.
     """
     try:
         with open(path) as file:
@@ -144,7 +144,7 @@ def read_hosts(path: str, name: str) -> list[str]:
 
 
 def with_hostfile(job: Job, path: str, *, in_job_order: bool) -> Job:
-    """Return ``job`` on the hosts of a file: one per line, with ``slots=N`` or ``:N`` where ranks per host differ.
+    """Return ``job`` on the hosts of a file: one per line, with ``slots=N`` or ``:N`` to set its ranks.
 
     Args:
         job: the scheduler's job, or this machine.
@@ -152,7 +152,7 @@ def with_hostfile(job: Job, path: str, *, in_job_order: bool) -> Job:
         in_job_order: whether ranks follow the job's order rather than the file's.
 
     Raises:
-        ConfigError: a line cannot be understood, or names a host outside the scheduler's job.
+        ConfigError: a line cannot be parsed, or names a host outside the scheduler's job.
     """
     slots: dict[str, int] = {}
     for line in read_hosts(path, "--hostfile"):
@@ -174,7 +174,7 @@ def with_hostfile(job: Job, path: str, *, in_job_order: bool) -> Job:
 
 
 def hold_back(job: Job, spares: int, left_out: frozenset[str] = frozenset()) -> Job:
-    """Return ``job`` without ``spares`` of its hosts: those that have failed, and then the last ones.
+    """Return ``job`` without its failed hosts and, up to ``spares`` hosts in all, its last ones.
 
     Args:
         job: the complete job.

@@ -1,4 +1,4 @@
-"""The command line of ``launch``: one table of options, read by the parser and by ``--help``."""
+"""The command line of ``launch``: one table of options, used by the parser and ``--help``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers import SCHEDULERS
 
-# Every rank gets its own values of these from its launcher: one value for all ranks is never right.
+# The launcher gives each rank its own values of these, so a single value for all ranks is always wrong.
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 
 
@@ -42,7 +42,7 @@ def _walltime(text: str) -> str:
 
 
 def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
-    """Return a reader of what is copied into a directive, where a space or newline would begin another one."""
+    """Return a parser of text copied into a directive, where a space or newline would begin another option."""
 
     def read(text: str) -> str:
         if not re.fullmatch(pattern, text, re.ASCII):
@@ -52,7 +52,7 @@ def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
     return read
 
 
-# The job's name is part of file names too.
+# The job name is also part of file names.
 _job_name = _matching(r"[A-Za-z0-9][\w.+-]{0,99}", "up to 100 letters, digits and . _ + -, the first a letter or digit")
 _name = _matching(r"\w[\w.+@:/-]*", "a name of letters, digits and . _ + - @ : /")
 _names = _matching(r"\w[\w.+@:/,-]*", "one or more names, separated by commas, of letters, digits and . _ + - @ : /")
@@ -88,7 +88,7 @@ def _one_of(names: Iterable[str]) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Option:
-    """One option as it is typed, read and explained."""
+    """One option: how it is typed, parsed and documented."""
 
     names: tuple[str, ...]
     field: str
@@ -142,7 +142,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
 OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
 
 _RANKS, _START, SUBMISSION, _ = GROUPS.values()
-# Options that a submitted job passes on to its own launch.
+# Options passed on to the launch inside a submitted job.
 INNER = (*_RANKS, *_START)
 
 USAGE = "usage: launch [options] [--] COMMAND..."
@@ -174,7 +174,7 @@ def help_text() -> str:
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Return the Options that ``words`` (the command line without ``launch``) ask for.
+    """Parse ``words``, the command line without ``launch``.
 
     Parsing stops at the first argument that is not an option, so COMMAND's own flags are never read here.
 
@@ -192,7 +192,7 @@ def parse(words: Sequence[str]) -> Options:
         option = OPTIONS.get(name)
         if option is None or (equals and not name.startswith("--")):
             problems.append(f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists the options)")
-            break  # it may take a value: what follows cannot be told apart from COMMAND
+            break  # it may take a value, so it is unclear where COMMAND begins
         if not option.metavar:
             if equals:
                 problems.append(f"{name} takes no value")

@@ -1,4 +1,4 @@
-"""What a launch will run, and why: its command line, the environment of its ranks. Nothing is looked up here."""
+"""What a launch will run, and why: its command line and its ranks' environment. This module looks nothing up."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from wordrun.launch.request import LONGEST, Decided, Options, Ranks, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, fill
 
-# Variables that an outer launch has set for its ranks; each launcher names its own.
+# Variables that an outer launch sets for its ranks; each launcher lists its own in ``stale``.
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
-# Variables that users export for the ranks, for launchers that pass on only what they are given.
+# Prefixes of variables that users export for the ranks; some launchers forward only the variables they are given.
 FOR_RANKS = (
     "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_", "WANDB_",
     "WORDRUN_",
 )  # fmt: skip
-# A value and its reason (empty: it needs none).
+# A value and its reason (may be empty).
 Setting = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan(Request):
-    """A request, and the command line and environment that fulfil it."""
+    """A request with the command line and environment that fulfil it."""
 
     launcher: Launcher
     argv: tuple[str, ...]
     env_unset: tuple[str, ...]
-    """Variables that are removed before ``env`` is set."""
+    """Variables to remove before setting ``env``."""
     reasons: Mapping[str, str]
     files: Mapping[str, str]
     """Files that must exist before the launcher starts, with their contents."""
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment in which ``argv`` is started from one that has ``env``."""
+        """Return the environment for ``argv``, derived from ``env``."""
         kept = {name: value for name, value in env.items() if name not in self.env_unset}
         return {**kept, **self.env}
 
@@ -51,7 +51,7 @@ def build(
     job: Job, options: Options, ranks: Ranks, launcher: Launcher, decided: Decided, env: Mapping[str, str],
     site: Site = UNKNOWN,
 ) -> LaunchPlan:  # fmt: skip
-    """Return the plan that starts ``options.command`` as ``ranks``; nothing is looked up here.
+    """Return the plan that starts ``options.command`` as ``ranks``, computed from the arguments alone.
 
     Raises:
         ConfigError: the launcher cannot do what an option asks.
@@ -73,12 +73,12 @@ def build(
 
 
 def is_stale(name: str) -> bool:
-    """Say whether a variable is one that an earlier launcher set for its own ranks."""
+    """Return whether ``name`` is a variable that launchers set for their own ranks."""
     return name in STALE or name.startswith(STALE_PREFIXES)
 
 
 def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return OMP_NUM_THREADS for a rank that has ``cores`` (None: leave it unchanged), and why."""
+    """Return OMP_NUM_THREADS for a rank with ``cores`` cores (None: leave it unchanged), and why."""
     given = env.get("OMP_NUM_THREADS")
     if given is None:
         return str(cores), "cores per rank"
@@ -88,7 +88,7 @@ def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | N
 
 
 def environment(request: Request, launcher: Launcher, env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that are set for every rank, and the reasons for their values."""
+    """Return the variables to set for every rank, and the reasons for their values."""
     site, reasons = request.site, {}
     settings = {**_meeting(request), **launcher.variables(request), **dict(_convenience(request, launcher, env))}
     omp, reasons["OMP_NUM_THREADS"] = threads(launcher.cores_per_rank(request), request.job.scheduler, env)
@@ -102,7 +102,7 @@ def environment(request: Request, launcher: Launcher, env: Mapping[str, str]) ->
 
 
 def _meeting(request: Request) -> dict[str, Setting]:
-    """Return the identity of the launch, and where its ranks meet."""
+    """Return the variables that identify the launch and tell its ranks where to meet."""
     job, ranks, decided = request.job, request.ranks, request.decided
     address, why = decided.master_addr or job.hosts[0], decided.master_why or "first host of the job"
     if ranks.nodes == 1:
@@ -115,14 +115,14 @@ def _meeting(request: Request) -> dict[str, Setting]:
         "WORDRUN_RUN_ID": (decided.run.run_id, decided.run.why),
         "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
         "WORDRUN_LAUNCH_RECORD": (decided.path("json"), ""),
-        # The names are informational, and ten thousand of them do not fit into a variable.
+        # The names are informational, and ten thousand of them would not fit into a variable.
         **({"WORDRUN_HOSTS": (hosts, "")} if len(hosts) <= LONGEST else {}),
         **({"WORDRUN_RESUME": ("auto", decided.run.resume)} if decided.run.resume else {}),
     }
 
 
 def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
-    """Yield defaults that make ranks behave as expected, where the user has not exported these variables."""
+    """Yield defaults that make ranks behave as expected, unless the user has exported these variables."""
     decided, watched = request.decided, request.options.idle_timeout
     yield "WORDRUN_LAUNCHER", (launcher.name, "")
     if launcher.in_between and "PYTHONUNBUFFERED" not in env:
@@ -140,7 +140,7 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
 
 
 def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the site's variables, except those that the user exported."""
+    """Return the site's variables, except any that the user exported."""
     site = request.site
     words = {"devices": str(request.devices), "devices_reversed": ",".join(map(str, reversed(range(request.devices))))}
     proxies = {name: (value, "compute nodes reach the internet by it") for name, value in site.proxies.items()}
@@ -150,6 +150,6 @@ def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
     return {
         name: (fill(value, **words), f"site {site.name}: {why}")
         for name, (value, why) in asked.items()
-        # A list of devices comes from the scheduler, not from the user.
+        # A device list comes from the scheduler, not from the user.
         if name not in env or name == "CUDA_VISIBLE_DEVICES"
     }

@@ -1,4 +1,4 @@
-"""From the options and this machine to a launch plan."""
+"""Build a launch plan from the options and this machine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class CommandError(UserError):
 
 
 def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Identity | None = None) -> LaunchPlan:
-    """Return the plan that ``options`` lead to on this machine.
+    """Return the launch plan for ``options`` on this machine.
 
     Args:
         options: the command line.
-        left_out: short names of hosts that are not to be used.
-        same: the run that is launched again; None: whatever the environment and the job say.
+        left_out: short names of hosts to leave out.
+        same: the run to relaunch; None: determined by the environment and the job.
 
     Raises:
         ConfigError: the options contradict each other or the machine.
@@ -51,11 +51,11 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
 
 
 def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site, Ranks, Launcher]:
-    """Return the job, the site, the ranks that are asked for, and the launcher that starts them."""
+    """Return the job, the site, the requested ranks, and the launcher that starts them."""
     env = os.environ
     host = local_host(env)
     site, why = UNKNOWN, ""
-    # Without a scheduler no site would change anything, and reading all of them takes a while.
+    # Without a scheduler no site would change anything, and reading all site files takes a while.
     if options.site or options.info or any(env.get(each.variable) for each in SCHEDULERS.values()):
         from wordrun.launch import site_files
 
@@ -80,7 +80,7 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity
     run = same or choose_run(os.environ, job, mask_words(options.command), folder)
     name = file_name(folder, run.run_id)
     master, why = ("", "") if "MASTER_ADDR" in asked else _address(options, job, ranks, site)
-    # Ranks on other hosts can report only through a folder that they share with this one.
+    # Ranks on other hosts can report only through a shared folder.
     if ranks.nodes > 1 or not job.is_local:
         status_dir = os.path.join(folder, f"{name}.status")
     else:
@@ -94,7 +94,7 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity
 
 
 def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str, str]:
-    """Return MASTER_ADDR (empty: this host) and why; a host that has no address stops the launch here."""
+    """Return MASTER_ADDR (empty: this host) and why; raise a ConfigError if a host cannot be resolved."""
     here, master, why = socket.gethostname(), "", ""
     if ranks.nodes > 1:
         master, why, problem = address.decide(job.hosts, site, here, address.resolve)
@@ -118,7 +118,7 @@ def _terminal() -> str:
 
 
 def check_command(word: str, path: str) -> None:
-    """Raise a CommandError, with the exit status of a shell, where ``word`` cannot be run with this PATH."""
+    """Raise a CommandError, with a shell's exit status, if ``word`` cannot be run with the PATH ``path``."""
     runnable, plain = find_command(word, path)
     if runnable:
         return
@@ -134,13 +134,13 @@ def check_command(word: str, path: str) -> None:
 
 
 def choose_run(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str) -> Identity:
-    """Return which run this is: the one that WORDRUN_RUN_ID names, the one that a requeued job began, or a new one.
+    """Return the run: the one in WORDRUN_RUN_ID, one that this job began before it was requeued, or a new one.
 
     Args:
-        env: this process's environment. That of a rank names the rank's own run, which this one is not.
+        env: this process's environment. In a rank, WORDRUN_RUN_ID is the rank's own run and is ignored.
         job: the scheduler's job.
         command: what the ranks run, without secrets.
-        folder: the folder of the records of launches.
+        folder: the folder with the records of launches.
 
     Raises:
         ConfigError: WORDRUN_RUN_ID cannot be part of a file name.
@@ -157,7 +157,7 @@ def choose_run(env: Mapping[str, str], job: Job, command: Sequence[str], folder:
 
 
 def exported_id(env: Mapping[str, str]) -> str:
-    """Return the run's name that the user, or a job script, has exported; empty: none.
+    """Return the run ID that the user or a job script has exported; empty: none.
 
     Raises:
         ConfigError: it cannot be part of a file name.
@@ -173,7 +173,7 @@ def exported_id(env: Mapping[str, str]) -> str:
 
 
 def file_name(folder: str, run_id: str) -> str:
-    """Return the name in ``folder`` of this launch's files: the run's, with a number where it is not the first one."""
+    """Return the base name of this launch's files in ``folder``: the run's ID, numbered from its second launch on."""
     name, number = run_id, 1
     while glob.glob(os.path.join(glob.escape(folder), f"{name}.*")):
         number += 1
@@ -192,7 +192,7 @@ def _begun_before(job: Job, command: Sequence[str], folder: str) -> str:
             with open(path) as file:
                 facts = json.load(file)
         except (OSError, ValueError):
-            continue  # its run directory is gone, or it is being written
+            continue  # the run directory is gone, or the file is being written
         if facts.get("job") == job.id and facts.get("command") == list(command):
             run_id = facts["run_id"]
             tries[run_id] = max(tries.get(run_id, 0), facts.get("restarts", 0))

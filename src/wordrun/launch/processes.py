@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# A process that dumps its core may take longer to go; its stacks are written by then.
+# A process that dumps core may take longer to exit, but has printed its stacks by then.
 ABORT_S = 1.0
 
 
@@ -26,7 +26,7 @@ class Process:
 
 
 def descendants(pid: int, without: int = 0) -> list[Process]:
-    """Return the living processes below ``pid``, parents first, except ``without`` and those below it."""
+    """Return the living processes below ``pid``, parents first, except ``without`` and its descendants."""
     children: dict[int, list[Process]] = {}
     for process in _table():
         children.setdefault(process.parent, []).append(process)
@@ -40,17 +40,17 @@ def descendants(pid: int, without: int = 0) -> list[Process]:
 
 
 def rank_groups(pid: int, daemons: tuple[str, ...]) -> list[int]:
-    """Return the process groups of the ranks that the launcher ``pid`` started, one for each.
+    """Return the process groups of the ranks started by the launcher ``pid``, one per rank.
 
     Args:
         pid: the launcher.
-        daemons: beginnings of the names of processes between it and the ranks, each in a group of its own.
+        daemons: name prefixes of the processes between it and the ranks, each in a separate process group.
     """
     ranks: list[int] = []
     inside = {pid}
     for process in descendants(pid):
         if process.parent not in inside:
-            continue  # a rank's own child
+            continue  # a child of a rank
         if process.group != process.pid or process.name.startswith(daemons):
             inside.add(process.pid)
         else:
@@ -59,12 +59,12 @@ def rank_groups(pid: int, daemons: tuple[str, ...]) -> list[int]:
 
 
 def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
-    """Return the Python processes on this host that are ranks of a launch, not those below them.
+    """Return the Python processes on this host that are ranks of a launch, without their descendants.
 
     Args:
-        pid: the launcher, below which they are unless a scheduler's daemon has started them.
-        launch_id: what all ranks of this launch have as WORDRUN_LAUNCH_ID, by which the others are found (Linux).
-        own_module: the Python module that the launcher's own processes run, if any; their ranks are below them.
+        pid: the launcher, their ancestor unless a scheduler's daemon started them.
+        launch_id: the launch's WORDRUN_LAUNCH_ID, which identifies the ranks that the daemon started (Linux).
+        own_module: the Python module that the launcher's own processes run, if any; the ranks are their descendants.
     """
     table = {process.pid: process for process in _table()}
     mine = {process.pid for process in descendants(pid)}
@@ -84,9 +84,9 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
 
 
 def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
-    """Send SIGABRT to one rank after the other, so that their stacks are not interleaved.
+    """Send SIGABRT to one rank after another, so that their stacks are not interleaved.
 
-    ``launcher`` and its daemons, which would end all the others after the first, are stopped in the meantime.
+    ``launcher`` and its daemons are paused meanwhile: they would kill the other ranks once the first one aborts.
     """
     above = [launcher, *(p.pid for p in descendants(launcher) if p.name.startswith(daemons))]
     for pid in above:
@@ -103,7 +103,7 @@ def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> 
 
 
 def _read(path: str) -> bytes:
-    """Return the content of a file in /proc; empty if its process has ended or is another user's."""
+    """Return the content of a file in /proc; empty if its process has ended or belongs to another user."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -118,19 +118,19 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
 
 
 def orphans(child: int) -> bool:
-    """Say whether launch has children other than ``child``: adopted ones (Linux)."""
+    """Return whether launch has adopted any processes, that is, has children other than ``child`` (Linux)."""
     return any(int(pid) != child for pid in _read(f"/proc/self/task/{os.getpid()}/children").split())
 
 
 def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
-    """End every process below this one: SIGTERM, and SIGKILL to those that remain after ``patience_s``.
+    """End all descendants of this process: SIGTERM, then SIGKILL for any that remain after ``patience_s``.
 
     Args:
         patience_s: seconds between the two signals.
-        spare: a child that is left alone, with all that is below it.
+        spare: a child to leave alone, with its descendants.
 
     Returns:
-        The wait statuses of the children that were reaped meanwhile, by pid.
+        The wait statuses of the children reaped meanwhile, by pid.
     """
     ended: dict[int, int] = {}
     deadline = time.monotonic() + patience_s
@@ -145,13 +145,13 @@ def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
                 send(process.pid, signal.SIGTERM)
         ended |= reap()
         if time.monotonic() >= deadline + 5:
-            break  # unkillable, in the kernel: nothing more can be done from here
+            break  # stuck in the kernel and unkillable
         time.sleep(0.02)
     return ended | reap()
 
 
 def reap() -> dict[int, int]:
-    """Collect the children that have ended; return their wait statuses by pid."""
+    """Reap the children that have ended; return their wait statuses by pid."""
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -163,13 +163,13 @@ def reap() -> dict[int, int]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent exits, so that none escapes (Linux)."""
+    """Adopt descendants whose parent exits, so that none escapes (Linux)."""
     if sys.platform == "linux":
         _prctl()(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def before_exec(*, own_group: bool, death_signal: int) -> Callable[[], None]:
-    """Return what a new child does before exec: leave launch's process group, and die when launch is killed."""
+    """Return a function for a child to call before exec: it leaves launch's process group, and dies with launch."""
     prctl = _prctl() if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -202,7 +202,7 @@ def _table() -> Iterator[Process]:
     for entry in filter(str.isdigit, os.listdir("/proc")):
         # The name is in parentheses and may itself contain spaces and parentheses.
         begin, _, rest = _read(f"/proc/{entry}/stat").decode(errors="replace").rpartition(")")
-        state, parent, group, *_ = rest.split() or ["X", "0", "0"]  # empty: it has just ended
+        state, parent, group, *_ = rest.split() or ["X", "0", "0"]  # empty: the process has just ended
         if state not in "ZX":
             yield Process(int(entry), int(parent), int(group), begin.partition("(")[2])
 

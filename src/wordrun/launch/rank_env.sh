@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs a command as one rank: gives it torchrun's variables, read from those of its launcher.
+# Runs a command as one rank, with torchrun's variables set from the launcher's.
 # usage: rank_env.sh COMMAND...   (launch exports WORDRUN_LAUNCHER, WORDRUN_WORLD_SIZE and WORDRUN_STATUS_DIR)
 #
-# Reads one family of variables only, never writes PMI_* (MPI would fail), and needs nothing but sh. The same families
+# Reads only one family of variables, never writes PMI_* (MPI would fail), and needs only sh. The same families
 # are in dist/world.py, in the same order; a test compares them.
 
 case ${WORDRUN_LAUNCHER-} in
@@ -12,7 +12,7 @@ case ${WORDRUN_LAUNCHER-} in
   srun)
     RANK=${SLURM_PROCID-} WORLD_SIZE=${SLURM_STEP_NUM_TASKS-}
     LOCAL_RANK=${SLURM_LOCALID-} NODE_RANK=${SLURM_NODEID-} LOCAL_WORLD_SIZE=
-    # "4(x2),3" is the number of tasks of each node: 4 4 3.
+    # "4(x2),3" stands for 4, 4 and 3 tasks per node.
     node=0 rest=${SLURM_STEP_TASKS_PER_NODE-},
     while [ -n "$rest" ] && [ -n "$NODE_RANK" ]; do
       item=${rest%%,*} rest=${rest#*,} times=1
@@ -45,19 +45,19 @@ if [ -z "${RANK-}" ] || [ -z "${WORLD_SIZE-}" ] || [ -z "${LOCAL_RANK-}" ] || [ 
     "LOCAL_RANK='${LOCAL_RANK-}' LOCAL_WORLD_SIZE='${LOCAL_WORLD_SIZE-}'. Is another launcher of that name in PATH?" >&2
   exit 2
 fi
-# Without such a variable: correct for ranks laid out evenly in blocks.
+# If the launcher does not set it: correct for ranks laid out in even blocks.
 [ -n "$NODE_RANK" ] || NODE_RANK=$(((RANK - LOCAL_RANK) / LOCAL_WORLD_SIZE))
 export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 
 [ -d "${WORDRUN_STATUS_DIR-}" ] || exec "$@"
 
-# mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, with the 9 of those it killed). This
-# shell stays to report its own rank's. Signals reach the complete group; it waits for the command to act on them.
+# mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, including the 9 of ranks it killed), so this
+# shell stays to report its rank's. Signals reach the entire group; it waits for the command to act on them.
 trap : HUP INT TERM USR1 USR2 ABRT
 "$@"
 status=$?
 [ "$status" -eq 0 ] && exit 0
 echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK" || exit "$status"
-# 75 is no failure: the rank was asked to stop and has saved. Launchers would kill the others for it; launch does not.
+# 75 is not a failure: the rank stopped on request and has saved. Launchers would kill the others; launch does not.
 [ "$status" -eq 75 ] && exit 0
 exit "$status"

@@ -10,10 +10,10 @@ from wordrun.launch.request import Options, Ranks
 
 
 def decide_ranks(options: Options, job: Job) -> Ranks:
-    """Return the layout that -n, -N and --ppn ask for; any two determine the third, none means the job's slots.
+    """Return the layout for -n, -N and --ppn; any two determine the third, and the default is the job's slots.
 
     Raises:
-        ConfigError: they contradict each other or the job; the message says what would fit.
+        ConfigError: the options contradict each other or the job; the message says what would fit.
     """
     have = len(job.hosts)
     np, nodes, ppn = options.np, options.nodes, options.ppn
@@ -42,10 +42,10 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
 
 
 def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]:
-    """Return the ranks of each host for ``np`` ranks: the fewest hosts whose slots hold them, filled in order.
+    """Return the ranks on each host for ``np`` ranks: the fewest hosts with enough slots, filled in order.
 
-    With -N, or where the slots are too few, all hosts share the ranks evenly, as far as their cores go. Devices are not
-    shared unless --ppn says so.
+    With -N, or with too few slots, the ranks are distributed evenly over all hosts, as far as cores allow. Ranks share
+    devices only if --ppn is given.
     """
     slots = job.slots[: nodes or None]
     shared = not job.is_local and any(job.devices)
@@ -55,7 +55,7 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
     if np <= sum(slots) and not (nodes and np % nodes == 0 and all(np // nodes <= most for most in room)):
         layout: list[int] = []
         for at, most in enumerate(slots):
-            # Each of the hosts that -N asks for gets a rank.
+            # Each host requested by -N gets a rank.
             kept_back = nodes - at - 1 if nodes else 0
             layout.append(min(most, np - sum(layout) - kept_back))
             if sum(layout) == np:
@@ -81,12 +81,12 @@ def _checked(layout: tuple[int, ...], why: str, job: Job) -> Ranks:
 
 
 def _room(job: Job) -> tuple[float, ...]:
-    """Return the most ranks of each host: without a scheduler there is no limit."""
+    """Return the maximum number of ranks on each host; there is no limit without a scheduler."""
     if job.is_local:
         return (float("inf"),) * len(job.hosts)
     return tuple(max(slots, cores) for slots, cores in zip(job.slots, job.cores, strict=True))
 
 
 def listed(numbers: Sequence[float]) -> str:
-    """Return the ranks or cores of each host for a message, such as 4+4+3."""
+    """Format the ranks or cores of each host for a message, such as 4+4+3."""
     return "+".join(map(str, numbers)) if len(numbers) < 9 else f"{numbers[0]}+...+{numbers[-1]}"

@@ -1,4 +1,4 @@
-"""What is known of a launch, without secrets: as ``launch.json``, and as ``--dry-run`` and ``--info`` print it."""
+"""The facts about a launch, without secrets: for ``launch.json``, ``--dry-run`` and ``--info``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from wordrun.launch.request import Ranks
 from wordrun.launch.site import Site
 from wordrun.version import __version__
 
-# KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
+# Matches KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
 HIDDEN = "***"
-# Longer lists of hosts are cut; --json has them all.
+# Longer host lists are truncated; --json prints all hosts.
 SHOWN = 8
 
 
 def mask(name: str, value: str) -> str:
-    """Return ``value``, or asterisks if ``name`` is that of a secret."""
+    """Return ``value``, or asterisks if ``name`` names a secret."""
     return HIDDEN if SECRET.search(name) else value
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
-    """Return the command line ``words`` with the values of secret NAME=VALUE words hidden."""
+    """Return the arguments ``words`` with the values of secret NAME=VALUE arguments hidden."""
     masked = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -44,7 +44,7 @@ def mask_words(words: Sequence[str]) -> list[str]:
 
 
 def facts(plan: LaunchPlan) -> dict[str, Any]:
-    """Return all that is known of a launch before it starts, ready for JSON."""
+    """Return everything known about a launch before it starts, ready for JSON."""
     return {
         "command": mask_words(plan.options.command),
         "argv": mask_words(plan.argv),
@@ -67,7 +67,7 @@ def facts(plan: LaunchPlan) -> dict[str, Any]:
 
 
 class Record:
-    """The launch's record; written at its start and again at its end."""
+    """The launch's record, written when it starts and again when it ends."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.path = plan.env["WORDRUN_LAUNCH_RECORD"]
@@ -90,12 +90,12 @@ class Record:
         self._write()
 
     def end(self, status: int) -> None:
-        """Complete the file with the end of the launch."""
+        """Add the end time and the exit status to the file."""
         self.content |= {"end": _now(), "exit_status": status}
         self._write()
 
     def _write(self) -> None:
-        # Rank 0 moves the file into its run directory and leaves a link: the real file is the one to replace.
+        # Rank 0 moves the file into its run directory and leaves a link, so replace the link's target.
         replace(Path(os.path.realpath(self.path)), json.dumps(self.content, indent=2) + "\n")
 
 
@@ -105,7 +105,7 @@ def _now() -> str:
 
 
 def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
-    """Return what would run: as JSON, or as shell lines that do the same when pasted, with the reasons beside them."""
+    """Return what would run: as JSON, or as shell commands that can be pasted, with the reasons as comments."""
     if as_json:
         return json.dumps(facts(plan), indent=2)
     ranks = f"{plan.ranks.np} rank{'s' * (plan.ranks.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
@@ -134,7 +134,7 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
 
 
 def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
-    """Return the job, hosts, devices, launcher and python that were found: as JSON, or as a table."""
+    """Return the detected job, hosts, devices, launcher and python, as JSON or a table."""
     path = os.pathsep.join(filter(None, (own_bin(), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
         "site": f"{site.name}: {site.description}" if site.name else None,

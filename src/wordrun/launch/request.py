@@ -1,4 +1,4 @@
-"""What is asked of ``launch`` and of a launcher, and what is decided for it."""
+"""The options of ``launch``, the decisions made for it, and the resulting request to a launcher."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from wordrun.launch.job import Job
 from wordrun.launch.site import UNKNOWN, Site
 
-# Linux starts no program with an argument or variable longer than 128 KiB, which 10,000 host names exceed.
+# Linux limits each argument and variable to 128 KiB, which 10,000 host names exceed.
 LONGEST = 100_000
 
 
 @dataclass(frozen=True)
 class Options:
-    """The values of the command line; None where an option was not given."""
+    """The command line's options; None if not given."""
 
     np: int | None = None
     nodes: int | None = None
@@ -27,14 +27,14 @@ class Options:
     launcher: str | None = None
     cpu_bind: str | None = None
     env: tuple[tuple[str, str], ...] = ()
-    """NAME, VALUE pairs in the order given; the last one of a name wins."""
+    """(NAME, VALUE) pairs in the order given; the last value of a name wins."""
     launcher_args: tuple[str, ...] = ()
     dry_run: bool = False
     json: bool = False
     info: bool = False
     doctor: bool = False
     idle_timeout: float | None = None
-    """Seconds without output after which the job is ended."""
+    """Seconds without output after which the job is stopped."""
     retries: int = 0
     spare_nodes: int = 0
     submit: bool = False
@@ -50,17 +50,17 @@ class Options:
     """Cores per node, for the job script."""
     chain: int = 1
     walltime_margin: float | None = None
-    """Seconds before the walltime ends at which ranks get SIGUSR1; 0: they get none."""
+    """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
     version: bool = False
     command: tuple[str, ...] = ()
 
 
 def seconds(walltime: str) -> int:
-    """Return the seconds of ``[D-]H:MM:SS``.
+    """Convert ``[D-]H:MM:SS`` to seconds.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``walltime`` has another format.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", walltime)
     if not match:
@@ -71,10 +71,10 @@ def seconds(walltime: str) -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks and their hosts."""
+    """The number of ranks on each host."""
 
     layout: tuple[int, ...]
-    """Ranks on each of the first hosts of the job."""
+    """Number of ranks on each of the job's first hosts."""
     why: str
 
     @property
@@ -84,12 +84,12 @@ class Ranks:
 
     @property
     def nodes(self) -> int:
-        """Number of hosts that have ranks."""
+        """Number of hosts with ranks."""
         return len(self.layout)
 
     @property
     def ppn(self) -> int:
-        """Most ranks on a host."""
+        """Largest number of ranks on a host."""
         return max(self.layout)
 
     @property
@@ -100,36 +100,36 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Identity:
-    """The run's name, and whether it may have a state to resume from."""
+    """The run's ID, and whether there may be a checkpoint to resume from."""
 
     run_id: str
     why: str = ""
-    """Where the name comes from; empty: it is new."""
+    """Where the ID comes from; empty: it is new."""
     resume: str = ""
-    """Why the ranks should resume (WORDRUN_RESUME=auto); empty: no reason to."""
+    """Why the ranks should resume (WORDRUN_RESUME=auto); empty: they need not."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What is decided once per launch, outside the ranks, because they could not agree on it."""
+    """Values chosen once per launch, outside the ranks, which could not agree on them."""
 
     launch_id: str
     run: Identity
     port: int
     cwd: str
     status_dir: str
-    """Where ranks report a failing exit status; made when the ranks start."""
+    """Folder where ranks report a failing exit status; created when they start."""
     own_bin: str
-    """Directory of the ``python`` that has wordrun."""
+    """Directory of the ``python`` that can import wordrun."""
     master_addr: str = ""
-    """Name or address of the first of several hosts."""
+    """Name or address of the first host, if there are several."""
     master_why: str = ""
     interfaces: tuple[str, ...] = ()
     """Network interfaces of this machine."""
     terminal: str = ""
-    """COLUMNSxLINES of the terminal that launch writes to, if it is one."""
+    """COLUMNSxLINES of launch's terminal, if it writes to one."""
     name: str = ""
-    """Name of this launch's files under outputs/launches; empty: the run's."""
+    """Base name of this launch's files in outputs/launches; empty: the run's ID."""
 
     def path(self, suffix: str) -> str:
         """Return the path of one of this launch's files."""
@@ -137,7 +137,7 @@ class Decided:
 
     @property
     def step(self) -> str:
-        """The name by which a scheduler knows this launch's step."""
+        """The name of this launch's step in the scheduler."""
         return f"wordrun-{self.launch_id}"
 
 
@@ -151,18 +151,18 @@ class Request:
     decided: Decided
     site: Site = UNKNOWN
     env: Mapping[str, str] = field(default_factory=dict)
-    """The environment that is set for the ranks."""
+    """Variables to set for the ranks."""
     exported: tuple[str, ...] = ()
-    """Names of further variables that the user has exported for the ranks."""
+    """Names of other variables that the user exported for the ranks."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts that have ranks."""
+        """The hosts with ranks."""
         return self.job.hosts[: self.ranks.nodes]
 
     @property
     def devices(self) -> int:
-        """Devices of each host, of the one that has the fewest."""
+        """Devices per host, on the host with the fewest."""
         return min(self.job.devices[: self.ranks.nodes])
 
     @property

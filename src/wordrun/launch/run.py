@@ -24,11 +24,11 @@ CANNOT_START = 126
 
 
 def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
-    """Run ``plan`` to its end and return its exit status.
+    """Run ``plan`` to completion and return its exit status.
 
     Args:
         plan: what to start.
-        last_lines: filled with the last lines that the launcher and the ranks print on stderr.
+        last_lines: receives the last lines that the launcher and the ranks print on stderr.
     """
     idle, margin = plan.options.idle_timeout is not None, plan.options.walltime_margin
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
@@ -87,7 +87,7 @@ def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
 
 
 def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool) -> subprocess.Popen[bytes]:
-    """Start the command; its ``stdout`` and ``stderr`` pass through launch where that is asked for."""
+    """Start the command; ``stdout`` and ``stderr`` say which of its streams pass through launch."""
     own_group = not plan.launcher.keeps_terminal()
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
@@ -98,13 +98,13 @@ def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool)
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """Yield a descriptor from which the numbers of arriving signals are read, in their order."""
+    """Yield a file descriptor from which to read the numbers of arriving signals, in order."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     before: dict[signal.Signals, Any] = {}
     for number in (*PASSED_ON, signal.SIGCHLD):
-        # A signal that is ignored on entry (nohup, a shell's background job) stays ignored.
+        # A signal ignored on entry (nohup, a shell's background job) stays ignored.
         if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -134,12 +134,12 @@ def _watch(job: Supervisor, arrived: int) -> int:
                         job.receive(number)
             else:
                 if key.data == 2:
-                    job.look_for_failure()  # before other ranks' output follows a failed one's
+                    job.look_for_failure()  # before other ranks' output follows the failed rank's
                 _pump(selector, key, job.tail)
                 last_output = time.monotonic()
         job.notice(processes.reap())
         if job.returned is not None:
-            _drain(selector, job.tail)  # the ranks' last output comes before launch's
+            _drain(selector, job.tail)  # so that the ranks' last output precedes launch's
         if job.returned is not None or time.monotonic() >= job.next_look:
             job.look()
         if time.time() > job.warn_at and job.returned is None:
@@ -163,16 +163,16 @@ def _watch(job: Supervisor, arrived: int) -> int:
 
 
 def _drain(selector: selectors.BaseSelector, tail: Tail) -> None:
-    """Pass on all that has been written up to now."""
+    """Forward everything written so far."""
     while keys := [key for key, _ in selector.select(0) if key.data is not None]:
         for key in keys:
             _pump(selector, key, tail)
 
 
 def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey, tail: Tail) -> None:
-    """Pass on the job's output, byte for byte; stop at its end, or when our own output is closed.
+    """Forward the job's output byte for byte; stop at its end, or when our own output is closed.
 
-    Stderr goes to ``tail`` too.
+    Stderr also goes to ``tail``.
     """
     stream: IO[bytes] = key.fileobj  # type: ignore[assignment]
     chunk = os.read(key.fd, 65536)

@@ -1,4 +1,4 @@
-"""What is known of a cluster, as data."""
+"""What launch knows about a cluster, as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Site:
     name: str = ""
     """The file's name without .yaml; empty: the cluster is unknown."""
     description: str = ""
-    """One line for people."""
+    """One line, to show to users."""
     recognise: Mapping[str, Any] = field(default_factory=dict)
     """hosts: a regular expression that matches a node's short name; env: regular expressions to find in variables."""
     scheduler: str = ""
@@ -27,50 +27,50 @@ class Site:
     launcher_paths: tuple[str, ...] = ()
     """Paths of that launcher (wildcards allowed), in order of preference; empty: look in PATH."""
     devices: int | None = None
-    """Accelerators per node; unset: those that the job shows."""
+    """Accelerators per node; unset: as many as the job sees."""
     device: str = ""
-    """Their kind, by its name in plan.device."""
+    """Their kind, as plan.device names it."""
     count_devices: bool = False
-    """Whether jobs may hold part of a node's devices: then the visible ones count, and not ``devices``."""
+    """Whether jobs may hold only some of a node's devices: then the visible ones count instead of ``devices``."""
     ranks_per_node: int | None = None
-    """Unset: one per device, else one."""
+    """Default number of ranks; unset: one per device, else one."""
     cores: int | None = None
-    """Hardware threads per node that ranks may use, where the job does not say."""
+    """Hardware threads per node that ranks may use, if the job does not say."""
     cores_near_device: tuple[str, ...] = ()
-    """For each device the cores next to it, such as 8-15; PALS binds the device's rank to them."""
+    """For each device, the cores next to it, such as 8-15; PALS binds the device's rank to them."""
     pals_binding: str = ""
     """PALS's --cpu-bind for nodes without devices, such as depth."""
     srun_args: tuple[str, ...] = ()
-    """Options of srun for devices and binding; {devices} stands for their number per node."""
+    """srun options for devices and binding; {devices} stands for the number per node."""
     master_addr: str = "{host}"
     """Name under which other nodes reach {host}, a node's short name."""
     env: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Variables for every rank: value and reason. What the user exported wins."""
+    """Variables for every rank: value and reason. The user's exports win."""
     unset: Mapping[str, str] = field(default_factory=dict)
-    """Variables that must not reach the launcher, and the reason."""
+    """Variables that must not reach the launcher, and why."""
     proxies: Mapping[str, str] = field(default_factory=dict)
     """Variables through which compute nodes reach the internet."""
     internet: bool = True
     """Whether compute nodes reach the internet at all; if not, W&B records offline."""
     modules: tuple[str, ...] = ()
-    """Shell lines that bring torch and MPI, for setup_python."""
+    """Shell lines that load torch and MPI, for setup_python."""
     submit: Mapping[str, Any] = field(default_factory=dict)
-    """For job scripts: filesystems, select (empty: complete nodes, with nothing to ask for), account_needed,
+    """For job scripts: filesystems, select (empty: full nodes, without resource requests), account_needed,
     queue_needed, queue_option, directives."""
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name to nodes [least, most], hours (or {most nodes: hours}), rerunnable, and device_per_rank where a job asks for
-    devices one by one."""
+    """By name: nodes [least, most], hours (or {most nodes: hours}), rerunnable, and device_per_rank if jobs request
+    devices individually."""
 
     @property
     def way_out(self) -> str:
-        """How compute nodes reach the internet, for people."""
+        """How compute nodes reach the internet, for messages."""
         if not self.internet:
             return f"not reachable from compute nodes of {self.name}"
         proxies = [name for name in self.proxies if name != "no_proxy"]
         return f"through the site's proxies ({', '.join(proxies)})" if proxies else "reachable directly"
 
     def matches(self, host: str, env: Mapping[str, str]) -> bool:
-        """Say whether ``host`` or a variable of ``env`` identifies this site."""
+        """Return whether ``host`` or a variable of ``env`` identifies this site."""
         hosts = self.recognise.get("hosts")
         if hosts and (re.fullmatch(hosts, host) or re.fullmatch(hosts, short(host))):
             return True
@@ -78,7 +78,7 @@ class Site:
         return any(name in env and re.search(pattern, env[name]) for name, pattern in patterns.items())
 
     def queue(self, name: str | None) -> Mapping[str, Any]:
-        """Return what is known of a queue; empty: nothing."""
+        """Return the limits of a queue; empty: unknown."""
         return self.queues.get(name or "", {})
 
 
@@ -93,6 +93,6 @@ def fill(text: str, **values: object) -> str:
 
 
 def numbers(cores: str) -> set[int]:
-    """Return the cores that a text such as 8-15,40 names."""
+    """Return the cores listed in text such as 8-15,40."""
     ranges = (part.partition("-") for part in cores.split(","))
     return {number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)}

@@ -1,4 +1,4 @@
-"""The YAML files that describe sites, and their checks. A new site needs no Python."""
+"""Read and check the YAML files that describe sites. A new site needs no Python."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site
 
 OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sites")
-# A kind returns what is wrong with a value, or an empty string.
+# Returns what is wrong with a value, or an empty string.
 Kind = Callable[[Any], str]
-# The keys of a dict are free (ANY), names of variables (VARIABLE), or those listed.
+# A dict's keys are arbitrary (ANY), names of variables (VARIABLE), or those listed.
 ANY, VARIABLE = "any name", "a variable"
 
 
 def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, str]:
-    """Return the site (``UNKNOWN`` for a cluster that none describes), and how it was found.
+    """Return the site (``UNKNOWN`` if no file describes this cluster), and how it was found.
 
     Args:
         wanted: --site: a name or a file.
@@ -34,7 +34,7 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
             return load(files.get(wanted, wanted)), f"--site {wanted}"
         known = f"{', '.join(sorted(files))}{nearest(wanted, files)}; put your own into {own_folder(env)}"
         raise ConfigError(f"--site {wanted} is neither a file nor one of {known}")
-    # The user's own files are last in the table, and are searched first.
+    # The user's own files come last in the table but are searched first.
     for name in reversed(files):
         ours = os.path.dirname(files[name]) == OWN
         site = load(files[name], trusted=ours)
@@ -61,10 +61,10 @@ def load(path: str, *, trusted: bool = False) -> Site:
 
     Args:
         path: the file.
-        trusted: skip the checks, which take a while; for wordrun's own files a test makes them.
+        trusted: skip the checks, which take a while; a test runs them on wordrun's own files.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value of it cannot be used; every mistake is named.
+        ConfigError: the file cannot be read, or has invalid keys or values; the message lists them all.
     """
     import yaml
 
@@ -80,7 +80,7 @@ def load(path: str, *, trusted: bool = False) -> Site:
         why = f"{error.problem or error.context}{since}"
         raise ConfigError(f"site file {path}{where}: {why} (text with any of : # [ {{ needs quotes)") from None
     except (ValueError, yaml.YAMLError) as error:
-        # Not UTF-8, characters that YAML does not have, a date that does not exist.
+        # Not UTF-8, characters that YAML forbids, or an invalid date.
         raise ConfigError(f"site file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"site file {path} should hold keys and values")
@@ -140,7 +140,7 @@ def _cores(value: Any) -> str:
 
 
 def _unfilled(text: str, known: Sequence[str], *, slips_only: bool = False) -> str:
-    """Return the braces that are not placeholders; with ``slips_only`` only those that resemble one."""
+    """Return an error for braces that are not placeholders; with ``slips_only``, only if they resemble one."""
     names = [f"{{{word}}}" for word in known]
     for found in re.findall(r"(?<!\$){\w+}" if slips_only else r"{[^{}]*}?|}", text):
         hint = "" if found in names else nearest(found, names)
@@ -210,7 +210,7 @@ SHAPES: dict[str, Any] = {
 
 
 def mistakes(content: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the content of a site file."""
+    """Return the errors in a site file's content."""
     missing = [] if "scheduler" in content else [f"scheduler is missing: it {SHAPES['scheduler'](None)}"]
     return [*missing, *_mismatches("", content, SHAPES)] or _contradictions(content)
 
@@ -241,7 +241,7 @@ def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Return contradictions between values that are valid one by one."""
+    """Return contradictions between values that are individually valid."""
     scheduler, launcher, problems = values["scheduler"], values.get("launcher", ""), []
     for name, each in LAUNCHERS.items():
         for key in each.site_keys:

@@ -23,10 +23,10 @@ from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
 from wordrun.run_id import new_run_id
 
-# Default of --walltime-margin for wordrun, in seconds; of a short walltime, one part in so many.
+# Default --walltime-margin for wordrun: MARGIN_S seconds, but at most 1/MARGIN_PART of the walltime.
 MARGIN_S = 120.0
 MARGIN_PART = 20
-# The system's prefix is no environment: first in PATH after a site's modules, it would hide what they provide.
+# System prefixes are not environments: put first in PATH, they would hide what a site's modules provide.
 SYSTEM = ("/usr", "/usr/local")
 
 
@@ -38,11 +38,11 @@ class SubmitError(UserError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a job script runs: what this machine contributes to it."""
+    """Where a job script runs, and its Python environment."""
 
     cwd: str
     prefix: str
-    """The Python environment that has wordrun."""
+    """The Python environment with wordrun."""
     setup: str
     """The repository's bin/setup.sh; empty: there is none."""
 
@@ -51,11 +51,11 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
     """Return the text of the job script.
 
     Args:
-        options: what is asked for; --submit's own options become directives, the others go to the launch inside.
+        options: --submit's own options become directives; the others go to the launch inside the job.
         site: the cluster.
         scheduler: its scheduler.
         origin: where it runs.
-        run_id: the run that it begins or continues; every job with this script works on the same one.
+        run_id: the run to begin or continue, the same for every job with this script.
 
     Raises:
         ConfigError: names every option that is missing or that the site does not allow.
@@ -65,14 +65,14 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
         raise ConfigError("\n".join(problems))
     options = replace(options, walltime_margin=margin(options))
     lines = [
-        # A login shell: without it many sites have no `module`.
+        # A login shell: many sites define `module` only there.
         "#!/bin/bash --login",
         f"# {' '.join(site.description.split()) if site.name else 'an unknown cluster'}; written by launch --submit",
         *(f"{scheduler.directive} {directive}" for directive in scheduler.directives(options, site)),
         "",
         f"cd {shlex.quote(origin.cwd)} || exit",
     ]
-    # What a module's script returns says little; setup_python checks that it took effect.
+    # Exit statuses of module commands are unreliable; setup_python checks that they took effect.
     activation, home = _environment(origin.prefix, bool(site.modules))
     lines += [*site.modules, *activation]
     if origin.setup:
@@ -87,11 +87,11 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
 
     Args:
         prefix: the environment that launch was called from.
-        modules: whether the site's modules are loaded before.
+        modules: whether the site's modules are loaded first.
     """
     quoted, path = shlex.quote(prefix), f"PATH={shlex.quote(os.path.join(prefix, 'bin'))}:$PATH"
     if os.path.isdir(os.path.join(prefix, "conda-meta")):
-        # A batch shell often has no `conda`, and only `conda` runs the environment's own scripts.
+        # A batch shell often has no `conda`, and only `conda` runs the environment's activation scripts.
         return [f"conda activate {quoted} 2>/dev/null || export {path} CONDA_PREFIX={quoted}"], prefix
     if os.path.isfile(os.path.join(prefix, "bin", "activate")):
         return [f"source {shlex.quote(os.path.join(prefix, 'bin', 'activate'))}"], ""
@@ -104,7 +104,7 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
 def margin(options: Options) -> float | None:
     """Return --walltime-margin, or its default for wordrun's training; None for commands that may not handle SIGUSR1.
 
-    SIGUSR1 ends a program that does not handle it.
+    SIGUSR1 kills a program that does not handle it.
     """
     following = [after for word, after in pairwise([*options.command, ""]) if os.path.basename(word) == "wordrun"]
     trains = bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
@@ -114,7 +114,7 @@ def margin(options: Options) -> float | None:
 
 
 def _ending(options: Options, scheduler: Scheduler) -> list[str]:
-    """Return the lines that run the launch, and continue a run that has saved."""
+    """Return the lines that run the launch and, if it has saved, continue its run."""
     echo = 'echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"'
     continuing = (echo, "status=0") if options.chain > 1 else scheduler.continuing
     return [
@@ -130,7 +130,7 @@ def _ending(options: Options, scheduler: Scheduler) -> list[str]:
 
 
 def inner(options: Options, scheduler: Scheduler) -> list[str]:
-    """Return the launch command that the script runs: with all options except those of the submission."""
+    """Return the launch command that the script runs: with all options except the submission's."""
     words = ["launch"]
     for option in INNER:
         value = getattr(options, option.field)
@@ -148,7 +148,7 @@ def write(path: str, text: str) -> None:
     """Write the job script ``text`` to ``path``, creating its folders.
 
     Raises:
-        ConfigError: that cannot be.
+        ConfigError: the file cannot be written.
     """
     folder = os.path.dirname(path)
     try:
@@ -165,7 +165,7 @@ def write(path: str, text: str) -> None:
 
 
 def commands(scheduler: Scheduler, path: str, jobs: Sequence[str]) -> list[list[str]]:
-    """Return the command of each of ``jobs``, which start one after the other."""
+    """Return the commands that submit ``jobs``, each dependent on the one before it."""
     return [scheduler.submit_command(path, previous) for previous in (None, *jobs[:-1])]
 
 
@@ -173,7 +173,7 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
     """Submit the script ``chain`` times, each job dependent on the one before it; return the jobs' ids.
 
     Raises:
-        SubmitError: the scheduler refuses; the message is its own.
+        SubmitError: the scheduler refuses the job; the message includes its output.
     """
     jobs: list[str] = []
     for _ in range(chain):
@@ -206,7 +206,7 @@ def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
     uneven = f"-n {np} on {nodes} nodes contradicts --ppn {ppn}; omit one of -n, -N and --ppn"
     checks = (
         (options.walltime is None, "--submit needs --walltime H:MM:SS"),
-        # Otherwise the launch inside the job would refuse it, perhaps after a night in the queue.
+        # Otherwise the launch inside the job would refuse it, perhaps after hours in the queue.
         (np and ppn and np != nodes * ppn, uneven),
         (site.submit.get("account_needed") and not options.account, f"--submit on {site.name} needs --account PROJECT"),
         (site.submit.get("queue_needed") and not options.queue, f"--submit on {site.name} needs --queue NAME"),
@@ -218,7 +218,7 @@ def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
 
 
 def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    """Return the site's objections to --gpus and --cores."""
+    """Return errors for --gpus and --cores that the site does not allow."""
     problems = []
     for name, asked, has, what, resource in (
         ("--gpus", options.gpus, site.devices, "GPUs", "gpu"),
@@ -265,7 +265,7 @@ def main(options: Options) -> int:
 
 
 def _choose(options: Options, site: Site) -> Scheduler:
-    """Return the scheduler of --scheduler, else the site's, else the one whose command is in PATH."""
+    """Return the scheduler given by --scheduler, else the site's, else one whose command is in PATH."""
     in_path = (name for name, each in SUBMITTERS.items() if shutil.which(each.submitter))
     name = options.scheduler or site.scheduler or next(in_path, "")
     if name not in SUBMITTERS:

@@ -1,4 +1,4 @@
-"""Supervision of a running launch: the reactions to signals, failed ranks, silence and the time limit."""
+"""Supervise a running launch: react to signals, failed ranks, silence and the time limit."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.tail import Tail, lines_of
 
 IDLE_STATUS = 124
-# A job that was asked to stop may finish its step and write its files. In a scheduler's job, where large models are
-# saved, the scheduler sets the limit.
+# A job asked to stop gets time to finish its step and write its files. In a scheduler's job, which may save large
+# models, the scheduler sets the limit.
 STOP_PATIENCE_S = 30.0
 JOB_PATIENCE_S = 600.0
-# After one rank has failed, the others get this long to exit by themselves, and again after SIGTERM.
+# After one rank has failed, the others get this long to exit, and as long again after SIGTERM.
 FAILURE_PATIENCE_S = 4.0
 # A rank's last lines may arrive this much later than its exit status.
 LAST_LINES_S = 2.0
-# Processes left when the command has ended get time to close a file.
+# Processes that outlive the command get this long to close their files.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
 
 
 def say(message: str) -> None:
-    """Print a message of launch's own, on stderr."""
+    """Print a message from launch on stderr."""
     for line in message.splitlines():
         print(f"launch: {line}", file=sys.stderr, flush=True)
 
@@ -48,7 +48,7 @@ class Supervisor:
     child: subprocess.Popen[bytes]
     status_dir: str
     returned: int | None = None
-    """Exit status of the first process, once it has ended."""
+    """Exit status of ``child``, once it has ended."""
     interrupts: int = 0
     stopped_by: int = 0
     """The first stopping signal that launch received."""
@@ -64,9 +64,9 @@ class Supervisor:
     warn_at: float = float("inf")
     """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
     asking: threading.Thread | None = None
-    """The thread that asks the scheduler for it."""
+    """The thread that asks the scheduler when the walltime ends."""
     tail: Tail = field(default_factory=Tail)
-    """The end of stderr, where it passes through launch."""
+    """The end of stderr, if it passes through launch."""
     complaint: str = ""
     """How the first rank failed, for the user."""
     last_lines: list[str] = field(default_factory=list)
@@ -75,14 +75,14 @@ class Supervisor:
     next_look: float = 0.0
 
     def look(self) -> None:
-        """Check what ranks have reported, and what they have left behind."""
+        """Check for failed ranks and leftover processes."""
         if self.status_dir:
             self.next_look = time.monotonic() + POLL_S
             self.look_for_failure()
             self.end_what_ranks_left()
 
     def notice(self, ended: Mapping[int, int]) -> None:
-        """Keep the exit status of the first process, if it is among those that have ended."""
+        """Record the exit status of ``child`` if it is in ``ended``."""
         if self.child.pid in ended:
             code = os.waitstatus_to_exitcode(ended[self.child.pid])
             self.returned = code if code >= 0 else 128 - code
@@ -97,7 +97,7 @@ class Supervisor:
         for entry in os.scandir(self.status_dir):
             with open(entry.path) as file:
                 text = file.read().strip()
-            if text:  # else it is being written
+            if text:  # otherwise it is still being written
                 code, _, host = text.partition(" ")
                 reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
         if any(status == REQUEUE for _, _, status, _ in reports):
@@ -121,13 +121,13 @@ class Supervisor:
             self.last_lines = lines_of(self.failed[0], self.tail.lines())
 
     def repeat_what_failed(self) -> None:
-        """Print once more how the first rank failed, and its last lines, if other output has followed them."""
+        """Repeat how the first rank failed, and its last lines, if other output has followed them."""
         own = self.last_lines
         if own and own != self.tail.lines()[-len(own) :]:
             say("\n".join([f"{self.complaint}; its last lines:", *(f"  {line}" for line in own)]))
 
     def end_what_ranks_left(self) -> None:
-        """End the daemons of ranks that are gone: mpiexec would wait for them to close the ranks' output."""
+        """End processes left by ranks that have exited: mpiexec would wait for them to close the ranks' output."""
         pid, daemons = self.child.pid, self.plan.launcher.daemons
         if self.asking and self.asking.is_alive():
             return  # its query is a child of ours too
@@ -135,14 +135,14 @@ class Supervisor:
             self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
 
     def deliver(self, number: int) -> None:
-        """Pass a signal on to the command or to every rank, once."""
+        """Forward a signal to the command or to every rank, once."""
         try:
             self.plan.launcher.send(number, self.child.pid, self.plan.job, self.plan.decided.step)
         except (OSError, subprocess.SubprocessError) as error:
             say(f"could not forward {signal.Signals(number).name}: {error}")
 
     def receive(self, number: int) -> None:
-        """Act on a signal that launch received."""
+        """Handle a signal that launch received."""
         if number == signal.SIGINT and self.plan.launcher.keeps_terminal():
             return  # the terminal has sent it to the command too
         if number not in STOPPING:
@@ -160,11 +160,11 @@ class Supervisor:
         self.patience(STOP_PATIENCE_S if self.plan.job.is_local else JOB_PATIENCE_S, self.kill)
 
     def warn_before_end(self, margin: float) -> None:
-        """Find out when the job's walltime ends, in a thread: a scheduler may take its time to answer."""
+        """Find out when the job's walltime ends, in a thread because the scheduler may be slow to answer."""
 
         def ask() -> None:
             end = self.plan.job.ends_at
-            if end is None:  # the query ends with this process, which may end before this thread has begun
+            if end is None:  # the query dies with this process, which may exit before this thread starts
                 dies_with_us = processes.before_exec(own_group=False, death_signal=signal.SIGKILL)
                 end = SCHEDULERS[self.plan.job.scheduler].end_time(self.plan.job.id, dies_with_us)
             if end is not None:
@@ -176,14 +176,13 @@ class Supervisor:
         self.asking.start()
 
     def patience(self, seconds: float, then: Callable[[], None]) -> None:
-        """Wait at most ``seconds`` for the job to end, then call ``then``."""
+        """Give the job ``seconds`` to end before ``then`` is called."""
         self.deadline, self.at_deadline = time.monotonic() + seconds, then
 
     def show_stacks(self) -> None:
         """Print where the ranks are stuck: with py-spy if it is installed and permitted, else with faulthandler.
 
-        faulthandler, which PYTHONFAULTHANDLER has switched on, prints all threads' stacks on SIGABRT and lets the
-        process end.
+        faulthandler, enabled by PYTHONFAULTHANDLER, prints all threads' stacks on SIGABRT; the process then ends.
         """
         launcher = self.plan.launcher
         ranks = processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
@@ -199,7 +198,7 @@ class Supervisor:
         self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def give_up(self) -> None:
-        """End the ranks that outlive a failed one, or that have been silent for too long."""
+        """Terminate ranks that outlive a failed one or have been silent for too long."""
         say("stopping the other ranks" if self.failed or self.saved else "stopping the job")
         self.deliver(signal.SIGTERM)
         self.patience(FAILURE_PATIENCE_S, self.kill)
@@ -227,7 +226,7 @@ class Supervisor:
 
 
 def _spy(pid: int) -> bool:
-    """Print a process's stacks with py-spy; say whether that was possible."""
+    """Print a process's stacks with py-spy; return whether that worked."""
     program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
     command = [program, "dump", "--pid", str(pid)]
     try:

@@ -1,8 +1,8 @@
-"""The end of what a launch wrote on stderr: which of it was one rank's, and whether it shows a fault.
+"""The end of a launch's stderr: which lines a given rank wrote, and whether they show a fault.
 
-A fault is a failure that a relaunch can cure: one of nodes, network or launcher, never of the user's program. Of 63
-relaunches after arbitrary failures in a series of runs at ALCF, 7 helped; the others repeated a mistake. So only what
-the launchers themselves print about such a fault counts.
+A fault is a failure that a relaunch can cure: in nodes, network or launcher, never in the user's program. Of 63
+relaunches after arbitrary failures in a series of runs at ALCF, 7 helped; the others repeated an error. So only faults
+that the launchers themselves report count.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from wordrun.errors import REQUEUE
 from wordrun.launch.launchers import LAUNCHERS
 
-# Enough for the faults of a launcher and the tracebacks of some ranks.
+# Enough for a launcher's error messages and the tracebacks of a few ranks.
 TAIL_BYTES = 65536
 LAST_LINES = 15
-# torch begins each line of a traceback with "[rank3]: ", wordrun the first line of one with "[rank 3] ".
+# torch prefixes each line of a traceback with "[rank3]: ", wordrun only the first with "[rank 3] ".
 PREFIX = re.compile(r"\[rank( ?)(\d+)\]")
-# What launchers print, and the shells of ranks that they end.
+# Lines printed by launchers, and by the shells of ranks that they kill.
 OWN_LINES = "|".join(launcher.own_lines for launcher in LAUNCHERS.values() if launcher.own_lines)
 OTHERS = re.compile(rf"({OWN_LINES})|(Terminated|Killed)$")
 # A line's pattern, its meaning, and the group that names the host to leave out (0: none).
@@ -45,12 +45,12 @@ class Tail:
         del self._bytes[:-TAIL_BYTES]
 
     def lines(self) -> list[str]:
-        """Return the lines that are kept; of one that was written over and over, such as a progress bar, the last."""
+        """Return the kept lines; for a line that was overwritten, such as a progress bar, only its last state."""
         return [line.rpartition("\r")[2] for line in self._bytes.decode(errors="replace").split("\n") if line.strip()]
 
 
 def lines_of(rank: int, lines: Iterable[str]) -> list[str]:
-    """Return the last of ``lines`` that ``rank`` wrote: those with its prefix, or else those without any."""
+    """Return the last ``lines`` that ``rank`` wrote: lines with its prefix, or else without any."""
     own: list[str] = []
     unprefixed: list[str] = []
     block: int | None = None
@@ -78,11 +78,11 @@ class Fault:
 
 
 def classify(lines: Iterable[str], status: int) -> Fault | None:
-    """Return the fault that the last lines of a failed launch show; None: a relaunch would only repeat it.
+    """Return the fault shown by the last lines of a failed launch; None: a relaunch would only fail again.
 
     Args:
         lines: what the launcher and the ranks printed last.
-        status: exit status; 0, 2 for wrong options, and 75 for a run to be continued are never a fault.
+        status: exit status; 0, 2 (invalid options) and 75 (a run to resume) are never faults.
     """
     if status in (0, 2, REQUEUE):
         return None
@@ -99,5 +99,5 @@ def classify(lines: Iterable[str], status: int) -> Fault | None:
 
 
 def port_taken(lines: Iterable[str], port: int) -> bool:
-    """Say whether ``lines`` show that rank 0 could not listen at ``port``, as torch reports it."""
+    """Return whether ``lines`` contain torch's report that rank 0 could not listen on ``port``."""
     return any(TAKEN.search(line) and re.search(rf"\b{port}\b", line) for line in lines)

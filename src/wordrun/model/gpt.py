@@ -84,8 +84,7 @@ class GPT(Transformer):
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices."""
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor import parallel as tp
+        from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
         return {
             **super().tensor_parallel_plan(),

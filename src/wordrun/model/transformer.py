@@ -131,8 +131,7 @@ class Transformer(Model):
         As in Megatron-LM (Shoeybi et al. 2019), attention is split by heads, the MLP by hidden units, embedding and
         output layer by vocabulary, and everything in between by tokens (sequence parallelism, Korthikanti et al. 2022).
         """
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor import parallel as tp
+        from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
         gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
         return {

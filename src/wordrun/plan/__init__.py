@@ -1,1 +1,1 @@
-"""``wordrun plan``: the memory that a model needs per device under every backend, and which backend to choose."""
+"""``wordrun plan``: a model's memory per device under every backend, and which backend to choose."""

@@ -9,35 +9,35 @@ from itertools import product
 from wordrun.plan.candidates import AS_ASKED, Estimate, Planner, Unavailable
 
 MANY_NODES = 64
-"""Above this many nodes 3D is tried: gathering a layer from all of them takes longer than computing it."""
+"""Number of nodes above which 3D is tried: gathering a layer from more nodes takes longer than computing it."""
 SHARDED = ("FSDP within nodes", "FSDP like ZeRO-2", "FSDP, ZeRO-3")
 ZERO_OFFLOAD = ("ZeRO-2, offload", "ZeRO-3, offload")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do."""
+    """The recommended strategy."""
 
     best: Estimate | None
-    """None: nothing fits."""
+    """None if nothing fits."""
     checkpointing: str
     why: list[str] = field(default_factory=list)
     alternative: Estimate | None = None
-    """The same with DeepSpeed."""
+    """The equivalent with DeepSpeed."""
 
 
 def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
-    """Return which of ``rows`` to choose, by the decision tree of ALCF's talk on parallel training.
+    """Choose one of ``rows`` by the decision tree from ALCF's talk on parallel training.
 
-    A model that fits one device: DDP. One that does not: FSDP or ZeRO, then with offload. One whose largest layer does
-    not: tensor parallelism. Many nodes: 3D. Before the next branch, activation checkpointing is tried, which costs at
-    most another forward pass, or a third of the operations.
+    If the model fits on one device: DDP. If not: FSDP or ZeRO, then with offload. If even its largest layer does not
+    fit: tensor parallelism. On many nodes: 3D. Each branch tries activation checkpointing before moving on, which costs
+    at most another forward pass, a third of the operations.
     """
     hardware, kinds = planner.hardware, planner.checkpointing
     candidates = [row for row in rows if isinstance(row, Estimate) and row.strategy.name != AS_ASKED]
 
     def pick(names: Sequence[str], kinds_tried: Sequence[str] = kinds) -> tuple[Estimate, str] | None:
-        """Return the first that fits with its activation checkpointing: the least checkpointing first."""
+        """Return the first that fits and its activation checkpointing, trying the least checkpointing first."""
         for kind, name, row in product(kinds_tried, names, candidates):
             if row.strategy.name == name and row.fits and kinds.index(row.fits) <= kinds.index(kind):
                 return row, kind
@@ -85,7 +85,7 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
 
 
 def _remedies(planner: Planner, candidates: Sequence[Estimate]) -> list[str]:
-    """Return what would have to change, where nothing fits."""
+    """Return changes that would help when nothing fits."""
     hardware, most_saving = planner.hardware, planner.checkpointing[-1]
     least = min(candidates, key=lambda row: row.memory[most_saving].total)
     need = least.memory[most_saving]

@@ -1,4 +1,4 @@
-"""The strategies to compare, what each needs, and whether it fits."""
+"""The strategies to compare, their memory, and whether they fit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from wordrun.plan.shapes import ModelShapes
 from wordrun.plan.strategy import NoEstimateError, Strategy
 
 AS_ASKED = "as asked"
-"""The name of the strategy that the config itself describes."""
+"""Name of the strategy described by the config itself."""
 SHOWN_LAYOUTS = 3
-"""3D layouts in the table."""
+"""Number of 3D layouts in the table."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a strategy needs."""
+    """The estimated memory of a strategy."""
 
     strategy: Strategy
     memory: dict[str, Memory]
-    """By train.activation_checkpointing, from least to most saving, beginning with the configured one."""
+    """Memory by train.activation_checkpointing, from the configured value to the one that saves most."""
     fits: str | None
-    """The first of those with which it fits."""
+    """The first kind of checkpointing with which the strategy fits."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Planner:
         self.sequences = cfg.train.global_batch_size or cfg.model.batch_size * layout.dp * (cfg.optimizer.gas or 1)
 
     def estimate(self, strategy: Strategy) -> Estimate:
-        """Return what ``strategy`` needs.
+        """Return the estimate for ``strategy``.
 
         Raises:
-            NoEstimateError: the plan does not cover its backend or its model.
+            NoEstimateError: if the plan does not cover its backend or model.
         """
         kinds = dict.fromkeys([*self.checkpointing, "none", "full", "selective"])
         needs = {kind: memory(self.model, strategy, kind) for kind in kinds}
@@ -65,10 +65,10 @@ class Planner:
         return Estimate(strategy, needs, fits[0] if fits else None)
 
     def strategy(self, name: str, backend: BackendConfig) -> Strategy:
-        """Return the strategy that trains under ``backend``, with as many sequences per step as configured.
+        """Return the strategy for ``backend``, with the configured number of sequences per step.
 
         Raises:
-            ConfigError: the model, the batch or the devices rule it out.
+            ConfigError: if the model, the batch or the devices rule it out.
         """
         cfg, hardware = self.cfg, self.hardware
         at = checks.layout(backend, hardware.devices, hardware.per_node)
@@ -81,13 +81,13 @@ class Planner:
             overrides.append(f"train.global_batch_size={self.sequences}")
         train = replace(cfg.train, backend=backend.name, global_batch_size=self.sequences)
         mine = replace(cfg, model=model, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
-        # A plan does not require DeepSpeed to be installed; its batch is checked as DDP's.
+        # A plan does not require DeepSpeed to be installed, so check the batch as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
         checks.check(checked if isinstance(backend, DeepSpeedConfig) else mine, hardware.devices, hardware.per_node)
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:
-        """Return the first of ``backends`` that fits with the least checkpointing, else the last possible one."""
+        """Return the first of ``backends`` that fits with the least checkpointing, or else the last valid one."""
         found: list[Estimate] = []
         reason, label = "no layout suits the model and the number of devices", "impossible"
         for backend in backends:
@@ -103,7 +103,7 @@ class Planner:
         return next(iter([*fit, *found[-1:]]), Unavailable(name, reason, label))
 
     def rows(self) -> list[Estimate | Unavailable]:
-        """Return the strategies of every backend; first the configured one, unless it is plain DDP."""
+        """Return the strategies of every backend, starting with the configured one unless it is plain DDP."""
         single: dict[str, BackendConfig] = {AS_ASKED: self.cfg.backend} if self.cfg.backend != DDPConfig() else {}
         single |= {"DDP": DDPConfig(), "FSDP like ZeRO-2": FSDPConfig(reshard_after_forward=False)}
         single |= {"FSDP, ZeRO-3": FSDPConfig()}
@@ -123,7 +123,7 @@ class Planner:
         return (pp for pp in _divisors(self.hardware.devices)[1:] if pp <= self.model.cfg.n_layer)
 
     def _three_d(self) -> list[Estimate | Unavailable]:
-        """Return the 3D layouts that fit, those that split the model least first; if none fits, the last one tried."""
+        """Return the 3D layouts that fit, the least split first; if none fits, the last one tried."""
         devices, fit = self.hardware.devices, []
         tps = _divisors(self.hardware.per_node)[1:]
         sizes = [(pp, tp) for pp in self._pipeline_sizes() for tp in tps if devices % (pp * tp) == 0]

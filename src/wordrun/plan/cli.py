@@ -1,4 +1,4 @@
-"""``wordrun plan [plan.KEY=VALUE] [overrides]``: arithmetic on a config; nothing is started."""
+"""``wordrun plan [plan.KEY=VALUE] [overrides]``: estimates memory from a config without starting anything."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ It accepts the overrides of a training run (wordrun --help) and the options belo
 the first row is that strategy. No data is read and no device is used. See docs/plan.md for the columns.
 """
 PRESETS = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 also uses")}
-"""Vocabularies of model presets that do not set model.vocab_size, by the beginning of their names."""
+"""Vocabulary sizes of model presets that do not set model.vocab_size, by name prefix."""
 TOKENIZERS = {"gpt2": 50257, "byte": 257}
-"""Vocabularies of tokenizers with a fixed one."""
+"""Vocabulary sizes of tokenizers with a fixed vocabulary."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,13 +62,13 @@ def plan(arguments: Sequence[str]) -> show.Report:
     """Return the plan for a command line.
 
     Raises:
-        UserError: an option is unknown or has an impossible value.
+        UserError: if an option is unknown or has an invalid value.
     """
     options, overrides = parse(PlanConfig, arguments, prefix="plan.")
     target = hardware(options)
     cfg = compose(overrides)
     if cfg.train.dtype in ("auto", "bf16"):
-        cfg.train.dtype = "bf16" if target.bf16 else "fp32"  # as a run chooses it
+        cfg.train.dtype = "bf16" if target.bf16 else "fp32"  # same choice as in a run
     size, source = vocabulary(cfg)
     planner = Planner(cfg, shapes_of(cfg.model, size), target)
     rows = planner.rows()
@@ -77,7 +77,7 @@ def plan(arguments: Sequence[str]) -> show.Report:
 
 
 def vocabulary(cfg: Config) -> tuple[int, str]:
-    """Return the size of the vocabulary and where it comes from, without reading the data."""
+    """Return the vocabulary size and its origin, without reading the data."""
     if cfg.model.vocab_size is not None:
         return cfg.model.vocab_size, "model.vocab_size"
     for name, (size, whose) in PRESETS.items():

@@ -1,7 +1,7 @@
-"""Bytes of memory that a rank needs under each backend, as arithmetic on the shapes of a model's parameters.
+"""Memory in bytes that a rank needs under each backend, computed from the shapes of the model's parameters.
 
-Sources: Rajbhandari et al. 2020 (ZeRO: which states a rank holds and sends), Korthikanti et al. 2022 (activations,
-messages of tensor and sequence parallelism), Narayanan et al. 2021 and Qi et al. 2023 (pipelines), and the observed
+Sources: Rajbhandari et al. 2020 (ZeRO: the states a rank holds and sends), Korthikanti et al. 2022 (activations,
+traffic of tensor and sequence parallelism), Narayanan et al. 2021 and Qi et al. 2023 (pipelines), and observed
 allocations of torch's engines.
 
 To plan another backend, register a function for its config: ``memory_of_rank.register(MyConfig)``.
@@ -15,51 +15,48 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.checks import microbatches
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
+from wordrun.config import AdamWConfig, BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig, SGDConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, numel
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
 
 Stages = Sequence[Sequence[int]]
-"""The numbers of the blocks in each pipeline stage of a rank."""
-ADAMW = 8
-"""Bytes of optimizer state per parameter: the means of the gradients and of their squares, in fp32."""
+"""The block indices in each pipeline stage of a rank."""
 DEEPSPEED_BUCKET = 500_000_000
-"""Elements that DeepSpeed gathers or reduces at once, by default."""
+"""Number of elements that DeepSpeed gathers or reduces at once by default."""
 DEEPSPEED_LIVE = 1_000_000_000
-"""Most elements of gathered parameters that ZeRO-3 keeps, by default (stage3_max_live_parameters)."""
+"""Default maximum number of gathered elements that ZeRO-3 keeps (stage3_max_live_parameters)."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank needs, in bytes."""
+    """Memory of one rank, in bytes."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    """Saved by forward passes for their backward passes."""
+    """Saved by forward passes for the backward passes."""
     logits: float
-    """Peak of the last norm and the cross entropy."""
+    """Peak during the last norm and the cross entropy."""
     block: float
-    """What the backward pass of one block adds to the activations, including what it recomputes."""
+    """Added to the activations by the backward pass of one block, including recomputed tensors."""
     buffers: float
-    """In the backward pass: parameters gathered or copied to 16 bits, gradients in transit, data of neighbouring
-    stages."""
+    """In the backward pass: gathered parameters, 16-bit copies, gradients in transit, data of neighbouring stages."""
     at_loss: float
     """The part of the buffers that exists while the loss is computed."""
     sent: float
-    """Bytes that the rank sends per optimizer step."""
+    """Bytes sent per optimizer step."""
     host: float = 0.0
-    """Offloaded to the host's memory."""
+    """Offloaded to host memory."""
     late: bool = False
     """Whether gradients are allocated while activations are freed, rather than before."""
     left: float = 0
-    """With ``late``: the activations that remain when all gradients are allocated."""
+    """With ``late``: the activations left once all gradients are allocated."""
 
     @property
     def total(self) -> float:
-        """Bytes of the device at the peak: at the loss, in the first block's backward pass, or at the end."""
+        """Peak device memory: at the loss, in the first block's backward pass, or at the end."""
         most = self.activations + max(self.logits + self.at_loss, self.block + self.buffers)
         last = self.left + self.block + self.buffers + self.gradients
         rest = max(most, last) if self.late else most + self.gradients
@@ -67,16 +64,16 @@ class Memory:
 
 
 def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int | None = None) -> Memory:
-    """Return what a rank needs under ``strategy``.
+    """Return the memory of a rank under ``strategy``.
 
     Args:
         model: the complete model.
-        strategy: how it is trained.
-        checkpointing: as train.activation_checkpointing.
-        pp_rank: index of the rank in its pipeline; None: the one that needs most.
+        strategy: the training strategy.
+        checkpointing: a value of train.activation_checkpointing.
+        pp_rank: index of the rank in its pipeline; None: the rank that needs most.
 
     Raises:
-        NoEstimateError: the plan does not cover this backend or model.
+        NoEstimateError: if the plan does not cover this backend or model.
     """
     ranks = range(strategy.layout.pp) if pp_rank is None else [pp_rank]
     each = (memory_of_rank(strategy.backend, model, strategy, checkpointing, rank) for rank in ranks)
@@ -87,7 +84,7 @@ def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: 
 def memory_of_rank(
     options: BackendConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int
 ) -> Memory:
-    """Return what one rank needs under the backend that ``options`` configure; other arguments as of ``memory``."""
+    """Return the memory of one rank under the backend in ``options``; for the other arguments see ``memory``."""
     raise NoEstimateError(f"no estimate for train.backend={options.name}")
 
 
@@ -96,32 +93,40 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     shapes = model.stage(model.layers)
     count, ranks = numel(shapes), strategy.layout.dp
     buffers = 0.0
-    if strategy.compute < FP32:  # autocast copies each factor of a matrix product and keeps the copy
+    if strategy.compute < FP32:  # autocast keeps a copy of each matrix product's factors
         factors = [each for each in [*model.block * len(model.layers), *model.last] if each.matmul]
         buffers += strategy.compute * numel(factors)
-    if strategy.gas > 1 or ranks == 1 or not options.gradient_as_bucket_view:  # else gradients are the buckets
+    if strategy.gas > 1 or ranks == 1 or not options.gradient_as_bucket_view:  # else gradients are bucket views
         buffers += FP32 * count
+    size, state = FP32 * count, _optimizer_state(strategy, count, len(shapes))
     return Memory(
-        parameters=FP32 * count,
-        gradients=FP32 * count,
-        optimizer=ADAMW * count + FP32 * len(shapes),  # and a step count for each
-        buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a gradient before it is added
-        at_loss=buffers,
+        parameters=size, gradients=size, optimizer=state, at_loss=buffers,
+        buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a new gradient before accumulation
         sent=_ring(2, ranks) * (2 if options.compress == "bf16" else FP32) * count,
         **activation_memory(model, strategy, checkpointing, model.layers),
-    )
+    )  # fmt: skip
+
+
+def _optimizer_state(strategy: Strategy, count: float, tensors: int = 0) -> float:
+    """Return the bytes of optimizer state, in fp32, of ``count`` parameters in ``tensors`` tensors."""
+    optimizer = strategy.cfg.optimizer
+    if isinstance(optimizer, AdamWConfig):  # two moments, and a step count for each tensor
+        return FP32 * (2 * count + tensors)
+    if isinstance(optimizer, SGDConfig):
+        return FP32 * count if optimizer.momentum else 0
+    raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
 
 
 @memory_of_rank.register(DeepSpeedConfig)
 def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
     """ZeRO (sections 5 and 7.2), with DeepSpeed's 16-bit parameters and gradients; offload as in ZeRO-Offload."""
     count, ranks, size, stage = model.parameters, strategy.layout.dp, strategy.compute, options.stage
-    # From stage 1 on, and in 16 bits at every stage, the optimizer updates an fp32 copy of the parameters.
+    # From stage 1 up, and at any stage in 16 bits, the optimizer updates an fp32 copy of the parameters.
     copy = FP32 if stage or size < FP32 else 0
     states = {
         "parameters": size * count / (ranks if stage == 3 else 1),
         "gradients": size * count / (ranks if stage >= 2 else 1),
-        "optimizer": (copy + ADAMW) * count / (ranks if stage else 1),
+        "optimizer": (copy * count + _optimizer_state(strategy, count)) / (ranks if stage else 1),
     }
     offloaded = ["parameters"] * options.offload_params + ["gradients", "optimizer"] * options.offload_optimizer
     live = max(min(count, DEEPSPEED_LIVE), numel(model.block)) if stage == 3 else 0
@@ -139,15 +144,15 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, chec
 
 @memory_of_rank.register(FSDPConfig)
 def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
-    """Fully sharded: one unit for each block and one for the rest."""
+    """Fully sharded, with one unit per block and one for the rest."""
     at, gas, reshard = strategy.layout, strategy.gas, options.reshard_after_forward
     root, block = numel(model.outside_blocks(model.layers), at.tp), numel(model.block, at.tp)
     blocks = len(model.layers)
-    # The current unit, the prefetched ones, and the buffer that the newest is copied from.
+    # The current unit, the prefetched ones, and the buffer the newest one is copied from.
     gathered = _gathered_size(strategy) * (root + (min(blocks, 2 + options.prefetch) if reshard else blocks) * block)
     at_loss = _gathered_size(strategy) * (root + (1 if reshard else blocks) * block)
     unsharded = at.shard == 1
-    if not reshard and gas > 1 and not unsharded:  # gradients are averaged once per step, and complete until then
+    if not reshard and gas > 1 and not unsharded:  # gradients stay unsharded until averaged once per step
         gradients = _reduce_size(strategy, options) * (root + blocks * block)
         gathered, at_loss = gathered + gradients, at_loss + gradients
     in_transit = 0 if unsharded else strategy.compute * (root + block) + _reduce_size(strategy, options) * block
@@ -165,7 +170,7 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
 
 @memory_of_rank.register(PPConfig)
 def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
-    """One rank of a pipeline; a step is one run of the schedule, with all of its micro-batches."""
+    """One rank of a pipeline; a step runs the schedule once over all micro-batches."""
     at, stages = strategy.layout, stages_of(strategy, options, pp_rank)
     parts = microbatches(strategy.cfg, options, at.pp)
     count = parts * strategy.gas
@@ -175,7 +180,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
     logits = max(stage["logits"] for stage in each)
     if options.schedule == "GPipe":  # all losses exist before the first backward pass
         logits += logits * (FP32 + strategy.compute % FP32) / CROSS_ENTROPY * (count - 1)
-    # torch keeps complete parameters and gradients between micro-batches, and a buffer for every incoming message.
+    # torch keeps unsharded parameters and gradients between micro-batches, and a buffer for every incoming message.
     local = sum(numel(model.stage(layers), at.tp) for layers in stages)
     message = strategy.tokens / parts * model.cfg.n_embd * strategy.compute / at.tp
     incoming = sum((0 not in layers) + (model.cfg.n_layer - 1 not in layers) for layers in stages)
@@ -196,32 +201,32 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
 
 
 def _gathered_size(strategy: Strategy) -> int:
-    """Return the bytes per element of gathered parameters: 0 where all are local and already in the right type."""
+    """Return the bytes per element of gathered parameters; 0 if all are local and already have the right type."""
     return 0 if strategy.layout.shard == 1 and strategy.compute == FP32 else strategy.compute
 
 
 def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages) -> dict[str, Any]:
-    """Return the parameters, gradients and optimizer state of a rank, and their part in the host's memory."""
+    """Return the bytes of a rank's parameters, gradients and optimizer state, and how much is in host memory."""
     shapes = [each for layers in stages for each in model.stage(layers)]
     count = numel(shapes, strategy.layout.tp, strategy.layout.shard)
     size = float(FP32 * count)
-    states = {"parameters": size, "gradients": size, "optimizer": ADAMW * count + FP32 * float(len(shapes))}
+    states = {"parameters": size, "gradients": size, "optimizer": _optimizer_state(strategy, count, len(shapes))}
     return _offload(states, states if options.cpu_offload else (), strategy)
 
 
 def _offload(states: dict[str, float], names: Iterable[str], strategy: Strategy) -> dict[str, Any]:
-    """Return ``states`` with those called ``names`` moved to the host's memory; CPUs have no other."""
+    """Return ``states`` with ``names`` moved to host memory; on CPUs all memory is host memory."""
     moved = {} if strategy.on_cpu else {name: states[name] for name in names}
     return states | dict.fromkeys(moved, 0.0) | {"host": sum(moved.values())}
 
 
 def _ring(passes: int, ranks: int) -> float:
-    """Return the fraction of its data that a rank sends in ``passes`` passes around a ring."""
+    """Return the fraction of its data that each rank sends in ``passes`` passes around a ring."""
     return passes * (ranks - 1) / ranks
 
 
 def _reduce_size(strategy: Strategy, options: FSDPConfig) -> int:
-    """Return the bytes per element in which gradients are averaged."""
+    """Return the bytes per element for averaging gradients."""
     return 2 if options.reduce_dtype == "bf16" and strategy.compute < FP32 else FP32
 
 
@@ -238,8 +243,8 @@ def _sharding_traffic(
 def _tensor_traffic(model: ModelShapes, strategy: Strategy, stages: Stages) -> float:
     """Return the bytes sent for tensor and sequence parallelism.
 
-    A block gathers its tokens twice and scatters its sums twice, and the backward pass does the reverse; embedding and
-    output layer add two passes each.
+    Each block gathers its tokens twice and scatters its sums twice, and the backward pass does the reverse; the
+    embedding and the output layer add two passes each.
     """
     ends = sum((0 in layers) + (model.cfg.n_layer - 1 in layers) for layers in stages)
     passes = 8 * sum(len(layers) for layers in stages) + 2 * ends

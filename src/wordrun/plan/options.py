@@ -1,4 +1,4 @@
-"""The ``plan.*`` options, and the hardware that they describe."""
+"""The ``plan.*`` options and the hardware they describe."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Hardware:
     devices: int
     per_node: int
     memory: float
-    """GiB of a device."""
+    """GiB per device."""
     reserve: float
     host_memory: float | None
-    """GiB of a node."""
+    """GiB per node."""
     bf16: bool
     """Whether the devices have fast bf16."""
 
@@ -54,13 +54,13 @@ class Hardware:
 
     @property
     def usable_host(self) -> float:
-        """Bytes of the node's memory per device."""
+        """Bytes of host memory per device."""
         node = float("inf") if self.host_memory is None else self.host_memory
         return node / min(self.per_node, self.devices) * 2**30
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, the last of which may be partly filled."""
+        """Number of nodes; the last may be partly used."""
         return -(-self.devices // self.per_node)
 
     @property
@@ -70,10 +70,10 @@ class Hardware:
 
 
 def hardware(options: PlanConfig) -> Hardware:
-    """Return the hardware that ``options`` describe.
+    """Return the hardware described by ``options``.
 
     Raises:
-        ConfigError: names every impossible value.
+        ConfigError: if values are invalid; the message names all of them.
     """
     site = _site(options.site) if options.site else None
     kind = options.device or (site.device if site else "") or "a100-40"

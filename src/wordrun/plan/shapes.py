@@ -1,4 +1,4 @@
-"""The shapes of a model's parameters, and the part of them that a rank holds."""
+"""The shapes of a model's parameters and of a rank's shards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ParameterShape:
 
     shape: tuple[int, ...]
     tp_dim: int | None = None
-    """The dimension that tensor parallelism shards; None: every rank of the group holds all of it."""
+    """The dimension that tensor parallelism shards; None: replicated on every rank of the group."""
     matmul: bool = False
-    """Whether it is a factor of a matrix product, so that autocast makes a 16-bit copy of it."""
+    """Whether it is a factor of a matrix product, which autocast copies to 16 bits."""
 
     def numel(self, tp: int = 1, shard: int = 1) -> int:
-        """Return the elements of the first rank's shard, the largest one: torch shards by whole rows."""
+        """Return the number of elements in the first rank's shard, the largest: torch shards by whole rows."""
         shape = list(self.shape)
         if self.tp_dim is not None:
             shape[self.tp_dim] = math.ceil(shape[self.tp_dim] / tp)
@@ -34,26 +34,26 @@ class ParameterShape:
 
 
 def numel(shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1) -> int:
-    """Return the total elements of a rank's shards."""
+    """Return the total number of elements in a rank's shards."""
     return sum(each.numel(tp, shard) for each in shapes)
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """The parameters of a model whose blocks are all alike."""
+    """The parameters of a model with identical blocks."""
 
     cfg: ModelConfig
     vocab_size: int
     first: list[ParameterShape]
-    """Outside the blocks of the first pipeline stage: the embedding."""
+    """Outside the blocks, in the first pipeline stage: the embedding."""
     block: list[ParameterShape]
     last: list[ParameterShape]
-    """Outside the blocks of the last pipeline stage: the norm and the output layer."""
+    """Outside the blocks, in the last pipeline stage: the norm and the output layer."""
     tied: list[ParameterShape]
-    """Those of ``last`` that are shared with ``first`` where both are in the same stage."""
+    """Parameters in ``last`` that are tied to ``first`` if both are in the same stage."""
 
     def outside_blocks(self, layers: Sequence[int]) -> list[ParameterShape]:
-        """Return the parameters outside the blocks of a stage that holds the blocks ``layers``."""
+        """Return the parameters outside the blocks, for a stage that holds the blocks ``layers``."""
         is_first, is_last = 0 in layers, self.cfg.n_layer - 1 in layers
         last = [each for each in self.last if not (is_first and each in self.tied)] if is_last else []
         return [*(self.first if is_first else []), *last]
@@ -64,23 +64,23 @@ class ModelShapes:
 
     @property
     def layers(self) -> range:
-        """The numbers of all blocks."""
+        """The indices of all blocks."""
         return range(self.cfg.n_layer)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the complete model; tied ones count once."""
+        """Number of parameters of the complete model; tied ones count once."""
         return numel(self.stage(self.layers))
 
     @property
     def largest_layer(self) -> tuple[str, int]:
-        """Name and parameters of the layer that a device must hold at once, unless tensor parallelism shards it."""
+        """Name and size of the largest layer, which a device must hold unless tensor parallelism shards it."""
         sizes = {"block": numel(self.block), "embedding": numel(self.first), "output layer": numel(self.last)}
         return max(sizes.items(), key=lambda each: each[1])
 
 
 def shapes_of(cfg: ModelConfig, vocab_size: int) -> ModelShapes:
-    """Return the parameters of the model that ``cfg`` describes; ``vocab_size`` counts where ``cfg`` has none."""
+    """Return the parameters of the model in ``cfg``; ``vocab_size`` applies if ``cfg`` does not set it."""
     from wordrun.model import meta_model
 
     model = meta_model(replace(cfg, n_layer=1), vocab_size)
@@ -92,7 +92,7 @@ def shapes_of(cfg: ModelConfig, vocab_size: int) -> ModelShapes:
 
 
 def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
-    """Return the parameters of a child of ``model``, with the dimension that tensor parallelism shards."""
+    """Return the parameters of a child of ``model`` and their tensor-parallel dimensions."""
     from torch import nn
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

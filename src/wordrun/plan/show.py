@@ -1,4 +1,4 @@
-"""The plan as a table, and as JSON."""
+"""Shows the plan as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ FOOT = (
 
 @dataclass(frozen=True)
 class Report:
-    """What a plan found."""
+    """The result of a plan."""
 
     planner: Planner
     rows: list[Estimate | Unavailable]
     advice: Advice
     command: list[str]
-    """The command line that follows the advice; empty: there is none."""
+    """The command line that follows the advice; empty if there is none."""
     vocabulary_source: str
-    """Where the size of the vocabulary comes from."""
+    """Origin of the vocabulary size."""
 
 
 def as_json(report: Report) -> str:
-    """Return the plan as JSON; sizes in bytes."""
+    """Return the plan as JSON, with sizes in bytes."""
     planner, advice = report.planner, report.advice
     name, layer = planner.model.largest_layer
     content = {
@@ -122,7 +122,7 @@ def _table(screen: Console, report: Report) -> Table:
 
 
 def _bubbles(strategy: Strategy) -> str:
-    """Return the idle fraction of the strategy's schedule, and of one with two stages per rank."""
+    """Return the idle fraction of the strategy's schedule and of one with two stages per rank."""
     options = strategy.backend
     if not isinstance(options, PPConfig):
         return ""

@@ -1,4 +1,4 @@
-"""A strategy: one way to train the model on the devices, and the arithmetic of its pipeline."""
+"""A strategy for training the model on the devices, and its pipeline arithmetic."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ FP32 = 4
 
 
 class NoEstimateError(ConfigError):
-    """The plan has no arithmetic for this model or backend."""
+    """The plan does not cover this model or backend."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to train the model on the devices."""
+    """A way to train the model on the devices."""
 
     name: str
     cfg: Config
-    """With its backend and batch size, and a precision other than auto."""
+    """The config with the strategy's backend and batch size, and auto precision resolved."""
     layout: Layout
     overrides: tuple[str, ...] = ()
-    """What selects it on the command line."""
+    """The command-line overrides that select it."""
     on_cpu: bool = False
 
     @property
     def backend(self) -> BackendConfig:
-        """The options of its backend."""
+        """The backend options."""
         return self.cfg.backend
 
     @property
@@ -40,23 +40,23 @@ class Strategy:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-step on a rank."""
+        """Tokens per micro-step and rank."""
         return self.cfg.model.batch_size * self.cfg.model.block_size
 
     @property
     def compute(self) -> int:
-        """Bytes per element of a matrix product."""
+        """Bytes per element in matrix products."""
         return FP32 if self.cfg.train.dtype == "fp32" else 2
 
     @property
     def stream(self) -> int:
-        """Bytes per element of the residual stream, which autocast leaves in fp32 where nothing is sharded."""
+        """Bytes per element of the residual stream, which autocast leaves in fp32 if nothing is sharded."""
         unsharded = isinstance(self.backend, FSDPConfig) and self.layout.dp == 1
         return FP32 if unsharded or isinstance(self.backend, DDPConfig) else self.compute
 
 
 def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:
-    """Return the blocks of each pipeline stage on the rank with index ``rank`` in its pipeline."""
+    """Return the blocks of each pipeline stage on rank ``rank`` of the pipeline."""
     from wordrun.backend.pipeline import blocks_of, owner_of
 
     pp, n_layer = strategy.layout.pp, strategy.cfg.model.n_layer
@@ -66,14 +66,14 @@ def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:
 
 
 def in_flight(schedule: str, pp: int, rank: int, parts: int, stages_per_rank: int) -> int:
-    """Return the most forward passes of a rank whose backward passes have not finished.
+    """Return the maximum number of forward passes on a rank still waiting for their backward passes.
 
     Args:
-        schedule: by name.
+        schedule: name of the schedule.
         pp: ranks in the pipeline.
-        rank: index of the rank in it.
+        rank: index of the rank in the pipeline.
         parts: micro-batches per step.
-        stages_per_rank: stages on each rank; every micro-batch passes through all of them.
+        stages_per_rank: number of stages on each rank; every micro-batch passes through all of them.
     """
     if schedule == "GPipe":
         return parts
@@ -81,15 +81,15 @@ def in_flight(schedule: str, pp: int, rank: int, parts: int, stages_per_rank: in
         return min(parts, pp - rank)
     if schedule == "Interleaved1F1B":
         return min(parts * stages_per_rank, (stages_per_rank - 1) * pp + 2 * (pp - 1 - rank) + 1)
-    return min(parts * stages_per_rank, stages_per_rank * pp)  # zero-bubble schedules postpone gradients of weights
+    return min(parts * stages_per_rank, stages_per_rank * pp)  # zero-bubble schedules postpone weight gradients
 
 
 def bubble(strategy: Strategy) -> float:
-    """Return the fraction of a step for which a rank of the pipeline is idle.
+    """Return the fraction of a step that a pipeline rank is idle.
 
-    (p - 1) / (v m + p - 1) for p ranks, m micro-batches and v stages per rank (Narayanan et al. 2021, section 2.2). A
-    zero-bubble schedule fills two thirds of it, ZBV all of it, if the forward pass, the gradients of inputs and those
-    of weights take equally long (Qi et al. 2023).
+    (p - 1) / (v m + p - 1) for p ranks, m micro-batches and v stages per rank (Narayanan et al. 2021, section 2.2).
+    Zero-bubble schedules fill two thirds of it and ZBV all of it, if the forward pass, input gradients and weight
+    gradients take equally long (Qi et al. 2023).
     """
     options, pp = strategy.backend, strategy.layout.pp
     if not isinstance(options, PPConfig) or options.schedule == "ZBVZeroBubble":

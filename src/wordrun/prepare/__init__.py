@@ -1,1 +1,1 @@
-"""Writing: from text to shards of tokens, by any number of ranks, and a look at the result."""
+"""Converts text to token shards on any number of ranks, and inspects the result."""

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(
     overrides: Sequence[str], world: dist.World, handle: log.LogHandle, *, inspect: bool = False, verify: bool = False
 ) -> None:
-    """Prepare the data set that ``overrides`` describe, unless it exists; every rank must call this."""
+    """Prepare the data set described by ``overrides`` unless it exists; every rank must call this."""
     with contextlib.ExitStack() as stack:
         begun = _begin(overrides, stack) if world.rank == 0 else None
         cfg, folder, preparation = dist.share(begun, world)
@@ -82,16 +82,16 @@ def prepare(
 
 
 def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Config, Path, run.Preparation | None]:
-    """Return the config, the folder, and the remaining work, if any; the folder is locked until ``stack`` is closed.
+    """Return the config, the folder, and any remaining work; the folder stays locked until ``stack`` is closed.
 
     Raises:
-        UserError: another process is preparing it, or the options are invalid.
+        UserError: if another process is preparing the folder or the options are invalid.
     """
     cfg = compose(overrides)
     if cfg.data.kind == "mix":
         parts = ", ".join(f"data={name}" for name in cfg.data.mix)
         raise ConfigError(f"data=mix: prepare its parts one by one, with {parts}")
-    source = locate(replace(cfg.data, offline="error"))  # the sample must not be prepared under another name
+    source = locate(replace(cfg.data, offline="error"))  # never prepare the sample under another name
     folder = fingerprint.folder_of(source, cfg.tokenizer)
     if manifest.is_complete(folder):
         if cfg.data.prepared:
@@ -114,7 +114,7 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
 
 @contextlib.contextmanager
 def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iterator[run.Show]:
-    """Show the progress of all ranks on rank 0: a bar on a terminal, else a log line now and then."""
+    """Show the progress of all ranks on rank 0: a bar on a terminal, otherwise occasional log lines."""
     columns = (
         TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"),
         TextColumn("{task.fields[counts]}"), TimeRemainingColumn(),
@@ -142,7 +142,7 @@ def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iter
 
 
 def report(folder: Path, found: manifest.Manifest) -> None:
-    """Log the contents of ``folder``, which its manifest describes."""
+    """Log the contents of ``folder`` according to its manifest."""
     LOGGER.info("%s: %s", found.name, found.origin)
     for split in manifest.SPLITS:
         tokens, documents, count = found.tokens(split), found.documents(split), len(getattr(found, split))

@@ -1,4 +1,4 @@
-"""The fingerprint of a text and all settings on which its shards depend; it names the prepared folder."""
+"""The fingerprint of a text and every setting that affects its shards; it names the prepared folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wordrun.data.tokenizers import build
 from wordrun.prepare.sources.base import Source
 
 FORMAT = 2
-"""Version of the prepared data. Another version is in a folder of another name, unless data.prepared names one."""
+"""Version of the prepared data format. Each version gets a different folder name, unless data.prepared sets it."""
 SETTINGS = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction", "shard_mb")
-"""The options of DataConfig on which shards depend."""
+"""The options of DataConfig that affect the shards."""
 
 
 def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
-    """Return the folder of the shards of ``source``: a different one for every text and every setting."""
+    """Return the folder for the shards of ``source``; it differs for every text and setting."""
     data = source.data
     if data.prepared or source.is_tokens:
         return files.absolute(str(data.prepared or data.path))
@@ -31,10 +31,10 @@ def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
 
 
 def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
-    """Return everything on which the shards depend."""
+    """Return all settings that affect the shards."""
     found: dict[str, Any] = {name: getattr(source.data, name) for name in SETTINGS}
     found["tokenizer"] = asdict(tokenizer)
     found["state"] = source.state()
-    if found["tokenizer"].get("path"):  # its content matters, not its name
+    if found["tokenizer"].get("path"):  # the content matters, not the name
         found["tokenizer"]["path"] = hashlib.sha256(build(tokenizer).to_json().encode()).hexdigest()
     return found

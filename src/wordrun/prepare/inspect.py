@@ -1,4 +1,4 @@
-"""Statistics of a prepared data set: counts, the longest documents, the first sequences, and histograms."""
+"""Statistics of a prepared data set: counts, longest documents, first sequences, and histograms."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from wordrun.data.tokenizers.base import Tokenizer
 LONGEST = 5
 SEQUENCES = 4
 SHOWN = 160
-"""Characters of a document or a sequence that are shown."""
+"""Number of characters to show of a document or sequence."""
 COMMON = 20
-"""Most frequent tokens that are shown."""
+"""Number of most frequent tokens to show."""
 COUNTED = 2**26
-"""Tokens that are counted, at most, in evenly spread shards."""
+"""Maximum number of tokens to count, in evenly spaced shards."""
 
 
 def inspect(folder: Path, cfg: Config, screen: Console) -> None:
-    """Show the statistics of the prepared data set in ``folder`` on ``screen``, and draw histograms beside it."""
+    """Show statistics of the prepared data set in ``folder`` on ``screen``, and save histograms with it."""
     manifest = manifests.load(folder)
     tokenizer = manifests.tokenizer(folder, manifest)
     found = documents(folder, manifest)
@@ -53,7 +53,7 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
 
 
 def documents(folder: Path, manifest: manifests.Manifest) -> list[tuple[int, manifests.Entry, int]]:
-    """Return the length, shard and first token of every training document, as far as that shard contains it."""
+    """Return the length, shard and first token of every training document; lengths end with the shard."""
     found = []
     for entry in manifest.train:
         starts = manifests.document_starts(folder, entry).tolist()
@@ -62,7 +62,7 @@ def documents(folder: Path, manifest: manifests.Manifest) -> list[tuple[int, man
 
 
 def frequencies(folder: Path, manifest: manifests.Manifest) -> tuple[NDArray[np.int64], int]:
-    """Return how often each token occurs in a part of the training data, and the number of tokens in that part."""
+    """Return how often each token occurs in a part of the training data, and the size of that part in tokens."""
     step = max(1, -(-manifest.tokens("train") // COUNTED))
     tokens = manifests.split(folder, manifest, "train", examine=False)
     counts, counted = np.zeros(manifest.vocab_size, dtype=np.int64), 0
@@ -108,7 +108,7 @@ def _text(tokenizer: Tokenizer, tokens: NDArray[np.integer]) -> Text:
 
 
 def draw(path: Path, manifest: manifests.Manifest, counts: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
-    """Draw histograms of the lengths of documents and of the frequencies of tokens as a PNG."""
+    """Draw histograms of document lengths and token frequencies as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

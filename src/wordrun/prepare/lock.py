@@ -1,4 +1,4 @@
-"""Lock files with a heartbeat, for file systems on which the kernel's locks do not work between hosts."""
+"""Lock files with a heartbeat, for file systems where kernel locks do not work across hosts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from wordrun.log import LOGGER
 from wordrun.prepare.writer import make_folder
 
 BEAT_S = 2.0
-"""Seconds between two heartbeats."""
+"""Seconds between heartbeats."""
 SILENCE_S = 15.0
-"""Seconds without a heartbeat after which the holder counts as dead. Clocks are not compared: they may differ."""
+"""Seconds without a heartbeat until the holder counts as dead. Clocks may differ, so they are not compared."""
 POLL_S = 0.2
-"""Seconds between two polls of a lock, or of what it protects."""
+"""Seconds between polls of a lock or of the folder it protects."""
 LOG_S = 5.0
-"""Seconds between two log lines of a rank that waits."""
+"""Seconds between log lines of a waiting rank."""
 
 
 def once_per_file_system(
     folder: Path, world: World, is_done: Callable[[], bool], action: Callable[[], None], what: str
 ) -> None:
-    """Return when ``is_done``: one process of each file system that holds ``folder`` runs ``action``; all ranks call.
+    """Run ``action`` in one process per file system and return once ``is_done``; every rank must call this.
 
-    The first rank of each node tries to take the lock beside ``folder``. On a file system that nodes share, all but one
-    find it taken. The others look at files, so that no collective can time out, and log that they wait for ``what``.
+    The first rank of each node tries to take the lock next to ``folder``. On a shared file system only one gets it.
+    The other ranks poll files, so no collective can time out, and log that they are waiting for ``what``.
     """
     path = beside(folder)
     started = logged = time.monotonic()
@@ -50,13 +50,13 @@ def once_per_file_system(
 
 
 def beside(folder: Path) -> Path:
-    """Return the lock of ``folder``."""
+    """Return the path of the lock for ``folder``."""
     return folder.with_name(f".{folder.name}.lock")
 
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Try to hold the lock at ``path`` for a ``with`` block; yield whether it was free."""
+    """Try to hold the lock at ``path`` during a ``with`` block; yield whether it succeeded."""
     if not _take(path):
         yield False
         return
@@ -79,7 +79,7 @@ def holder(path: Path) -> str:
 
 
 def _content(path: Path) -> dict[str, Any] | None:
-    """Return the host and the process of the lock's holder; None: they cannot be read."""
+    """Return the host and process of the lock's holder, or None if they cannot be read."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def _take(path: Path) -> bool:
             lives = _lives_here(path)
             if lives or (lives is None and not _is_silent(path)):
                 return False
-            with contextlib.suppress(OSError):  # of several processes that see this, one succeeds in renaming it
+            with contextlib.suppress(OSError):  # if several processes get here, only one rename succeeds
                 os.rename(path, path.with_name(f"{path.name}.{os.getpid()}"))
                 os.unlink(path.with_name(f"{path.name}.{os.getpid()}"))
     return False
@@ -118,7 +118,7 @@ def _last_beat(path: Path) -> int | None:
 
 
 def _is_silent(path: Path) -> bool:
-    """Watch the lock for a few beats, as its holder is on another host, where its process cannot be examined."""
+    """Return whether no heartbeat arrives for a while; a process on another host cannot be examined directly."""
     beat, end = _last_beat(path), time.monotonic() + SILENCE_S
     while time.monotonic() < end:
         if _last_beat(path) != beat:
@@ -128,7 +128,7 @@ def _is_silent(path: Path) -> bool:
 
 
 def _lives_here(path: Path) -> bool | None:
-    """Say whether the holder is running; None: it is on another host."""
+    """Return whether the holder is running, or None if it is on another host."""
     content = _content(path)
     if content is None or content["host"] != socket.gethostname():
         return None

@@ -1,4 +1,4 @@
-"""From ``cfg.data`` to tokens; each step is in a file of its own."""
+"""Turns ``cfg.data`` into tokens; each step has its own module."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from wordrun.prepare.sources import locate
 from wordrun.prepare.sources.base import Source, WorkItem
 
 IN_MEMORY = 2**26
-"""Largest text in bytes that is not prepared for tokenizer=char: every rank encodes it in a second."""
+"""Maximum size in bytes of a text that tokenizer=char encodes on every rank, in a second, without preparation."""
 AUTO_PREPARE = 2**30
-"""Largest source in bytes that a run prepares by itself; larger ones need the command."""
+"""Maximum size in bytes of a source that a run prepares automatically; larger ones need ``wordrun prepare``."""
 
 
 def obtain(cfg: Config, world: dist.World) -> Corpus:
     """Return the corpus of a run; every rank must call this.
 
     Raises:
-        UserError: it does not exist, is damaged, not prepared and too large, or contradicts the options.
+        UserError: if it is missing, damaged, inconsistent with the options, or unprepared and too large.
     """
     if cfg.data.kind == "mix":
         return _mix(cfg, world)
@@ -39,7 +39,7 @@ def obtain(cfg: Config, world: dist.World) -> Corpus:
 
 
 def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World, *, in_memory: bool = True) -> Corpus:
-    """Return the corpus of one data set, with ``in_memory=False`` always from shards."""
+    """Return the corpus of one data set; ``in_memory=False`` always uses shards."""
 
     def find() -> tuple[Source, WorkItem | None, Path]:
         source = locate(data)
@@ -61,7 +61,7 @@ def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World, *, 
 
 
 def _small_text(source: Source, tokenizer: TokenizerConfig) -> WorkItem | None:
-    """Return the work item of a text that is not worth preparing."""
+    """Return the work item of a text too small to be worth preparing, else None."""
     if tokenizer.name != "char" or source.data.prepared or source.data.stage:
         return None
     text = source.single_text()
@@ -69,7 +69,7 @@ def _small_text(source: Source, tokenizer: TokenizerConfig) -> WorkItem | None:
 
 
 def read_text(source: Source, item: WorkItem) -> Opened:
-    """Read a text and tokenise it by characters; its last data.val_fraction is the validation split."""
+    """Read a text and tokenise it by character; the last data.val_fraction is the validation split."""
     text = "".join(document.text for document in source.documents(item))
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     tokenizer = CharTokenizer(text)
@@ -79,7 +79,7 @@ def read_text(source: Source, item: WorkItem) -> Opened:
 
 
 def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, world: dist.World) -> None:
-    """Return when ``folder`` is complete: one rank of its file system prepares it, and the others wait."""
+    """Prepare ``folder`` in one process per file system, and return once it is complete."""
     name = source.data.name
     if source.is_tokens and not source.data.prepared and not is_complete(folder):
         raise ConfigError(
@@ -104,7 +104,7 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
 
 
 def _stage(folder: Path, under: str, world: dist.World) -> Path:
-    """Return the copy of ``folder`` on this node, which one of its ranks makes."""
+    """Copy ``folder`` to this node with one of its ranks, and return the copy."""
     to = stage.target(folder, under)
     lock.once_per_file_system(
         to, world, lambda: stage.is_complete(folder, to),
@@ -115,7 +115,7 @@ def _stage(folder: Path, under: str, world: dist.World) -> Path:
 
 
 def _progress_log(what: str) -> Callable[[float], None]:
-    """Return a function that logs the share of ``what`` that is done, now and then."""
+    """Return a function that occasionally logs the completed share of ``what``."""
     last = time.monotonic()
 
     def log(share: float) -> None:
@@ -128,7 +128,7 @@ def _progress_log(what: str) -> Callable[[float], None]:
 
 
 def _mix(cfg: Config, world: dist.World) -> Corpus:
-    """Return the corpora of data.mix as one."""
+    """Return the corpora of data.mix as one corpus."""
     parts = dist.share(_parts_of_mix(cfg) if world.rank == 0 else None, world)
     corpora = [_obtain(data, cfg.tokenizer, world, in_memory=False) for data in parts]
     total = sum(cfg.data.mix.values())
@@ -153,10 +153,10 @@ def _mix(cfg: Config, world: dist.World) -> Corpus:
 
 
 def _parts_of_mix(cfg: Config) -> list[DataConfig]:
-    """Return the options of the data sets that data.mix names.
+    """Return the options of the data sets in data.mix.
 
     Raises:
-        ConfigError: one is unknown, or each would get a different tokenizer.
+        ConfigError: if one is unknown, or each would get a different tokenizer.
     """
     parts = []
     for name in cfg.data.mix:

@@ -1,8 +1,8 @@
-"""From a source to a folder of shards, by any number of ranks and processes, always with the same result.
+"""Converts a source to a folder of shards, with the same result for any number of ranks and processes.
 
-Ranks communicate only through files in the folder: nothing here is a collective that could time out, and a run that is
-started again skips what was finished before. Rank 0 lists the remaining work items, which are distributed over the
-ranks. Each rank writes a file when its share is done. Rank 0 writes the manifest last, for which all ranks wait.
+Ranks communicate only through files in the folder, so no collective can time out, and a restarted run skips finished
+work. Rank 0 lists the remaining work items, which are distributed over the ranks. Each rank writes a file when its
+share is done. Rank 0 writes the manifest last, and all ranks wait for it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 
 from wordrun import files
 from wordrun.config import BPETokenizerConfig, TokenizerConfig
-from wordrun.data import manifest as manifests
-from wordrun.data import shards, tokenizers
+from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist import World
@@ -30,29 +29,29 @@ from wordrun.prepare.sources.base import Source, WorkItem
 from wordrun.prepare.sources.files import extent
 
 POLL_S = 0.2
-"""Seconds between two polls of the other ranks' progress."""
+"""Seconds between polls of the other ranks' progress."""
 SAMPLED = 256
-"""Work items on which tokenizer=bpe is trained, at most, evenly spread."""
+"""Maximum number of evenly spaced work items to train tokenizer=bpe on."""
 
 
 @dataclass
 class Progress:
-    """The progress of all ranks together."""
+    """The combined progress of all ranks."""
 
     task: str = "shards"
     items: int = 0
     done: int = 0
     size: int = 0
-    """Bytes of the work items, as far as they are known."""
+    """Total size of the work items in bytes, as far as it is known."""
     read: int = 0
     documents: int = 0
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
-    """On the clock of ``time.monotonic``."""
+    """Start time according to ``time.monotonic``."""
 
     @property
     def share(self) -> float:
-        """The share that is done, 0 to 1."""
+        """The completed share, 0 to 1."""
         if self.size:
             return min(1.0, self.read / self.size)
         return self.done / max(1, self.items)
@@ -63,7 +62,7 @@ Show = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """The remaining work. Rank 0 determines it, and every rank gets the same."""
+    """The remaining work, determined on rank 0 and identical on every rank."""
 
     source: Source
     tokenizer: TokenizerConfig
@@ -71,14 +70,14 @@ class Preparation:
     items: list[WorkItem]
     revision: str | None
     todo: dict[str, list[int]] = field(default_factory=dict)
-    """The work items that each task still has to process."""
+    """The remaining work items of each task."""
 
 
 def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparation:
-    """Make the folder, remove the temporary files of a killed preparation, and return the remaining work; on rank 0.
+    """Create the folder, remove temporary files of a killed preparation, and return the remaining work; on rank 0.
 
     Raises:
-        UserError: the folder cannot be written to, or the source cannot be read.
+        UserError: if the folder cannot be written to or the source cannot be read.
     """
     items = source.items()
     work = writer.make_folder(folder / "work")
@@ -101,7 +100,7 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
 
 
 def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
-    """Delete what was begun with other settings or from another state of the source, as data.prepared allows."""
+    """Delete partial work done with other settings or another version of the source (possible with data.prepared)."""
     path = work / "settings.json"
     if path.exists() and path.read_text() != settings:
         shutil.rmtree(work)
@@ -114,7 +113,7 @@ def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
 
 
 def _is_done(folder: Path, item: WorkItem) -> bool:
-    """Say whether the shards of ``item`` exist, as its record says."""
+    """Return whether the shards listed in the record of ``item`` exist."""
     try:
         entries = chain.from_iterable(_entries(folder, item).values())
         return all(shards.examine(folder / entry.file, entry.tokens) for entry in entries)
@@ -123,12 +122,12 @@ def _is_done(folder: Path, item: WorkItem) -> bool:
 
 
 def execute(preparation: Preparation, world: World, show: Show = lambda progress: None) -> None:
-    """Do this rank's share, and return when the data set is complete; every rank must call this.
+    """Do this rank's share and return when the data set is complete; every rank must call this.
 
     Args:
         preparation: the same on all ranks.
-        world: determines which share is this rank's.
-        show: called on rank 0 now and then with the progress of all.
+        world: determines this rank's share.
+        show: called on rank 0 from time to time with the progress of all ranks.
     """
     folder, cfg = preparation.folder, preparation.tokenizer
     ready, started = folder / manifests.TOKENIZER, time.monotonic()
@@ -154,7 +153,7 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
     last = 0.0
 
     def report(counts: list[int]) -> None:
-        """Publish this rank's progress, and show that of all ranks on rank 0."""
+        """Publish this rank's progress; rank 0 also shows the total."""
         nonlocal last
         if time.monotonic() - last < POLL_S:
             return
@@ -190,11 +189,11 @@ def _tokenizer(preparation: Preparation) -> Tokenizer:
 
 
 def _sample(preparation: Preparation, size: int) -> Iterator[str]:
-    """Yield texts from the beginnings of work items, evenly spread, ``size`` characters in all."""
+    """Yield the beginnings of evenly spaced work items, ``size`` characters in total."""
     chosen = preparation.items[:: -(-len(preparation.items) // SAMPLED)]
     for item in chosen:
         left = size // len(chosen)
-        if item.kind == "text" and item.path:  # would be read completely; no character has more than four bytes
+        if item.kind == "text" and item.path:  # avoid reading it all; a character has at most four bytes
             start, stop = extent(item)
             item = replace(item, start=start, stop=min(stop, start + 4 * left))
         for document in preparation.source.documents(item):
@@ -225,7 +224,7 @@ def _finish(preparation: Preparation) -> None:
 
 
 def _entries(folder: Path, item: WorkItem) -> dict[str, list[manifests.Entry]]:
-    """Return the shards of ``item`` by split, as its record says."""
+    """Return the shards in the record of ``item``, by split."""
     record = json.loads(tokenize.record_of(folder, "shards", item.number).read_text(encoding="utf-8"))
     return {split: [manifests.Entry(**entry) for entry in record[split]] for split in manifests.SPLITS}
 
@@ -239,7 +238,7 @@ def _counts(path: Path) -> list[int]:
 
 
 def _wait(path: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Return once ``path`` exists, at most 5 % late: thousands of ranks may ask the same disk."""
+    """Return once ``path`` exists, at most 5 % late: thousands of ranks may poll the same disk."""
     started = time.monotonic()
     while not path.exists():
         meanwhile()

@@ -1,4 +1,4 @@
-"""Copies of shards on each node's own disk: made once per node, verified, and resumed after an interruption."""
+"""Copies shards to each node's local disk, once per node; copies are verified, and resumed after interruptions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from wordrun.data import manifest as manifests
-from wordrun.data import shards
+from wordrun.data import manifest as manifests, shards
 from wordrun.errors import UserError
 from wordrun.files import absolute
 
 BLOCK = 2**22
-"""Bytes of one read and write."""
+"""Bytes per read and write."""
 
 
 def target(folder: Path, stage: str) -> Path:
-    """Return the path of the copy of ``folder`` under the folder data.stage."""
+    """Return the path for the copy of ``folder`` under data.stage."""
     digest = hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
     return absolute(stage) / f"{folder.name}-{digest}"
 
 
 def is_complete(folder: Path, to: Path) -> bool:
-    """Say whether ``to`` is a complete copy of ``folder``."""
+    """Return whether ``to`` is a complete copy of ``folder``."""
     try:
         return (to / manifests.NAME).read_bytes() == (folder / manifests.NAME).read_bytes()
     except OSError:
@@ -32,18 +31,18 @@ def is_complete(folder: Path, to: Path) -> bool:
 
 
 def copy(folder: Path, to: Path, show: Callable[[float], None] = lambda share: None) -> None:
-    """Copy the prepared data set in ``folder`` to the folder ``to``; one process per node calls this.
+    """Copy the prepared data set from ``folder`` to ``to``; one process per node calls this.
 
-    Every shard is compared with its checksum in the manifest. Shards that were copied before are kept. The manifest is
-    copied last: without it, the copy is incomplete.
+    Every shard is checked against its checksum in the manifest. Shards copied earlier are kept. The manifest is copied
+    last: a copy without it is incomplete.
 
     Args:
-        folder: of the shards, with a manifest.
-        to: on the node's own disk, or in its memory.
-        show: called with the share that is copied, 0 to 1.
+        folder: a folder of shards with a manifest.
+        to: a folder on the node's local disk or in its memory.
+        show: called with the copied share, 0 to 1.
 
     Raises:
-        UserError: there is too little space, the folder cannot be written to, or a shard is damaged.
+        UserError: if there is too little space, the folder cannot be written to, or a shard is damaged.
     """
     manifest = manifests.load(folder)
     entries, width = [*manifest.train, *manifest.val], int(shards.dtype_for(manifest.vocab_size)[-1])
@@ -53,7 +52,7 @@ def copy(folder: Path, to: Path, show: Callable[[float], None] = lambda share: N
         (to / manifests.NAME).unlink(missing_ok=True)
         for old in to.glob(".*"):
             old.unlink()
-        # A file gets its name only when it has been verified.
+        # A file gets its final name only after verification.
         present = {file.name: file.stat().st_size for file in os.scandir(to)}
         missing = [entry for entry in entries if present.get(entry.file) != size[entry.file]]
         left = sum(size[entry.file] for entry in missing)

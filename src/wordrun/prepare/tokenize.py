@@ -1,4 +1,4 @@
-"""Processing one work item: collecting its characters, or writing its tokens as shards."""
+"""Processes one work item: collects its characters, or writes its tokens as shards."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from wordrun.prepare.sources.base import Document, Source, WorkItem
 from wordrun.prepare.writer import SplitWriter
 
 CHUNK = 2**18
-"""Characters that are encoded at once; libraries need more than a hundred bytes for each token of a text."""
+"""Characters to encode at once; libraries need more than a hundred bytes per token."""
 BATCH = 2**20
-"""Characters that are encoded in one call of the library."""
+"""Characters to encode in one call to the library."""
 
 Report = Callable[[int, int, int], None]
-"""Called with the number of documents, tokens and characters of the work item so far."""
+"""Called with the work item's documents, tokens and characters so far."""
 Chunk = tuple[str, bool, str]
-"""A part of a text, whether a document begins with it, and its split."""
+"""A part of a text, whether it begins a document, and its split."""
 
 
 def record_of(folder: Path, task: str, number: int) -> Path:
-    """Return the file that records that ``task`` is done for the work item ``number``, and its result."""
+    """Return the file that records the completion and result of ``task`` for work item ``number``."""
     return folder / "work" / f"{number:06d}.{task}.json"
 
 
 def process(task: str, item: WorkItem, source: Source, folder: Path, report: Report) -> None:
-    """Do ``task`` (characters or shards) for ``item``, and record it when it is complete.
+    """Do ``task`` (characters or shards) for ``item``, and record its completion.
 
     Raises:
-        UserError: the source cannot be read, or the folder cannot be written.
+        UserError: if the source cannot be read or the folder cannot be written to.
     """
     try:
         if task == "characters":
@@ -65,14 +65,14 @@ def _characters(item: WorkItem, source: Source, report: Report) -> str:
 
 @lru_cache(maxsize=1)
 def _tokenizer(content: str) -> Tokenizer:
-    """Return the tokenizer of all work items: loading a large vocabulary takes a third of a second."""
+    """Return the tokenizer, cached for all work items: loading a large vocabulary takes a third of a second."""
     return from_json(content)
 
 
 def write_shards(
     item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report
 ) -> dict[str, list[dict[str, Any]]]:
-    """Write the shards of ``item`` and return their entries in the manifest, by split."""
+    """Write the shards of ``item`` and return their manifest entries by split."""
     splits = {split: SplitWriter(split, item, tokenizer, folder) for split in SPLITS}
     if source.is_tokens:
         _rewrite(item, splits[item.kind], tokenizer, report)
@@ -95,7 +95,7 @@ def _encode(
 
 
 def _rewrite(item: WorkItem, split: SplitWriter, tokenizer: Tokenizer, report: Report) -> None:
-    """Write the tokens of a foreign shard as ours."""
+    """Rewrite the tokens of a foreign shard in our format."""
     source = shards.Tokens([shards.examine(item.path)])
     for start in range(item.start, item.stop, writer.SHARD_TOKENS):
         part = source[start : min(item.stop, start + writer.SHARD_TOKENS)]
@@ -105,9 +105,9 @@ def _rewrite(item: WorkItem, split: SplitWriter, tokenizer: Tokenizer, report: R
 
 
 def _split(item: WorkItem, source: Source) -> Iterator[Chunk]:
-    """Yield chunks of text, distributed over training and validation.
+    """Yield chunks of text, each assigned to training or validation.
 
-    The end of a text is for validation; of many documents every (1 / val_fraction)-th, evenly over the work item.
+    Validation gets the end of each part of a plain text, or every (1 / val_fraction)-th of many documents.
     """
     share = source.data.val_fraction
     for number, document in enumerate(source.documents(item)):
@@ -121,7 +121,7 @@ def _split(item: WorkItem, source: Source) -> Iterator[Chunk]:
 
 
 def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:
-    """Yield ``document.text[start:stop]`` in chunks that end at line breaks, and whether the document begins there."""
+    """Yield ``document.text[start:stop]`` in chunks that end at line breaks, and whether each begins the document."""
     begins = document.begins and start == 0
     while stop - start > CHUNK:
         cut = _end_of_line(document.text, start + CHUNK // 2, start + CHUNK)
@@ -132,7 +132,7 @@ def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, boo
 
 
 def _end_of_line(text: str, first: int, last: int) -> int:
-    """Return where to cut: before a line that does not begin with white space, so that no token spans the cut."""
+    """Return where to cut: before a line that does not start with white space, so that no token spans the cut."""
     cut = last
     while (cut := text.rfind("\n", first, cut)) >= 0:
         if not text[cut + 1].isspace():

@@ -1,6 +1,6 @@
 """The worker processes of one rank.
 
-They are spawned, because forking a process that uses MPI or threads is not safe.
+They are spawned, because forking a process that uses MPI or threads is unsafe.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from wordrun.prepare import tokenize
 from wordrun.prepare.sources.base import Source, WorkItem
 
 REPORT_S = 0.2
-"""Seconds between two reports of progress."""
+"""Seconds between progress reports."""
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-"""One thread per worker: there are as many workers as cores."""
+"""One thread per worker: there is one worker per core."""
 
 COLUMNS = 5
-"""Of the table of progress, which has a row for each work item: begun, done, documents, tokens and bytes."""
+"""Columns of the progress table, which has a row per work item: begun, done, documents, tokens and bytes."""
 
 _progress: Any = None
-"""In a worker: the table of progress, shared with the process that started it."""
+"""In a worker: the progress table, shared with the parent process."""
 
 
 def number(data: DataConfig, world: World, items: int) -> int:
-    """Return the number of worker processes of this rank; 0: a single item is processed without any."""
+    """Return the number of worker processes for this rank; 0 for a single item, which needs none."""
     if items == 1:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,7 +53,7 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
         Work items, documents, tokens and bytes so far.
 
     Raises:
-        UserError: a work item failed, or a worker died.
+        UserError: if a work item failed or a worker died.
     """
     if not items:
         return
@@ -88,14 +88,14 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
 
 
 class _Context(SpawnContext):
-    """Starts processes and keeps track of them: before Python 3.14 the executor has no way to kill them."""
+    """Tracks the processes it starts: before Python 3.14 the executor cannot kill them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.processes: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        """Return a process that is not started yet."""
+        """Return a process that has not started yet."""
         self.processes.append(SpawnProcess(*args, **options))
         return self.processes[-1]
 
@@ -108,7 +108,7 @@ def _names(items: Sequence[WorkItem]) -> str:
 def _as_worker_environment() -> Iterator[None]:
     """Set the environment that workers inherit, and hide ``__main__`` from them.
 
-    Spawned processes import the caller's script, which may lack the guard ``if __name__ == "__main__"``.
+    Spawned processes import the caller's script, which may lack an ``if __name__ == "__main__"`` guard.
     """
     main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in ENVIRONMENT}
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -125,7 +125,7 @@ def _as_worker_environment() -> Iterator[None]:
 
 
 def _begin(shared: Any) -> None:
-    """Initialise a worker: ignore Ctrl-C, which the parent handles, and exit when the parent does."""
+    """Initialise a worker: ignore Ctrl-C, which the parent handles, and exit with the parent."""
     global _progress
     _progress = np.frombuffer(shared, dtype=np.int64).reshape(-1, COLUMNS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,7 +144,7 @@ def _work(index: int, task: str, item: WorkItem, source: Source, folder: Path) -
 
 
 def _process(row: Any, task: str, item: WorkItem, source: Source, folder: Path) -> None:
-    """Process ``item`` and keep its progress in ``row``."""
+    """Process ``item`` and update its progress in ``row``."""
 
     def report(documents: int, tokens: int, characters: int) -> None:
         row[2:] = documents, tokens, min(item.size, characters)

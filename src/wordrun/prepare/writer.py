@@ -1,4 +1,4 @@
-"""Writing shards and manifests, each file completely or not at all."""
+"""Writes shards and manifests, each file atomically."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from wordrun.data import manifest as manifests
-from wordrun.data import shards
+from wordrun.data import manifest as manifests, shards
 from wordrun.data.tokenizers.base import Ids, Tokenizer
 from wordrun.errors import UserError
 from wordrun.prepare.sources.base import WorkItem
 
 SHARD_TOKENS = 2**26
-"""Tokens of a shard, at most, except to complete a document; the header's count would end at 2^31."""
+"""Maximum tokens per shard, except to complete a document; the header's limit is 2^31."""
 GROUP = 16
-"""Arrays of tokens that are converted and written at once."""
+"""Number of token arrays to convert and write at once."""
 
 
 class SplitWriter:
@@ -38,7 +37,7 @@ class SplitWriter:
         self._count = 0
 
     def add(self, tokens: Ids, begins: bool) -> None:
-        """Append tokens, at the beginning of a document after the end-of-text token."""
+        """Append tokens, after an end-of-text token if a document ``begins`` with them."""
         if begins:
             if self._count >= SHARD_TOKENS:
                 self._flush()
@@ -48,14 +47,14 @@ class SplitWriter:
         self._append(tokens)
 
     def add_shard(self, tokens: Ids) -> None:
-        """Write tokens that contain the end-of-text tokens already as a shard."""
+        """Write a shard of tokens that already include the end-of-text tokens."""
         if self._eot is not None:
             self._starts += np.flatnonzero(tokens == self._eot).tolist()
         self._append(tokens)
         self._flush()
 
     def finish(self) -> list[manifests.Entry]:
-        """Write what is left and return the entries of all shards."""
+        """Write the remaining tokens and return the entries of all shards."""
         self._flush()
         return self._entries
 
@@ -71,21 +70,21 @@ class SplitWriter:
 
 
 def write_shard(path: Path, parts: Sequence[Ids], dtype: str, starts: Sequence[int] = ()) -> manifests.Entry:
-    """Write a shard and where its documents begin, and return its entry in the manifest.
+    """Write a shard and the positions of its documents, and return its manifest entry.
 
     Args:
-        path: of the shard.
+        path: path of the shard.
         parts: its tokens.
-        dtype: as ``shards.dtype_for`` says.
-        starts: number of tokens before each document that begins in it.
+        dtype: token type from ``shards.dtype_for``.
+        starts: number of tokens before each document that begins in the shard.
     """
-    # The documents first, so that every shard has them.
+    # Write the documents file first, so that every shard has one.
     _write(path.with_suffix(".docs"), [np.array(starts, dtype="<u4").data])
     count = sum(map(len, parts))
     (kind,) = (key for key, value in shards.FORMATS.items() if value == dtype)
     header = np.zeros(shards.HEADER, dtype="<i4")
     header[:3] = (*kind, count)
-    # In groups: an array of all tokens would be fresh memory, which costs more than the conversion itself.
+    # In groups: allocating one array for all tokens would cost more than the conversion itself.
     groups = (parts[i : i + GROUP] for i in range(0, len(parts), GROUP))
     converted = (np.concatenate(group, dtype=dtype, casting="unsafe").data for group in groups)
     return manifests.Entry(path.name, count, len(starts), _write(path, chain([header.data], converted)))
@@ -102,10 +101,10 @@ def write_text(path: Path, content: str) -> None:
 
 
 def make_folder(folder: Path) -> Path:
-    """Make ``folder``, check that this process can write in it, and return it.
+    """Create ``folder``, check that this process can write to it, and return it.
 
     Raises:
-        UserError: it cannot.
+        UserError: if it cannot.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +119,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> str:
-    """Write a file, which survives even a crash of the machine once it has its name; return its checksum."""
+    """Write a file durably (once it has its name, it survives a machine crash) and return its checksum."""
     digest = shards.checksum()
     new = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
     try:

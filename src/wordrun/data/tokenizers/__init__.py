@@ -1,4 +1,4 @@
-"""Tokenizers by name; each is a class in a file here and a line in ``config.PARTS``."""
+"""Tokenizers by name; each is a class in this package and a line in ``config.PARTS``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from wordrun.errors import ConfigError
 
 
 def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer that ``cfg`` describes; char and bpe are made from ``texts``.
+    """Return the tokenizer that ``cfg`` describes; char and bpe are built from ``texts``.
 
     Raises:
-        ConfigError: its file is missing or invalid.
+        ConfigError: if its file is missing or invalid.
     """
     tokenizer: Tokenizer = part_of("tokenizer", cfg).load().build(cfg, texts)
     return tokenizer
 
 
 def from_json(text: str) -> Tokenizer:
-    """Return the tokenizer that any ``to_json`` wrote.
+    """Return the tokenizer saved by any class's ``to_json``.
 
     Raises:
-        ConfigError: it was not saved by wordrun.
+        ConfigError: if wordrun did not save it.
     """
     kinds = PARTS["tokenizer"]
     try:
@@ -38,5 +38,5 @@ def from_json(text: str) -> Tokenizer:
 
 
 def needs_text(cfg: TokenizerConfig) -> bool:
-    """Say whether the tokenizer is made from the corpus."""
+    """Return whether the tokenizer is built from the corpus."""
     return cfg.name == "char" or (isinstance(cfg, BPETokenizerConfig) and cfg.path is None)

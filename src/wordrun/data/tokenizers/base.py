@@ -1,4 +1,4 @@
-"""What a tokenizer is."""
+"""The tokenizer interface."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.integer]
 END = "<|endoftext|>"
-"""The end-of-text token, under the name that GPT-2 gave it. Within a text, these are 13 ordinary characters."""
+"""GPT-2's name for the end-of-text token. Within a text, these are 13 ordinary characters."""
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Saved as JSON with the data and with every checkpoint, never as a pickle."""
+    """Converts text to token ids and back. Saved as JSON with the data and every checkpoint, never as a pickle."""
 
     kind: str
     """Its name in the config and in its JSON."""
     vocab_size: int
     """Number of distinct tokens."""
     eot: int | None
-    """The end-of-text token, which stands before each document; None: there is none."""
+    """The end-of-text token that precedes each document; None if there is none."""
 
     @classmethod
     @abstractmethod
     def build(cls, cfg: Any, texts: Iterable[str] = ()) -> Tokenizer:
-        """Return the tokenizer that its options ``cfg`` describe, made from ``texts`` if it depends on the corpus.
+        """Return the tokenizer that ``cfg`` describes, built from ``texts`` if it depends on the corpus.
 
         Raises:
-            ConfigError: its file is missing or invalid.
+            ConfigError: if its file is missing or invalid.
         """
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the token ids of each text, without ``eot``, in whatever integer type is convenient."""
+        """Return the token ids of each text, without ``eot``, in any integer type."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of ``text``, without ``eot``; what looks like ``END`` is ordinary text.
+        """Return the token ids of ``text``, without ``eot``; ``END`` in it is ordinary text.
 
         Raises:
-            ConfigError: the vocabulary lacks some of its characters.
+            ConfigError: if the vocabulary lacks some of its characters.
         """
         return self.encode_batch([text])[0].astype(np.int64)
 
     @abstractmethod
     def decode(self, tokens: Ids) -> str:
-        """Return the text of ``tokens``, with ``eot`` as ``END``; ids beyond the vocabulary never fail."""
+        """Return the text of ``tokens``, with ``eot`` as ``END``; ids beyond the vocabulary never raise."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """Return the tokenizer as JSON with its complete vocabulary, from which ``from_json`` restores it."""
+        """Return the tokenizer with its complete vocabulary as JSON, for ``from_json``."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, text: str) -> Tokenizer:
-        """Return the tokenizer that ``to_json`` wrote."""
+        """Return the tokenizer saved by ``to_json``."""

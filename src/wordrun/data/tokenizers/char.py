@@ -12,13 +12,13 @@ from wordrun.data.tokenizers.base import END, Ids, Tokenizer
 from wordrun.errors import ConfigError
 
 ABSENT = b"\xff"
-"""What a character outside the vocabulary becomes in a table of bytes."""
+"""Stands for a character outside the vocabulary in a byte table."""
 CHUNK = 2**18
-"""Characters that are examined at once: few enough to stay in the processor's cache."""
+"""Number of characters to examine at once; small enough for the CPU cache."""
 
 
 class CharTokenizer(Tokenizer):
-    """One token per distinct character, in the order of their code points."""
+    """One token per distinct character, in code point order."""
 
     kind = "char"
     eot = None
@@ -28,10 +28,10 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(self.characters)
         self._codes = np.frombuffer(self.characters.encode("utf-32-le"), dtype=np.uint32)
         highest = int(self._codes[-1]) if len(self._codes) else 0
-        # Maps each code point to its token; those without one, and all beyond the last, to vocab_size.
+        # Maps each code point to its token, or to vocab_size if it has none; the last entry stands for all higher ones.
         self._tokens = np.full(max(highest + 2, 129), self.vocab_size, dtype=np.min_scalar_type(self.vocab_size))
         self._tokens[self._codes] = np.arange(self.vocab_size)
-        # The same for ASCII as a table for bytes.translate, which is fastest, if a byte remains for ABSENT.
+        # The same for ASCII as a table for bytes.translate, which is fastest; needs a spare byte for ABSENT.
         of_ascii = np.where(self._tokens[:128] == self.vocab_size, ABSENT[0], self._tokens[:128])
         self._table = of_ascii.astype(np.uint8).tobytes().ljust(256, ABSENT) if self.vocab_size <= ABSENT[0] else b""
 
@@ -44,7 +44,7 @@ class CharTokenizer(Tokenizer):
         """Return the token ids of each text.
 
         Raises:
-            ConfigError: names the characters that the vocabulary lacks.
+            ConfigError: if the vocabulary lacks some characters; the message names them.
         """
         return [self._encode(text) for text in texts]
 
@@ -78,12 +78,12 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> CharTokenizer:
-        """Return the tokenizer that ``to_json`` wrote."""
+        """Return the tokenizer saved by ``to_json``."""
         return cls(json.loads(text)["characters"])
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8, and an end-of-text token."""
+    """UTF-8 bytes and an end-of-text token."""
 
     kind = "byte"
     vocab_size = 257
@@ -111,17 +111,17 @@ class ByteTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> ByteTokenizer:
-        """Return the tokenizer that ``to_json`` wrote."""
+        """Return the tokenizer saved by ``to_json``."""
         return cls()
 
 
 def distinct(text: str) -> str:
-    """Return the characters that occur in ``text``, in the order of their code points."""
+    """Return the distinct characters of ``text`` in code point order."""
     found: set[str] = set()
     known = b""
     for start in range(0, len(text), CHUNK):
         part = text[start : start + CHUNK]
-        if part.isascii():  # bytes.translate drops those known already ten times as fast as a set
+        if part.isascii():  # bytes.translate drops known characters ten times as fast as a set
             rest = part.encode("ascii").translate(None, known)
             while rest:
                 known += bytes(set(rest[:4096]))

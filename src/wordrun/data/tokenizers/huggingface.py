@@ -1,4 +1,4 @@
-"""Our tokenizers converted to the tokenizer.json of Hugging Face, without its library."""
+"""Converts our tokenizers to Hugging Face's tokenizer.json, without its library."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Json = dict[str, Any]
 
 
 def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
-    """Return the tokenizer.json of a tokenizer, and its end-of-text token.
+    """Return a tokenizer's tokenizer.json and end-of-text token.
 
     Args:
         ours: the JSON that wordrun saved.
 
     Raises:
-        UserError: it cannot be converted.
+        UserError: if it cannot be converted.
     """
     kind = ours["kind"]
-    if "tokenizer" in ours:  # made by that library
+    if "tokenizer" in ours:  # already in the library's format
         return dict(ours["tokenizer"]), ours.get("eot")
     if kind == "char":
         vocabulary = {character: token for token, character in enumerate(ours["characters"])}
-        # An unknown character is an error there as well, as there is no token for it.
+        # There is no token for unknown characters, so they are an error there too.
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         return _tokenizer(model, split, {"type": "Fuse"}), None
@@ -48,7 +48,7 @@ def _tokenizer(model: Json, pre_tokenizer: Json, decoder: Json) -> Json:
 
 
 def _of_bytes(words: Sequence[bytes]) -> Json:
-    """Return byte pair encoding with ``words`` in the order in which GPT-2 merges them, followed by END."""
+    """Return a byte pair encoding with ``words`` in GPT-2's merge order, followed by END."""
     table = letters()
     shown = ["".join(table[byte] for byte in word) for word in words]
     ranks = {word: rank for rank, word in enumerate(words)}
@@ -60,14 +60,14 @@ def _of_bytes(words: Sequence[bytes]) -> Json:
 
 
 def letters() -> list[str]:
-    """Return the visible character as which GPT-2 writes each byte: itself in Latin-1, or one from U+0100 on."""
+    """Return the visible character GPT-2 uses for each byte: its Latin-1 character, or one from U+0100 up."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
 
 
 def _parts(word: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """Return the two words that are merged to ``word``: what remains of it after all earlier merges."""
+    """Return the two words that merge into ``word``: its parts after all earlier merges."""
     parts = [bytes([byte]) for byte in word]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]

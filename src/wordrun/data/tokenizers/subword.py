@@ -1,4 +1,4 @@
-"""Subword tokenizers: GPT-2's by tiktoken, and those of the ``tokenizers`` library, trained here or loaded."""
+"""Subword tokenizers: GPT-2's from tiktoken, and ones from the ``tokenizers`` library, trained here or loaded."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ GPT2_URLS = {
     "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken": "tiktoken",
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe": "merges",
 }
-"""The addresses of the vocabulary, from which tiktoken derives the names in its cache; both hold the same."""
+"""URLs of the vocabulary, both with the same content; tiktoken derives the file names in its cache from them."""
 EOT_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""Names that models give to the end-of-text token."""
-# Before it merges, GPT-2 splits a text into contractions, words, numbers and signs, each with the space before it.
+"""Names of the end-of-text token in various models."""
+# Before merging, GPT-2 splits text into contractions, words, numbers and symbols, each with the preceding space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte pair encoding, by tiktoken."""
+    """GPT-2's byte pair encoding, using tiktoken."""
 
     kind = "gpt2"
     eot: int
@@ -50,10 +50,10 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def build(cls, cfg: GPT2TokenizerConfig, texts: Iterable[str] = ()) -> GPT2Tokenizer:
-        """Return GPT-2's tokenizer with the vocabulary at ``cfg.path``, or in tiktoken's cache.
+        """Return GPT-2's tokenizer with the vocabulary from ``cfg.path`` or tiktoken's cache.
 
         Raises:
-            UserError: there is none; nothing is downloaded.
+            UserError: if neither exists; nothing is downloaded.
         """
         path = _gpt2_file(cfg.path)
         try:
@@ -73,7 +73,7 @@ class GPT2Tokenizer(Tokenizer):
         ]
 
     def decode(self, tokens: Ids) -> str:
-        """Return the text; ids beyond the vocabulary are left out."""
+        """Return the text; ids beyond the vocabulary are dropped."""
         tokens = np.asarray(tokens)
         return self._encoding.decode(tokens[tokens <= self.eot].tolist())
 
@@ -84,7 +84,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> GPT2Tokenizer:
-        """Return the tokenizer that ``to_json`` wrote."""
+        """Return the tokenizer saved by ``to_json``."""
         words = json.loads(text)["ranks"].split()
         return cls({base64.b64decode(word): rank for rank, word in enumerate(words)})
 
@@ -98,7 +98,7 @@ def _gpt2_file(path: str | None) -> Path:
             f"{_recipe()}"
         )
     else:
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")  # in tiktoken's order
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")  # same order as tiktoken
         cache = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
         candidates = [cache / _cached_name(url) for url in GPT2_URLS]
         absent = UserError(
@@ -121,7 +121,7 @@ def _recipe() -> str:
 
 
 def _ranks_of_tiktoken(content: bytes) -> dict[bytes, int]:
-    """Return the vocabulary in lines of base64 and rank."""
+    """Parse a vocabulary file with a base64 word and its rank on each line."""
     pairs = (line.split() for line in content.splitlines() if line)
     ranks = {base64.b64decode(word, validate=True): int(rank) for word, rank in pairs}
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
@@ -130,7 +130,7 @@ def _ranks_of_tiktoken(content: bytes) -> dict[bytes, int]:
 
 
 def _ranks_of_merges(content: bytes) -> dict[bytes, int]:
-    """Return the vocabulary that is built from the 256 bytes by merging the two words of each line."""
+    """Build the vocabulary from the 256 bytes by merging the two words on each line."""
     bytes_of = {letter: byte for byte, letter in enumerate(letters())}
     ranks = {bytes([bytes_of[letter]]): rank for rank, letter in enumerate(sorted(bytes_of))}
     for line in content.decode().split("\n"):
@@ -146,7 +146,7 @@ def _ranks_of_merges(content: bytes) -> dict[bytes, int]:
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer of the ``tokenizers`` library, from the tokenizer.json of a Hugging Face model."""
+    """A tokenizer of the ``tokenizers`` library, loaded from a Hugging Face model's tokenizer.json."""
 
     kind = "hf"
 
@@ -170,20 +170,20 @@ class HFTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of each text."""
         found = [self._by_word(text) for text in texts]
-        # Python converts a list to an array three times as fast as NumPy.
+        # array.array converts a list three times as fast as NumPy.
         others = self._ids([text for text, ids in zip(texts, found, strict=True) if ids is None])
         rest = (np.frombuffer(array("I", ids), dtype=np.uintc) for ids in others)
         return [next(rest) if ids is None else ids for ids in found]
 
     def _by_word(self, text: str) -> Ids | None:
-        """Return the token ids of ``text``; None: the word cache does not apply to it."""
+        """Return the token ids of ``text``, or None if the word cache does not apply to it."""
         if self._cache is None or any(added in text for added in self._added):
             return None
         return self._cache.encode(text)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text, by the library alone."""
-        # Not encode_batch_fast, which was measured to be slower.
+        """Return the token ids of each text, using only the library."""
+        # encode_batch_fast measured slower.
         return [encoding.ids for encoding in self._fast.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Ids) -> str:
@@ -191,18 +191,18 @@ class HFTokenizer(Tokenizer):
         return str(self._fast.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
 
     def to_json(self) -> str:
-        """Return the tokenizer as JSON that contains the library's own."""
+        """Return the tokenizer as JSON that embeds the library's JSON."""
         return json.dumps({"kind": self.kind, "eot": self.eot, "tokenizer": json.loads(self._content)})
 
     @classmethod
     def from_json(cls, text: str) -> Any:
-        """Return the tokenizer that ``to_json`` wrote."""
+        """Return the tokenizer saved by ``to_json``."""
         content = json.loads(text)
         return cls(json.dumps(content["tokenizer"]), content["eot"])
 
 
 class BPETokenizer(HFTokenizer):
-    """Byte pair encoding of bytes, trained on a text; it encodes every text."""
+    """Byte-level byte pair encoding trained on a text; it can encode any text."""
 
     kind = "bpe"
 
@@ -221,14 +221,14 @@ class BPETokenizer(HFTokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )  # fmt: skip
         fast.train_from_iterator(texts, trainer)
-        # If END were matched in texts, a text could pretend to be two.
+        # If END were matched in texts, one text could pass for two.
         content = json.loads(fast.to_str())
         content["added_tokens"] = []
         return cls(json.dumps(content), 0)
 
 
 def _splits_like_gpt2(content: str) -> bool:
-    """Say whether a tokenizer.json splits texts into words as GPT-2 does, and encodes each word by itself."""
+    """Return whether a tokenizer.json splits texts into words like GPT-2 and encodes each word independently."""
     saved = json.loads(content)
     before = {"add_prefix_space": False, "use_regex": True, **(saved.get("pre_tokenizer") or {})}
     return bool(
@@ -239,13 +239,13 @@ def _splits_like_gpt2(content: str) -> bool:
 
 
 def _read(path: str) -> str:
-    """Return the tokenizer.json at ``path``, a file or its folder."""
+    """Return the tokenizer.json at ``path``, which is the file or its folder."""
     given = Path(os.path.expanduser(path))
     file = given / "tokenizer.json" if given.is_dir() else given
     try:
         content = file.read_text(encoding="utf-8")
         saved = json.loads(content)
-        if "tokenizer" in saved:  # as wordrun leaves it beside shards
+        if "tokenizer" in saved:  # wordrun's own file, saved with shards
             content = json.dumps(saved["tokenizer"])
         from tokenizers import Tokenizer
 
@@ -255,14 +255,14 @@ def _read(path: str) -> str:
             f"tokenizer.path={path}: {file} cannot be read: {error.strerror}. It should be the tokenizer.json of a "
             "Hugging Face model; transformers makes one: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
         ) from None
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         reason = first_line(error, 120)
         raise ConfigError(f"tokenizer.path={path}: {file} is not a valid tokenizer.json ({reason})") from None
     return content
 
 
 def _eot(content: str) -> int | None:
-    """Return the end-of-text token of a tokenizer.json, by the names that models give it."""
+    """Return the end-of-text token of a tokenizer.json, found by its usual names."""
     saved = json.loads(content)
     added = {token["content"]: token["id"] for token in saved.get("added_tokens", [])}
     vocabulary = saved.get("model", {}).get("vocab", {})

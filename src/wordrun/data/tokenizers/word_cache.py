@@ -1,7 +1,7 @@
-"""The word cache: byte pair encoding in GPT-2's style, with the library called once for each distinct word.
+"""The word cache: GPT-2-style byte pair encoding that calls the library once per distinct word.
 
-Libraries encode each occurrence of a word. Splitting a text by a regular expression and looking its words up in a
-dictionary is ten times as fast.
+Libraries encode every occurrence of a word. Splitting the text with a regular expression and looking up its words in
+a dictionary is ten times as fast.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCKS = (range(0x250), range(0x370, 0x530), range(0x2000, 0x2070))
-"""Latin, Greek, Cyrillic and punctuation: characters that all versions of Unicode in use classify alike."""
+"""Latin, Greek, Cyrillic and punctuation: characters that all Unicode versions in use classify the same way."""
 DISPUTED = {*range(0x1C, 0x20), 0x85}
-"""White space to some regular expression libraries, and not to others."""
+"""White space in some regular expression libraries but not in others."""
 MAX_WORDS = 2**18
-"""Words in the cache, at most: some 40 MB."""
+"""Maximum number of words in the cache: about 40 MB."""
 
 
 def _class(codes: Iterable[int]) -> str:
@@ -29,9 +29,9 @@ def _class(codes: Iterable[int]) -> str:
 
 @lru_cache(maxsize=2)
 def _patterns(ascii_only: bool) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return the pattern of a character that is not supported here, and the pattern of a word.
+    """Return the pattern of an unsupported character and the pattern of a word.
 
-    A word, to GPT-2, is a contraction, letters, digits or signs, each with the space before it, or white space.
+    To GPT-2 a word is a contraction, letters, digits or symbols, each with the preceding space, or white space.
     """
     codes = [code for block in BLOCKS for code in block if code < 0x80 or not ascii_only]
     known = [code for code in codes if code not in DISPUTED and unicodedata.category(chr(code)) != "Cn"]
@@ -49,7 +49,7 @@ class WordCache:
     """Encodes texts word by word.
 
     Args:
-        encode: returns the token ids of each of several words, as the tokenizer itself does.
+        encode: the tokenizer's own function, which returns the token ids of each of several words.
     """
 
     def __init__(self, encode: Callable[[list[str]], Iterable[Sequence[int]]]) -> None:
@@ -57,7 +57,7 @@ class WordCache:
         self._known: dict[str, bytes] = {}
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
-        """Return the token ids of ``text``; None: it has characters that are not supported here."""
+        """Return the token ids of ``text``, or None if it has unsupported characters."""
         unsupported, pattern = _patterns(text.isascii())
         if unsupported.search(text):
             return None

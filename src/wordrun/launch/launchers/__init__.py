@@ -17,14 +17,14 @@ from wordrun.launch.launchers.torchrun import Torchrun
 from wordrun.launch.site import UNKNOWN, Site
 
 LAUNCHERS: dict[str, type[Launcher]] = {each.name: each for each in (PALS, Hydra, OpenMPI, Srun, Torchrun, Local)}
-"""Name, as in --launcher."""
+"""By name, as in --launcher."""
 
 
 def choose(wanted: str | None, np: int, env: Mapping[str, str], job: Job, site: Site = UNKNOWN) -> Launcher:
-    """Return the launcher that ``--launcher`` names, else the best that this machine or job has for ``np`` ranks.
+    """Return the launcher named by ``--launcher``, else the best one on this machine or in this job for ``np`` ranks.
 
     Raises:
-        ConfigError: it is not there, or cannot do what is asked.
+        ConfigError: it was not found, or does not support what is requested.
     """
     search = Search(wanted, np, env, job, site, LAUNCHERS)
     kind = LAUNCHERS[wanted] if wanted else next((each for each in LAUNCHERS.values() if each.is_default(search)), None)

@@ -1,4 +1,4 @@
-"""What ``launch`` asks of a launcher, and the search for one on this machine."""
+"""The interface of launchers, and the search for one on this machine."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from wordrun.launch.request import Options, Request
 from wordrun.launch.site import Site
 
 RANK_ENV = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_env.sh")
-# Signals that launch passes on to the ranks.
+# Signals that launch forwards to the ranks.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks, as it was found on this machine; its subclasses know one kind each.
+    """A program on this machine that starts ranks; each subclass handles one kind.
 
-    The defaults are for an mpiexec.
+    The defaults suit an mpiexec.
     """
 
     path: str = ""
-    """The program that is run; empty: none."""
+    """The program to run; empty: none."""
     why: str = ""
-    """Why this one."""
+    """Why it was chosen."""
 
     name: ClassVar[str]
     scheduler: ClassVar[str] = ""
@@ -41,9 +41,9 @@ class Launcher:
     anywhere: ClassVar[bool] = False
     """Whether it may be chosen on an unknown machine."""
     in_sites: ClassVar[bool] = True
-    """Whether a site's file may name it."""
+    """Whether a site file may name it."""
     site_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of a site's file that only this launcher reads."""
+    """Site file keys that only this launcher reads."""
     file_names: ClassVar[tuple[str, ...]] = ()
     """Parts of the real file's name (with a slash: of its path) that identify an mpiexec of this kind."""
     version_texts: ClassVar[tuple[str, ...]] = ()
@@ -51,15 +51,15 @@ class Launcher:
     remedy: ClassVar[str] = ""
     """How to install or load one."""
     stale: ClassVar[tuple[str, ...]] = ()
-    """Variables that would mislead a rank of another launcher (NAME_: all that begin with it)."""
+    """Variables that would mislead another launcher's ranks (NAME_: all with this prefix)."""
     daemons: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of processes between the launcher and its ranks, each in a group of its own."""
+    """Name prefixes of processes between the launcher and its ranks, each in a separate process group."""
     host_line: ClassVar[str] = "{host}\n"
-    """A line of its file of hosts; {ranks} stands for the host's ranks."""
+    """A line of its host file; {ranks} stands for the host's number of ranks."""
     own_module: ClassVar[str] = ""
     """The Python module that its processes run, if it is written in Python."""
     own_lines: ClassVar[str] = ""
-    """Regular expression for the beginning of its own lines on stderr."""
+    """Regular expression for the beginning of its lines on stderr."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
@@ -67,13 +67,13 @@ class Launcher:
     death_signal: ClassVar[signal.Signals] = signal.SIGKILL
     """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
     in_between: ClassVar[bool] = True
-    """Whether the ranks' output and exit statuses pass through it, rather than reach launch directly."""
+    """Whether the ranks' output and exit statuses pass through it, rather than reaching launch directly."""
     is_step: ClassVar[bool] = False
-    """Whether its ranks are started by the scheduler's daemons, so that no rank is a process below it."""
+    """Whether the scheduler's daemons start its ranks, so that no rank is its descendant."""
 
     @classmethod
     def is_default(cls, search: Search) -> bool:
-        """Say whether this is the default launcher: in the jobs of its scheduler."""
+        """Return whether this is the default launcher, as in its scheduler's jobs."""
         return search.job.scheduler == cls.scheduler
 
     @classmethod
@@ -81,7 +81,7 @@ class Launcher:
         """Return this machine's launcher of this kind.
 
         Raises:
-            ConfigError: there is none, or it cannot do what is asked.
+            ConfigError: there is none, or it does not support what is requested.
         """
         found, passed_over = search.mpiexec(cls.name)
         if found:
@@ -102,24 +102,24 @@ class Launcher:
         return {"WORDRUN_LAUNCHER_PATH": (self.path, ""), "WORDRUN_STATUS_DIR": (request.decided.status_dir, why)}
 
     def hosts_text(self, request: Request) -> str:
-        """Return what the file of hosts holds, for a launcher whose command line or variables name it."""
+        """Return the contents of the host file, for a launcher whose command line or variables name it."""
         pairs = zip(request.hosts, request.ranks.layout, strict=True)
         return "".join(self.host_line.format(host=host, ranks=ranks) for host, ranks in pairs)
 
     def cores_per_rank(self, request: Request) -> int:
-        """Return the cores that each rank can have, on the host where they are fewest."""
+        """Return the cores per rank, on the host with the fewest."""
         pairs = zip(request.job.cores, request.ranks.layout, strict=False)
         return max(1, min(cores // ranks for cores, ranks in pairs))
 
     def keeps_terminal(self) -> bool:
-        """Say whether the command reads the terminal itself, as pdb and a shell do, and stays in our process group."""
+        """Return whether the command reads the terminal, as pdb and shells do, and stays in our process group."""
         return False
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
-        """Pass a signal on to every rank, once; raises OSError or SubprocessError where that fails.
+        """Forward a signal to every rank, once; raises OSError or SubprocessError on failure.
 
         Args:
-            number: the signal. SIGHUP becomes SIGTERM: Hydra's mpiexec would end at once, and its ranks with it.
+            number: the signal. SIGHUP becomes SIGTERM: Hydra's mpiexec would exit at once, and its ranks with it.
             pid: the launcher's process.
             job: the scheduler's job.
             step: name of the step, for launchers that start one.
@@ -132,12 +132,12 @@ class Launcher:
 
 
 def rank_command(options: Options) -> tuple[str, ...]:
-    """Return what a launcher runs as each rank."""
+    """Return the command that a launcher runs for each rank."""
     return ("/bin/sh", RANK_ENV, *options.command)
 
 
 def mpiexec_command(options: Options) -> tuple[str, ...]:
-    """Return the same for an mpiexec, for which the argument ``:`` separates programs."""
+    """Return the same for an mpiexec, which would take an argument ``:`` as a separator of programs."""
     if ":" in options.command:
         remedy = "quote the command (sh -c '...') or use --launcher torchrun"
         raise ConfigError(f"the argument ':' in the command would begin a second program for mpiexec: {remedy}")
@@ -145,7 +145,7 @@ def mpiexec_command(options: Options) -> tuple[str, ...]:
 
 
 def needs_hosts(request: Request) -> bool:
-    """Say whether an mpiexec must be given the hosts, as in any job."""
+    """Return whether an mpiexec needs a list of hosts, as in any job."""
     return not request.job.is_local or len(request.job.hosts) > 1 or request.options.hostfile is not None
 
 
@@ -166,12 +166,12 @@ class Search:
     job: Job
     site: Site
     launchers: Mapping[str, type[Launcher]]
-    """Every launcher by its name."""
+    """All launchers by name."""
 
     def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
-        """Return the first mpiexec of one of these kinds, and those that were passed over for it, with their kinds.
+        """Return the first mpiexec of one of these kinds, and notes on what was passed over before it.
 
-        A site's own paths come first. In a job PATH comes before this Python environment, whose mpiexec may not know
+        A site's own paths come first. In a job, PATH comes before this Python environment, whose mpiexec may not know
         the scheduler's hosts.
         """
         passed_over: list[str] = []
@@ -200,16 +200,16 @@ def own_bin() -> str:
 
 
 def is_runnable(path: str) -> bool:
-    """Say whether ``path`` is a file that this user may execute."""
+    """Return whether ``path`` is a file that this user may execute."""
     return os.path.isfile(path) and os.access(path, os.X_OK)
 
 
 def find_command(word: str, path: str) -> tuple[str, str]:
-    """Return the file that ``word`` runs, and else a file of that name that is not executable (or two "").
+    """Return the file that ``word`` runs, and a file of that name that may not be executable ("" if there is none).
 
     Args:
         word: first word of the command.
-        path: the PATH in which it will be looked for.
+        path: the PATH to search.
     """
     folders = [""] if "/" in word else path.split(os.pathsep)
     files = [os.path.join(folder, word) for folder in folders]
@@ -219,7 +219,7 @@ def find_command(word: str, path: str) -> tuple[str, str]:
 
 
 def candidates(env: Mapping[str, str], *, own_first: bool) -> Iterator[tuple[str, str]]:
-    """Yield each mpiexec with where it was found: the environment's own first or last, and PATH in order."""
+    """Yield each mpiexec and where it was found: the environment's own first or last, the others in PATH order."""
     seen: set[str] = set()
     own = [(own_bin(), "next to this python")]
     others = [(folder, "in PATH") for folder in env.get("PATH", "").split(os.pathsep) if folder not in ("", own_bin())]
@@ -232,7 +232,7 @@ def candidates(env: Mapping[str, str], *, own_first: bool) -> Iterator[tuple[str
 
 
 def flavour(path: str, env: Mapping[str, str], launchers: Mapping[str, type[Launcher]]) -> tuple[str, str]:
-    """Return the kind of an mpiexec (empty: unknown), and how it was found: by the real file's name, else --version."""
+    """Return the kind of an mpiexec (empty: unknown), and how it was found: by the real file name, else --version."""
     real = os.path.realpath(path)
     for name, launcher in launchers.items():
         if any(part in (real if "/" in part else os.path.basename(real)) for part in launcher.file_names):

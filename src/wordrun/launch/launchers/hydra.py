@@ -9,7 +9,7 @@ from wordrun.launch.request import Request
 
 
 class Hydra(Launcher):
-    """It passes its complete environment on to the ranks (-genvall is its default)."""
+    """mpiexec forwards its full environment to the ranks (-genvall is the default)."""
 
     name = "hydra"
     anywhere = True
@@ -20,13 +20,13 @@ class Hydra(Launcher):
     host_line = "{host}:{ranks}\n"
     daemons = ("hydra_", "pmi_proxy")
     own_lines = r"mpiexec: |\[mpiexec@|\[proxy:"
-    direct = (signal.SIGUSR2,)  # it passes on INT, TERM and USR1
+    direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return mpiexec's command line."""
         options, ranks = request.options, request.ranks
         binding = ("-bind-to", options.cpu_bind) if options.cpu_bind else ()
-        # Inside a scheduler's job it would get hosts from the scheduler and start ranks there.
+        # Inside a scheduler's job, Hydra would otherwise start ranks on the scheduler's hosts.
         where: tuple[str, ...] = ("-rmk", "user", "-launcher", "fork") if request.job.inside else ()
         if needs_hosts(request):
             where = ("-f", request.hosts_file, *(("-ppn", str(ranks.ppn)) if ranks.even else ()))

@@ -21,7 +21,7 @@ class Local(Launcher):
 
     @classmethod
     def is_default(cls, search: Search) -> bool:
-        """For one process on this machine."""
+        """Return whether there is a single process, on this machine."""
         return search.np == 1 and search.job.is_local and len(search.job.hosts) == 1
 
     @classmethod
@@ -44,9 +44,9 @@ class Local(Launcher):
         return {name: (value, "") for name, value in ours.items()}
 
     def keeps_terminal(self) -> bool:
-        """If launch itself has one."""
+        """Return whether launch's own input is a terminal."""
         return sys.stdin is not None and sys.stdin.isatty()
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
-        """Pass every signal on unchanged."""
+        """Forward every signal unchanged."""
         processes.send(pid, number, group=not self.keeps_terminal())

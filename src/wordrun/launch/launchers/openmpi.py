@@ -7,7 +7,7 @@ from wordrun.launch.request import Request
 
 
 class OpenMPI(Launcher):
-    """On other hosts it passes on only the variables that -x names."""
+    """To other hosts, mpirun forwards only the variables named by -x."""
 
     name = "openmpi"
     anywhere = True
@@ -24,7 +24,7 @@ class OpenMPI(Launcher):
         options, ranks = request.options, request.ranks
         where = ("-N", str(ranks.ppn)) if ranks.even else ()
         where = (*where, "--hostfile", request.hosts_file) if needs_hosts(request) else ()
-        # Its own default binds a rank to one core, whatever OMP_NUM_THREADS says.
+        # Open MPI's default binds a rank to one core, whatever OMP_NUM_THREADS says.
         binding = ("--bind-to", options.cpu_bind or "none")
         crowd = ("--map-by", "slot:OVERSUBSCRIBE") if ranks.ppn > min(request.job.cores) and not where else ()
         inherited = ("LD_LIBRARY_PATH", "PATH", *request.exported) if where else ()

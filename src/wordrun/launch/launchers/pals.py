@@ -21,7 +21,7 @@ class PALS(Launcher):
     remedy = "module load cray-pals"
     stale = (
         "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
-        # These are options of a bare PALS mpiexec.
+        # Options of PALS's mpiexec.
         "PALS_NRANKS", "PALS_PPN", "PALS_DEPTH", "PALS_CPU_BIND", "PALS_MEM_BIND", "PALS_HOSTFILE", "PALS_HOSTLIST",
         "PALS_ENVLIST", "PALS_ENVALL", "PALS_TRANSFER", "PALS_LABEL", "PALS_LINE_BUFFER", "PALS_EXCLUSIVE", "PALS_WDIR",
         "PALS_PATH", "PALS_UMASK", "PALS_PMI", "PALS_RLIMITS", "PALS_ABORT_ON_FAILURE", "PALS_PROCINFO_FILE",
@@ -38,14 +38,14 @@ class PALS(Launcher):
 
     @classmethod
     def is_default(cls, search: Search) -> bool:
-        """In PBS jobs of the sites that have it."""
+        """Return whether this is a job at a site that uses PALS."""
         return search.site.launcher == cls.name and search.job.scheduler == search.site.scheduler
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return mpiexec's command line."""
         options, ranks = request.options, request.ranks
         binding = options.cpu_bind or cpu_binding(request.site, ranks.ppn)
-        # Depth is the distance from one rank's first core to the next one's.
+        # Depth is the distance between the first cores of consecutive ranks.
         depth = ("--depth", str(self.cores_per_rank(request))) if binding == "depth" else ()
         bound = (*depth, "--cpu-bind", binding) if binding else ()
         if not ranks.even and any(each != ranks.ppn for each in ranks.layout[:-1]):
@@ -59,7 +59,7 @@ class PALS(Launcher):
         )  # fmt: skip
 
     def cores_per_rank(self, request: Request) -> int:
-        """Return the cores that the binding leaves the rank that has fewest."""
+        """Return the smallest number of cores that the binding gives to a rank."""
         kind, _, parts = cpu_binding(request.site, request.ranks.ppn).partition(":")
         if kind != "list" or request.options.cpu_bind:
             return super().cores_per_rank(request)
@@ -69,7 +69,7 @@ class PALS(Launcher):
 def cpu_binding(site: Site, ppn: int) -> str:
     """Return the --cpu-bind for ``ppn`` ranks on a node of ``site``; rank r drives device r mod devices.
 
-    Ranks that share a device share its cores evenly; a rank has only the cores of its own device.
+    Ranks that share a device split its cores evenly; a rank gets only cores next to its device.
     """
     near = site.cores_near_device
     if not near:

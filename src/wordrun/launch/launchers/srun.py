@@ -16,7 +16,7 @@ LOST = "SLURM lost a node"
 
 
 class Srun(Launcher):
-    """The ranks are a step of the job."""
+    """Starts the ranks as a step of the job."""
 
     name = "srun"
     scheduler = "slurm"
@@ -55,7 +55,7 @@ class Srun(Launcher):
             where = (*where, "--distribution=arbitrary")
         else:
             where = (f"--ntasks-per-node={ranks.ppn}", *where)
-            # srun may take any of the job's nodes; rank 0 has to be where MASTER_ADDR says.
+            # srun may take any of the job's nodes; rank 0 must be on the host in MASTER_ADDR.
             if ranks.nodes < len(job.hosts) or options.hostfile or job.partial:
                 hosts = ",".join(request.hosts)
                 where = (*where, f"--nodelist={hosts if len(hosts) <= LONGEST else request.hosts_file}")
@@ -75,7 +75,7 @@ class Srun(Launcher):
         return ours
 
     def hosts_text(self, request: Request) -> str:
-        """Return a line for each host, or for each rank where hosts have different numbers of them."""
+        """Return a line per host, or per rank if hosts have different numbers of ranks."""
         if request.ranks.even:
             return super().hosts_text(request)
         pairs = zip(request.hosts, request.ranks.layout, strict=True)

@@ -12,7 +12,7 @@ from wordrun.launch.request import Request
 
 
 class Torchrun(Launcher):
-    """Ranks on this host, where there is no mpiexec."""
+    """Starts ranks on this host if there is no mpiexec."""
 
     name = "torchrun"
     in_sites = False
@@ -22,7 +22,7 @@ class Torchrun(Launcher):
     )  # fmt: skip
     own_module = "torch.distributed.run"
     own_lines = r"[WE]\d{4} "
-    # They would kill it and leave the ranks running.
+    # These would kill torchrun and leave the ranks running.
     direct = (signal.SIGUSR1, signal.SIGUSR2)
     death_signal = signal.SIGTERM
 
@@ -36,7 +36,7 @@ class Torchrun(Launcher):
         raise ConfigError(f"no launcher for {search.np} ranks: {why} ({remedy})")
 
     def argv(self, request: Request) -> tuple[str, ...]:
-        """Return torchrun's command line; without elastic restarts."""
+        """Return torchrun's command line, without elastic restarts."""
         refuse_binding(request.options, "torchrun")
         if request.ranks.nodes > 1:
             remedy = "leave it out for the scheduler's own launcher, or -N 1"
@@ -50,5 +50,5 @@ class Torchrun(Launcher):
 
 
 def has_torch() -> bool:
-    """Say whether torch is installed, without importing it."""
+    """Return whether torch is installed, without importing it."""
     return find_spec("torch") is not None

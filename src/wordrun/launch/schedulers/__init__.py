@@ -14,15 +14,15 @@ from wordrun.launch.schedulers.slurm import Slurm
 from wordrun.launch.site import UNKNOWN, Site
 
 SCHEDULERS: dict[str, Scheduler] = {each.name: each for each in (PBS(), Slurm(), NoScheduler())}
-"""Name, as in --scheduler; their variables are looked for in this order."""
+"""By name, as in --scheduler; jobs are detected in this order."""
 SUBMITTERS = {name: each for name, each in SCHEDULERS.items() if each.submitter}
-"""Those that take job scripts."""
+"""Schedulers that accept job scripts."""
 
 
 def find_job(
     wanted: str | None, env: Mapping[str, str], host: LocalHost, site: Site = UNKNOWN, hostfile: str | None = None
 ) -> Job:
-    """Return the job that ``env`` is part of, or this machine where there is none.
+    """Return the job that ``env`` is part of, or this machine if there is none.
 
     Args:
         wanted: --scheduler; None: the one whose variable is set.
@@ -32,7 +32,7 @@ def find_job(
         hostfile: --hostfile, which replaces the job's hosts.
 
     Raises:
-        ConfigError: a variable or file of the job is missing or cannot be understood.
+        ConfigError: a variable or file of the job is missing or cannot be parsed.
     """
     found = [name for name, each in SCHEDULERS.items() if each.variable and env.get(each.variable)]
     scheduler = SCHEDULERS[wanted or next(iter(found), "none")]

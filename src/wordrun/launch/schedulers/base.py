@@ -1,4 +1,4 @@
-"""What ``launch`` asks of a scheduler."""
+"""The interface of schedulers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.request import Options
 from wordrun.launch.site import Site
 
-# The remedy where a job's variables name no hosts.
+# The remedy if a job's variables name no hosts.
 NO_HOSTS = (
     "launch in the job's own shell, or name the hosts by --hostfile FILE "
     "(--scheduler none starts ranks on this machine alone)"
@@ -18,38 +18,38 @@ NO_HOSTS = (
 
 
 class Scheduler:
-    """One scheduler. The defaults are for one that only runs jobs."""
+    """A scheduler. The defaults suit one that only runs jobs."""
 
     name: ClassVar[str]
     variable: ClassVar[str] = ""
-    """Variable that is set in its jobs."""
+    """Variable set in its jobs."""
     numbers_hosts: ClassVar[bool] = False
-    """Whether its launcher numbers the hosts, and with them the ranks, in the job's order."""
+    """Whether its launcher numbers the hosts, and thus the ranks, in the job's order."""
     checks_names: ClassVar[bool] = True
-    """Whether hosts should be looked up before ranks start; not where the scheduler distributes addresses itself."""
+    """Whether to resolve host names before ranks start; unnecessary if the scheduler distributes addresses."""
     end_query: ClassVar[tuple[str, ...]] = ()
-    """Command that prints when a job ends; its id is appended."""
+    """Command that prints when a job ends; the job's id is appended."""
     submitter: ClassVar[str] = ""
     """Command that submits a job script; empty: there is none."""
     canceller: ClassVar[str] = ""
     """Command that cancels jobs."""
     directive: ClassVar[str] = ""
-    """Beginning of a job script's lines for the scheduler."""
+    """Prefix of the scheduler's lines in a job script."""
     fills_directives: ClassVar[bool] = False
     """Whether {devices} in a site's directives is replaced."""
     continuing: ClassVar[tuple[str, ...]] = ('echo "saved: submit this script again to continue"',)
-    """Shell lines with which a job script of a single job continues a run that has saved."""
+    """Shell lines that continue a run that has saved, in the script of a single job."""
 
     def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
         """Return the job that ``env`` is part of.
 
         Raises:
-            ConfigError: a variable or file of the job is missing or cannot be understood.
+            ConfigError: a variable or file of the job is missing or cannot be parsed.
         """
         raise NotImplementedError
 
     def sets_threads(self, env: Mapping[str, str]) -> bool:
-        """Say whether OMP_NUM_THREADS in ``env`` was set by the scheduler rather than by the user."""
+        """Return whether OMP_NUM_THREADS in ``env`` was set by the scheduler rather than by the user."""
         return False
 
     def end_time(
@@ -59,8 +59,8 @@ class Scheduler:
 
         Args:
             job_id: the scheduler's id.
-            before_exec: runs in the new process before it becomes ``end_query``.
-            within_s: seconds that the query may take.
+            before_exec: called in the child process before exec.
+            within_s: time limit of the query, in seconds.
         """
         if not self.end_query:
             return None
@@ -74,7 +74,7 @@ class Scheduler:
             return None
 
     def read_end(self, text: str) -> float:
-        """Return the end of a job, in seconds since 1970, that ``end_query`` has printed."""
+        """Return the end of a job, in seconds since 1970, from the output of ``end_query``."""
         raise NotImplementedError
 
     def directives(self, options: Options, site: Site) -> list[str]:
@@ -82,24 +82,24 @@ class Scheduler:
         raise NotImplementedError
 
     def submit_command(self, path: str, previous: str | None) -> list[str]:
-        """Return the command that submits the script ``path``, to start when the job ``previous`` has ended."""
+        """Return the command that submits the script ``path``, to start after the job ``previous`` has ended."""
         raise NotImplementedError
 
     def sends_warning(self, options: Options) -> bool:
-        """Say whether the scheduler itself sends ranks the SIGUSR1 of --walltime-margin."""
+        """Return whether the scheduler itself sends ranks the SIGUSR1 of --walltime-margin."""
         return False
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """Return what in a site's file already fixes a ``resource`` (gpu or cpus) of its jobs; empty: nothing."""
+        """Return what in a site file already fixes its jobs' ``resource`` (gpu or cpus); empty: nothing."""
         return ""
 
     def signal_step(self, job: Job, step: str, number: int) -> None:
-        """Send a signal to the ranks of a step; raises OSError or SubprocessError where that fails."""
+        """Send a signal to the ranks of a step; raises OSError or SubprocessError on failure."""
         raise NotImplementedError
 
 
 def node_count(options: Options, site: Site) -> int:
-    """Return the nodes of a job: -N, or the fewest that hold -n ranks, one per device where these are known."""
+    """Return the number of nodes: -N, or the fewest for -n ranks, at one per device if the devices are known."""
     if options.nodes:
         return options.nodes
     ppn = options.ppn or options.gpus
@@ -109,18 +109,18 @@ def node_count(options: Options, site: Site) -> int:
 
 
 def ranks_of_node(options: Options, site: Site) -> int:
-    """Return the ranks per node that are asked for, at least 1."""
+    """Return the requested number of ranks per node, at least 1."""
     return options.ppn or -(-(options.np or 1) // node_count(options, site))
 
 
 def devices_of(host: LocalHost, site: Site) -> tuple[int, str]:
-    """Return the devices of a node where the job does not say, and how they were found."""
+    """Return a node's devices if the job does not say, and how they were found."""
     if site.devices is not None and not (site.count_devices and host.devices):
         return site.devices, f"site {site.name}"
     return host.devices, host.devices_why
 
 
 def default_slots(site: Site, devices: int, listed: Sequence[int]) -> tuple[int, ...]:
-    """Return the default ranks of each host: the site's, else one per device, else those that the job lists."""
+    """Return the default ranks on each host: the site's, else one per device, else the job's ``listed`` numbers."""
     each = site.ranks_per_node or devices
     return (each,) * len(listed) if each else tuple(listed)

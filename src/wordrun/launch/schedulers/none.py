@@ -10,7 +10,7 @@ from wordrun.launch.site import Site
 
 
 class NoScheduler(Scheduler):
-    """A laptop, a workstation, or one node of a job on its own."""
+    """A laptop, a workstation, or a single node of a job."""
 
     name = "none"
 

@@ -18,7 +18,7 @@ RANK_VARIABLES = ("PALS_RANKID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 class PBS(Scheduler):
-    """The hosts are in a file; ranks are started by an MPI's or the site's mpiexec."""
+    """The hosts are in a file; the mpiexec of an MPI library or of the site starts the ranks."""
 
     name = "pbs"
     variable = "PBS_JOBID"
@@ -26,7 +26,7 @@ class PBS(Scheduler):
     submitter, canceller, directive = "qsub", "qdel", "#PBS"
 
     def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
-        """Return the job of ``env``, by PBS_NODEFILE."""
+        """Return the job that ``env`` describes; its hosts are in PBS_NODEFILE."""
         path = env.get("PBS_NODEFILE", "")
         if not path:
             raise ConfigError(f"PBS job {env['PBS_JOBID']}, but PBS_NODEFILE is not set: {NO_HOSTS}")
@@ -59,7 +59,7 @@ class PBS(Scheduler):
         )  # fmt: skip
 
     def sets_threads(self, env: Mapping[str, str]) -> bool:
-        """PBS sets it to all hardware threads of the node."""
+        """Return whether it equals NCPUS: PBS sets it to all hardware threads of the node."""
         return env.get("OMP_NUM_THREADS") == env.get("NCPUS")
 
     def read_end(self, text: str) -> float:
@@ -87,13 +87,13 @@ class PBS(Scheduler):
         return ["qsub", *(["-W", f"depend=afterany:{previous}"] if previous else []), path]
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """A site's ``select`` says all that a job has of a node, except for queues that count devices."""
+        """A site's ``select`` fixes what jobs get of a node, except GPUs in queues that count devices."""
         by_device = resource == "gpu" and queue.get("device_per_rank")
         return "what jobs have of a node (submit.select)" if "select" in site.submit and not by_device else ""
 
 
 def _select(options: Options, site: Site) -> str:
-    """Return PBS's chunks: from the site's file, else from what is known of a node."""
+    """Return PBS's chunks: from the site file, else from the node's known resources."""
     by_device = site.queue(options.queue).get("device_per_rank")
     own = site.submit.get("select", "")
     each = (options.gpus or ranks_of_node(options, site)) if by_device else 1
@@ -107,7 +107,7 @@ def _select(options: Options, site: Site) -> str:
 
 
 def _walltime(walltime: str) -> str:
-    """Return ``[D-]H:MM:SS`` without days, which PBS does not know."""
+    """Convert ``[D-]H:MM:SS`` to H:MM:SS: PBS does not support days."""
     days, _, rest = walltime.rpartition("-")
     hours, _, minutes = rest.partition(":")
     return f"{24 * int(days) + int(hours)}:{minutes}" if days else walltime

@@ -17,7 +17,7 @@ from wordrun.slurm import expand_counts, expand_hosts, is_task
 
 
 class Slurm(Scheduler):
-    """The hosts are in variables; ranks are started by srun, as a step of the job."""
+    """The hosts are in variables; srun starts the ranks, as a step of the job."""
 
     name = "slurm"
     variable = "SLURM_JOB_ID"
@@ -32,7 +32,7 @@ class Slurm(Scheduler):
     )
 
     def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
-        """Return the job of ``env``, by SLURM's variables."""
+        """Return the job that SLURM's variables in ``env`` describe."""
         hosts = _hosts(env)
         count = len(hosts)
         notes: list[str] = []
@@ -43,7 +43,7 @@ class Slurm(Scheduler):
         elif site.cores:
             cores, cores_why = (site.cores,) * count, f"site {site.name}"
         devices, devices_why = devices_of(host, site)
-        # The first is set only on a job's nodes; the second in salloc's shell on a login node, perhaps as a100:4.
+        # The first is set only on a job's nodes; the second in salloc's shell on a login node, possibly as a100:4.
         for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
             gpus = re.fullmatch(r"(?:[^,]*:)?(\d+)", env.get(name, ""))
             if gpus:
@@ -110,19 +110,19 @@ class Slurm(Scheduler):
         return ["sbatch", "--parsable", *([f"--dependency=afterany:{previous}"] if previous else []), path]
 
     def sends_warning(self, options: Options) -> bool:
-        """Its --signal reaches the ranks of srun; another launcher would be ended by it."""
+        """Return whether srun starts the ranks: sbatch's --signal reaches them, but would kill another launcher."""
         return options.launcher in (None, "srun")
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """A site's directives may name the resource, without {devices} in its place."""
+        """A site's directives may set the resource without using {devices}."""
         lines = [line for line in site.submit.get("directives", []) if resource in line and "--constraint" not in line]
         return f"{lines[0]} (submit.directives)" if lines and not any("{devices}" in line for line in lines) else ""
 
     def signal_step(self, job: Job, step: str, number: int) -> None:
-        """Signal the ranks of the srun that is called ``step``.
+        """Signal the ranks of the step named ``step``.
 
-        A signal to srun itself would not do: it answers SIGTERM by killing the ranks at once. Where SLURM is ending
-        the job, it has sent them SIGTERM itself, and a second one would end them before they have saved.
+        Signalling srun itself would not do: on SIGTERM it kills the ranks at once. If SLURM is ending the job, it has
+        already sent them SIGTERM, and a second one would end them before they have saved.
         """
         if number == signal.SIGTERM and _is_ending(job.id):
             return
@@ -160,7 +160,7 @@ def _per_host(name: str, env: Mapping[str, str], count: int, notes: list[str]) -
 
 
 def _is_ending(job_id: str) -> bool:
-    """Say whether SLURM is about to end a job: cancelled, requeued, preempted, or out of time."""
+    """Return whether SLURM is ending a job: cancelled, requeued, preempted, or out of time."""
     try:
         state = _output("squeue", "--noheader", "--jobs", job_id, "--format", "%T").split()
     except (OSError, subprocess.TimeoutExpired):

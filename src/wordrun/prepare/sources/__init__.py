@@ -1,4 +1,4 @@
-"""Sources of text; each kind is a class in a file here and a line in ``config.PARTS``."""
+"""Sources of text; each kind is a class in this package and a line in ``config.PARTS``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from wordrun.prepare.sources.base import Source
 
 
 def locate(data: DataConfig) -> Source:
-    """Return the source of ``data``, downloading it if need be; one rank calls this and shares the result.
+    """Return the source of ``data``, downloading it if necessary; one rank calls this and shares the result.
 
-    Once data.prepared is complete, its source is not needed any more and need not exist.
+    Once data.prepared is complete, its source is no longer needed and may be deleted.
 
     Raises:
-        UserError: it is neither on this machine nor can it be downloaded.
+        UserError: if it is not on this machine and cannot be downloaded.
     """
     if data.prepared:
         folder = absolute(data.prepared)

@@ -1,4 +1,4 @@
-"""A text file that is downloaded once and compared with its hash."""
+"""A text file that is downloaded once and verified by its hash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wordrun.prepare.sources.base import Source
 from wordrun.prepare.sources.files import FileSource
 from wordrun.prepare.sources.sample import SampleSource
 
-# A machine without network access should say so soon, not after a minute of retries.
+# Fail quickly without network access, not after a minute of retries.
 TIMEOUT_S = 10
 
 
@@ -23,8 +23,8 @@ class DownloadSource(FileSource):
 
     @classmethod
     def locate(cls, data: DataConfig) -> Source:
-        """Return the file, or the sample in its place if data.offline allows that."""
-        assert data.path is not None  # DataConfig.problems
+        """Return the file, or the sample instead if data.offline allows it."""
+        assert data.path is not None  # checked by DataConfig.problems
         path = absolute(data.path)
         if path.exists():
             _check_hash(path, data)
@@ -36,7 +36,7 @@ class DownloadSource(FileSource):
             pooch.get_logger().setLevel("WARNING")
             downloader = pooch.HTTPDownloader(timeout=TIMEOUT_S)
             pooch.retrieve(data.url, f"sha256:{data.sha256}", path.name, path.parent, downloader=downloader)
-        except Exception as error:  # whatever the network, the proxy or the disk raised
+        except Exception as error:  # any error from the network, proxy or disk
             reason = first_line(error)
             if data.offline == "error":
                 raise UserError(
@@ -53,7 +53,7 @@ class DownloadSource(FileSource):
         return cls(data, str(path), str(data.url))
 
     def state(self) -> str | None:
-        """Return the hash that was checked."""
+        """Return the verified hash."""
         return self.data.sha256
 
 

@@ -1,4 +1,4 @@
-"""Files of text: .txt, .jsonl (also compressed) and .parquet, complete or in parts."""
+"""Text files: .txt, .jsonl (plain or compressed) and .parquet, read completely or in parts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from wordrun.errors import ConfigError, first_line
 from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-"""Files that are read from a folder."""
+"""Types of files to read from a folder."""
 MAX_LINE = 2**20
-"""Bytes after which a text without line breaks is cut anyway."""
+"""Maximum number of bytes to search for a line break before cutting the text anyway."""
 Part = tuple[str, str, int, int, int]
 """Kind, path, start, stop and size of a work item."""
 
 
 class FileSource(Source):
-    """The files that data.path names."""
+    """The files given by data.path."""
 
     def files(self) -> list[Path]:
-        """Return one file, those in a folder, or those that match a glob, in the order of their names.
+        """Return the file, or the files in the folder or matching the glob, sorted by name.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: if there are none.
         """
         path = str(self.path)
         if os.path.isdir(path):
@@ -49,12 +49,12 @@ class FileSource(Source):
         return sorted(p.absolute() for p in found)
 
     def items(self) -> list[WorkItem]:
-        """Return work items of about data.shard_mb each; a compressed file is one."""
+        """Return work items of about data.shard_mb each; a compressed file is a single item."""
         parts = [part for path in self.files() for part in _parts(path, self.data.shard_mb * 2**20, self.data)]
         return [WorkItem(number, *part) for number, part in enumerate(parts)]
 
     def single_text(self) -> WorkItem | None:
-        """Return the work item of the complete file, if there is one plain text file."""
+        """Return the work item for the complete file if the source is one plain text file, else None."""
         paths = self.files()
         part = _parts(paths[0], sys.maxsize, self.data)[0]
         return WorkItem(0, *part) if len(paths) == 1 and part[0] == "text" else None
@@ -90,9 +90,9 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
     """Return ``content`` as text.
 
     Args:
-        content: bytes of the file at ``path``.
-        path: for the message.
-        at: their position in the file.
+        content: bytes from the file at ``path``.
+        path: for the error message.
+        at: position of ``content`` in the file.
     """
     if b"\0" in content:
         zero = at + content.index(b"\0")
@@ -107,7 +107,7 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
 
 
 def extent(item: WorkItem) -> tuple[int, int]:
-    """Return where a part of a text begins and ends, in bytes: at line breaks, unless a line is too long."""
+    """Return the byte range of a part of a text; it begins and ends at line breaks, unless a line is too long."""
     with open(item.path, "rb") as file:
         return _line(file, item.start, MAX_LINE), _line(file, item.stop, MAX_LINE)
 
@@ -124,7 +124,7 @@ def _of_text(item: WorkItem) -> Iterator[Document]:
 
 
 def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
-    """Return where the first line at or after ``at`` begins; after ``most`` bytes without one, the next character."""
+    """Return the start of the first line from ``at`` on; if none starts in ``most`` bytes, of the next character."""
     if at == 0:
         return 0
     file.seek(at - 1)
@@ -134,7 +134,7 @@ def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
         if chunk.endswith(b"\n"):
             return position
         if most is not None and position - at >= most:
-            while 0x80 <= (file.read(1) or b"\0")[0] < 0xC0:  # within a character
+            while 0x80 <= (file.read(1) or b"\0")[0] < 0xC0:  # inside a character
                 position += 1
             return position
     return position
@@ -164,7 +164,7 @@ def _unpacked(path: str) -> Any:
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
         pyarrow = optional("pyarrow", path)
-        # Unlike zstandard's own, this reader detects a truncated file.
+        # Unlike zstandard's reader, this one detects truncated files.
         return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), 2**18)
     return open(path, "rb")
 
@@ -197,11 +197,11 @@ def _row_groups(path: Path, most: int, data: DataConfig) -> list[Part]:
 
 
 def _parquet(path: str | Path, data: DataConfig) -> Any:
-    """Return the open file at ``path``, once its column has been checked."""
+    """Open the file at ``path`` and check its column."""
     parquet = optional("pyarrow.parquet", str(path))
     try:
         file = parquet.ParquetFile(path)
-    except (ValueError, OSError) as error:  # of the library
+    except (ValueError, OSError) as error:  # from pyarrow
         raise ConfigError(f"{path} is a damaged .parquet ({first_line(error)}): copy it again") from None
     kinds = {field.name: str(field.type) for field in file.schema_arrow}
     if kinds.get(data.text_key) not in ("string", "large_string", "string_view"):

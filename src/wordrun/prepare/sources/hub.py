@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face Hub, by name or from a local folder, streamed by ``datasets``."""
+"""Hugging Face data sets, from the hub or a local folder, streamed with ``datasets``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional, state_of
 
 PROBE_S = 5
-"""Seconds to wait for an answer of the hub."""
+"""Seconds to wait for an answer from the hub."""
 ROWS = 50_000
-"""Rows of a work item of a data set that is stored on this machine as a table."""
+"""Rows per work item of a data set stored locally as a table."""
 
 
 class HubSource(Source):
@@ -25,22 +25,22 @@ class HubSource(Source):
 
     @classmethod
     def locate(cls, data: DataConfig) -> HubSource:
-        """Return the data set, which is opened later."""
+        """Return the data set without opening it."""
         parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
         return cls(data, None, "Hugging Face dataset " + ", ".join(part for part in parts if part))
 
     def files(self) -> list[Path] | None:
-        """Return the files in a local folder."""
+        """Return the files if the data set is a local folder."""
         folder = _folder(self.data)
         return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else None
 
     def state(self) -> str | None:
-        """Return a hash of the files in a local folder, whose own path does not matter."""
+        """Return a hash of the files if the data set is a local folder; it does not depend on the folder's path."""
         folder, files = _folder(self.data), self.files()
         return state_of(files, folder) if folder and files is not None else None
 
     def revision(self) -> str | None:
-        """Return the commit that data.revision currently names; without access to the hub, data.revision itself."""
+        """Return the commit that data.revision currently refers to; without access to the hub, data.revision itself."""
         data = self.data
         if _folder(data) is not None:
             return self.state()
@@ -50,11 +50,11 @@ class HubSource(Source):
             from huggingface_hub import HfApi
 
             return HfApi().dataset_info(str(data.dataset), revision=data.revision, timeout=10).sha
-        except Exception:  # if it cannot be reached, whoever reads the data reports it
+        except Exception:  # an unreachable hub is reported when the data is read
             return data.revision
 
     def items(self) -> list[WorkItem]:
-        """Return the shards of a stream, or ranges of a table's rows."""
+        """Return the shards of a stream, or row ranges of a table."""
         dataset, data = open_dataset(self.data), self.data
         columns = dataset.column_names
         if columns is not None and data.text_key not in columns:
@@ -73,16 +73,16 @@ class HubSource(Source):
 
 
 def _folder(data: DataConfig) -> Path | None:
-    """Return the local folder that data.dataset names, if it does."""
+    """Return data.dataset as a path if it is a local folder, else None."""
     path = Path(str(data.dataset)).expanduser()
     return path if path.is_dir() else None
 
 
 def open_dataset(data: DataConfig) -> Any:
-    """Return the data set as a stream, or as a table if it is a folder that ``save_to_disk`` wrote.
+    """Return the data set as a stream, or as a table if it is a folder written by ``save_to_disk``.
 
     Raises:
-        UserError: it is neither local nor reachable; the message says what to do on a login node.
+        UserError: if it is neither local nor reachable; the message says what to do on a login node.
     """
     datasets = optional("datasets", f"data={data.name}")
     datasets.disable_progress_bars()
@@ -90,7 +90,7 @@ def open_dataset(data: DataConfig) -> Any:
     if folder is None and not reachable():
         from huggingface_hub import constants
 
-        # Its cache can still be used; for the rest its client would retry for half a minute.
+        # The cache still works; for anything else the client would retry for half a minute.
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         if folder is not None and any(folder.glob("**/state.json")):
@@ -102,7 +102,7 @@ def open_dataset(data: DataConfig) -> Any:
         if folder is None and _is_offline(error):
             raise _unreachable(data, error) from None
         raise ConfigError(f"data.dataset={data.dataset} cannot be opened: {first_line(error)}") from None
-    except Exception as error:  # whatever the hub's client, the proxy or the socket raised
+    except Exception as error:  # any error from the hub client, proxy or socket
         raise _unreachable(data, error) from None
 
 
@@ -130,7 +130,7 @@ def _texts(item: WorkItem, data: DataConfig) -> Iterator[str | None]:
 
 @cache
 def reachable() -> bool:
-    """Say whether the hub answers; a proxy is assumed to reach it."""
+    """Return whether the hub answers; a configured proxy is assumed to reach it."""
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):

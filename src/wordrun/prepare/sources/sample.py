@@ -1,7 +1,7 @@
 """Synthetic play-like text from a small seeded generator, to train on without a file or a network.
 
-Speakers, phrases and rhyming line ends repeat with very unequal frequencies, as in natural text, so that a model that
-learns spelling, words and the form of a scene reaches a loss far below the entropy of single characters.
+Speakers, phrases and rhyming line ends repeat with very unequal frequencies, as in natural text, so a model that
+learns spelling, words and the structure of a scene reaches a loss far below the entropy of single characters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PUNCTUATION = (",", ";", ".", ".", "!", "?")
 
 
 def _pick(choices: Sequence[str], rng: random.Random) -> str:
-    # Squared: early choices are far more frequent than late ones. Of random, only random() is the same in every Python.
+    # Squaring favours early choices. Of the random module, only random() gives the same numbers in every Python.
     return choices[int(rng.random() ** 2 * len(choices))]
 
 
@@ -84,7 +84,7 @@ def sample_text(length: int = LENGTH, seed: int = 2024) -> str:
 
 
 class SampleSource(Source):
-    """The embedded sample text."""
+    """The built-in sample text."""
 
     @classmethod
     def locate(cls, data: DataConfig) -> SampleSource:

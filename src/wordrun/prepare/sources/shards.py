@@ -1,4 +1,4 @@
-"""Shards of tokens that were prepared elsewhere, to be rewritten in our own form."""
+"""Token shards prepared by other projects, to be rewritten in our format."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class ShardSource(Source):
         return items
 
     def tokenizer(self, cfg: TokenizerConfig) -> Tokenizer:
-        """Return the tokenizer with which the shards were made."""
+        """Return the tokenizer the shards were made with."""
         return corpus.foreign_tokenizer(Path(str(self.path)), cfg)
