@@ -68,8 +68,7 @@ class LanguageTask:
             raise ConfigError(f"train.sample_prompt: {error}") from None
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that train.init_from names, by parameter, each read when accessed; None: initialise
-        randomly.
+        """Return the weights that train.init_from names, each read on access; None: initialise randomly.
 
         Raises:
             UserError: no weights were found.
