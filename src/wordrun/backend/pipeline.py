@@ -80,8 +80,7 @@ class PipelineBackend(FSDPBackend):
         return StepResult(loss, self.update(learning_rate, clock))
 
     def complete_gradients(self) -> None:
-        """Also average gradients over replicas of the pipeline, and sum the gradients of a weight that two stages
-        share."""
+        """Also average gradients over the pipeline's replicas, and sum those of the tied weight over its copies."""
         super().complete_gradients()
         self._average_gradients()
         self._share_tied_gradients()

@@ -79,8 +79,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
-        """Set the initial values: normal for matrices, 0 for biases, 1 for other parameters; modules fill their
-        buffers.
+        """Initialise matrices from a normal distribution, biases to 0, other parameters to 1, and buffers by module.
 
         Each matrix has its own random generator, seeded with ``seed`` and its name, so that a rank can initialise its
         part of the model without the rest.

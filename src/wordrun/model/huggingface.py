@@ -1,4 +1,4 @@
-"""Weights and shapes converted to those of Hugging Face's transformers, and back: GPT as GPT2LMHeadModel, Llama as
+"""Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as
 LlamaForCausalLM. The library itself is not needed.
 """
 
@@ -33,7 +33,7 @@ NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq
 """Masks and tables that older files contain besides the weights."""
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""Otherwise transformers assumes special tokens of its own."""
+"""Without these entries, transformers assumes its own special tokens."""
 STRETCH = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED_LENGTH,
@@ -44,7 +44,7 @@ STRETCH = {
 def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' model for the weights ``state`` of ours, or some of them.
 
-    GPT2LMHeadModel always has biases; those that our model lacks are 0.
+    GPT2LMHeadModel always has biases; any that our model lacks are set to 0.
     """
     result = {}
     for name, tensor in state.items():
@@ -58,15 +58,15 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
 def match(
     theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], cfg: ModelConfig
 ) -> tuple[dict[str, str], list[str]]:
-    """Find each weight of the model that ``cfg`` describes among transformers'.
+    """Match each weight of the model that ``cfg`` describes to one of transformers' weights.
 
     Args:
-        theirs: weights, of which only a few small ones are read.
-        shapes: of all of them. There may be more positions than ``cfg.block_size``: the first are used.
+        theirs: transformers' weights; only a few small ones are read.
+        shapes: shapes of all of them. Positions beyond ``cfg.block_size`` are ignored.
         cfg: shapes; without ``vocab_size`` the embedding has as many rows as theirs.
 
     Returns:
-        Our names to those in ``theirs``, and what is wrong, a line for each weight.
+        Our names mapped to names in ``theirs``, and the mismatches, one line per weight.
     """
     found = {name: name for name in shapes if not NO_WEIGHTS.fullmatch(name)}
     if isinstance(cfg, GPTConfig):  # the published files omit the prefix
@@ -97,7 +97,7 @@ def match(
 
 
 def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json with which transformers builds the model that ``cfg`` describes.
+    """Return the config.json from which transformers builds the model that ``cfg`` describes.
 
     Args:
         cfg: shapes.
@@ -129,14 +129,14 @@ def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """How a model of ours corresponds to one of transformers'."""
+    """How one of our models maps to a transformers model."""
 
     names: Mapping[str, str]
-    """Our names of modules to theirs."""
+    """Our module names mapped to theirs."""
     describe: Callable[[Any], dict[str, Any]]
-    """Returns what config.json says of a model with these options."""
+    """Returns the config.json entries for a model with these options."""
     transposed: bool = False
-    """Whether the matrices of the blocks are transposed there."""
+    """Whether transformers stores the matrices of the blocks transposed."""
 
 
 FAMILIES: dict[type[ModelConfig], Family] = {
@@ -158,8 +158,7 @@ def _their_name(name: str, cfg: ModelConfig) -> str:
 def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
     """Return our parameter ``name`` in their layout.
 
-    GPT-2's matrices are transposed there, and its rows of q come before those of k and v, where ours are ordered by
-    heads.
+    GPT-2's matrices are transposed there, and all rows of q precede all rows of k and v; our rows are ordered by head.
     """
     if ".qkv." in name:
         tensor = tensor.reshape(cfg.n_head, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
@@ -167,7 +166,7 @@ def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
 
 
 def to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
-    """Return transformers' tensor for our parameter ``name`` in our layout, with as many positions as ``cfg`` has."""
+    """Return their tensor for our parameter ``name`` in our layout, with at most ``cfg.block_size`` positions."""
     if _is_transposed(name, tensor, cfg):
         tensor = tensor.T.contiguous()
     if ".qkv." in name:

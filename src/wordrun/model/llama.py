@@ -33,9 +33,9 @@ def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.devi
         T: tokens.
         H: size of a head.
         theta: base.
-        factor: slows down rotations with a period above TRAINED_LENGTH tokens; those with a period below a quarter of
-            it are unchanged, and in between the two are interpolated (Llama 3.1).
-        device: of the result.
+        factor: slows down rotations with a period above TRAINED_LENGTH tokens; periods below a quarter of it are
+            unchanged, and the factor is interpolated in between (Llama 3.1).
+        device: device of the result.
     """
     speeds = 1 / theta ** (torch.arange(0, H, 2, dtype=torch.float32, device=device) / H)  # radians per token
     if factor != 1:
@@ -47,7 +47,7 @@ def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.devi
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-# Not in inference mode, whose tensors a later backward pass could not use.
+# Outside inference mode, because backward passes cannot use inference tensors.
 _kept_table = lru_cache(maxsize=8)(torch.inference_mode(False)(rotary_table))
 
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
-        """Attend to each token itself and those before it; arguments and result as in ``Block.forward``."""
+        """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
         table = self.table(q, cache.length if cache else 0)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         kept = type(q) is Tensor and not torch.compiler.is_compiling()
         make = _kept_table if kept else rotary_table
         end = start + q.shape[1]
-        # While tokens are generated, one table serves many of them.
+        # During generation, one table serves many tokens.
         T = 2 ** math.ceil(math.log2(end)) if start else end
         cos, sin = make(T, self.head_size, self.rope_theta, self.rope_factor, q.device)
         return cos[start:end], sin[start:end]
@@ -108,7 +108,7 @@ class MLP(nn.Module):
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token by itself; x and result (B, T, C)."""
+        """Transform each token independently; ``x`` and the result are (B, T, C)."""
         return self.drop(self.proj(F.silu(self.gate(x)) * self.up(x)))  # type: ignore[no-any-return]
 
 

@@ -20,20 +20,20 @@ from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
 KINDS = {"gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug")}
-"""transformers' name of a model type to its options here, its display name and a preset."""
+"""transformers' model types mapped to our options class, a display name and a preset."""
 INDEX = ".index.json"
 FORMATS = ("model.safetensors", "pytorch_model.bin")
-"""Names of the weights' file, or of its index where there are several; the first is taken if both are there."""
+"""Names of the weights file, or prefixes of the index of several files; the first format found is used."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def fetch(source: str) -> Path:
-    """Return the folder ``source``, or the one to which the model of this name was downloaded from Hugging Face's hub.
+    """Return the folder ``source``, or download the model of this name from Hugging Face's hub.
 
-    In a job one rank calls this and broadcasts the result.
+    In a job, one rank calls this and broadcasts the result.
 
     Raises:
-        UserError: it is not a folder, and the download failed.
+        UserError: ``source`` is not a folder, and the download failed.
     """
     path = Path(os.path.expanduser(source))
     if path.exists():
@@ -53,7 +53,7 @@ def fetch(source: str) -> Path:
             folder = Path(snapshot_download(source, allow_patterns=patterns))
             if any(folder.glob(f"{stem}*{suffix}")):
                 break
-    except Exception as error:  # of the network, the hub or its cache
+    except Exception as error:  # from the network, the hub or its cache
         raise UserError(
             f"hf:{source} is not a folder, and cannot be downloaded from Hugging Face's hub ({first_line(error)}). "
             f"On a machine with a network (a login node): hf download {source} --local-dir DIR; then use hf:DIR"
@@ -64,15 +64,15 @@ def fetch(source: str) -> Path:
 def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) -> Mapping[str, Tensor]:
     """Return the weights in ``folder`` by the names of our model's ``state_dict``, each read when it is accessed.
 
-    They keep the type that they have in the file. If a GPT has fewer positions than the folder, the first are used.
+    They keep the dtype of the file. If a GPT has fewer positions than the folder, the first ones are used.
 
     Args:
         folder: with config.json and weights of a GPT2LMHeadModel or a LlamaForCausalLM.
         cfg: the model that is initialised with them.
-        vocab_size: rows of its embedding if ``cfg`` does not say; None: as many as there are.
+        vocab_size: rows of its embedding if ``cfg`` does not set it; None: as many as in the file.
 
     Raises:
-        ConfigError: they belong to another model; names every option and every weight that differs.
+        ConfigError: the weights belong to a different model; the message lists all differences.
         UserError: there are no weights, or a file is damaged.
     """
     files, shapes = open_files(folder)
@@ -113,14 +113,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_config(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:
-    """Return the model that a config.json describes, as options of ours.
+    """Return our options for the model that a config.json describes.
 
     Args:
-        folder: where it is, for messages.
+        folder: its folder, for messages.
         facts: its content.
 
     Raises:
-        ConfigError: names all that a model of ours cannot be.
+        ConfigError: our models do not support it; the message lists every unsupported value.
     """
     kind = facts.get("model_type")
     if kind not in KINDS:
@@ -142,7 +142,7 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:
 
 
 def _gpt2(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return our options for a GPT-2's config.json, and what else it has to say if it says it."""
+    """Return our options for a GPT-2's config.json, and the values that its other keys must have if present."""
     cfg = GPTConfig(
         n_layer=facts["n_layer"], n_head=facts["n_head"], n_embd=facts["n_embd"], block_size=facts["n_positions"],
         vocab_size=facts["vocab_size"], bias=True,
@@ -157,8 +157,8 @@ def _gpt2(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return our options for a LLaMA's config.json, and what else it has to say if it says it."""
-    # transformers 5 has all of the rotation in one entry, older ones the base beside the rest.
+    """Return our options for a LLaMA's config.json, and the values that its other keys must have if present."""
+    # transformers 5 has one entry for the rotary embedding; older versions keep the base separately.
     rope = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", facts.get("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
@@ -183,7 +183,7 @@ def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
 def differences(
     folder: Path, described: ModelConfig, cfg: ModelConfig, vocab_size: int | None
 ) -> tuple[list[str], list[str]]:
-    """Return how ``cfg`` differs from the model that a folder describes, a line each, and the words that mend it."""
+    """Return the differences between ``cfg`` and the model in a folder, one per line, and overrides to fix them."""
     kind = next(key for key, (cls, _, _) in KINDS.items() if cls is type(described))
     _, name, preset = KINDS[kind]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
@@ -197,7 +197,7 @@ def differences(
     if mine.get("n_kv_head") == cfg.n_head:
         mine["n_kv_head"] = None
     if isinstance(cfg, LlamaConfig) or cfg.block_size <= described.block_size:
-        del mine["block_size"]  # a LLaMA has no weights for it, and of a GPT's there are enough
+        del mine["block_size"]  # LLaMA has no weights for it, and GPT has enough positions
     different = {key: options[key] for key, value in mine.items() if value != options[key]}
     problems = [
         f"{folder} has model.{key}={value_text(value)}, and model={cfg.name} has {value_text(mine[key])}"
@@ -226,13 +226,13 @@ def open_files(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size
                 file: Any = safe_open(path, framework="pt")
                 readers |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
                 shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except Exception as error:  # safetensors, pickle and zip have errors of their own
+        except Exception as error:  # safetensors, pickle and zip have their own error types
             raise UserError(f"{path} is damaged, or no file of weights: {first_line(error)}") from None
     return LazyWeights(readers), shapes
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Return the files of weights in ``folder``, one or as many as an index names."""
+    """Return the weight files in ``folder``: a single one, or those listed in an index."""
     for name in FORMATS:
         if (folder / name).exists():
             return [folder / name]

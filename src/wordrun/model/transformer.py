@@ -22,7 +22,7 @@ from wordrun.model.dropout import Dropout
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Block(nn.Module):
         """Return the residual stream after this block.
 
         Args:
-            x: (B, T, C), as the result.
-            cache: keys and values of the tokens before; those of ``x`` are appended.
+            x: (B, T, C), like the result.
+            cache: KV cache of earlier tokens; the keys and values of ``x`` are appended.
             mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
         """
         x = x + self.attention(self.norm_1(x), cache=cache, mask=mask)
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class TokenBatch(Protocol):
-    """What a transformer reads of a batch."""
+    """The parts of a batch that a transformer uses."""
 
     @property
     def tokens(self) -> Tensor:
@@ -50,15 +50,15 @@ class TokenBatch(Protocol):
 
     @property
     def targets(self) -> Tensor:
-        """(B, T) the tokens that should follow."""
+        """(B, T) the next tokens."""
 
     @property
     def documents(self) -> Tensor | None:
-        """(B, T) numbers of the documents that tokens belong to, if attention is to stay within them."""
+        """(B, T) document number of each token, if attention must stay within documents."""
 
 
 class Transformer(Model):
-    """A decoder, or consecutive blocks of one: a stage of a pipeline.
+    """A decoder, or a pipeline stage with consecutive blocks of one.
 
     The first stage has the embedding, the last has the norm and the output layer. Parameters have the same names and
     the same initial values in every stage as in the full model, so that any layout of ranks holds the same model.
@@ -114,22 +114,22 @@ class Transformer(Model):
         return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
-        # The last stage of a pipeline has the output layer without the embedding that it is tied to.
+        # The last pipeline stage has the output layer without the embedding it is tied to.
         return super()._draw(seed, "tokens.weight" if self.tied and name == "head.weight" else name, parameter)
 
     def initial_std(self, name: str) -> float:
-        """Return the standard deviation of the normal distribution from which the matrix ``name`` is drawn.
+        """Return the standard deviation of the initial values of the matrix ``name``.
 
-        0.02, and 0.02 / sqrt(2 n_layer) for the projections that end in the residual stream: with that its variance
-        does not grow with depth (Radford et al. 2019, section 2.3).
+        0.02, and 0.02 / sqrt(2 n_layer) for projections into the residual stream, so that its variance does not grow
+        with depth (Radford et al. 2019, section 2.3).
         """
         return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how the ranks of a tensor-parallel group split the matrices: module names to torch's styles.
+        """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name.
 
         As in Megatron-LM (Shoeybi et al. 2019), attention is split by heads, the MLP by hidden units, embedding and
-        output layer by vocabulary, and what lies between by tokens (sequence parallelism, Korthikanti et al. 2022).
+        output layer by vocabulary, and everything in between by tokens (sequence parallelism, Korthikanti et al. 2022).
         """
         from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
@@ -160,16 +160,16 @@ class Transformer(Model):
         self, x: Tensor, at: int | None = None, caches: Sequence[KVCache] | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the logits; of a stage before the last, the residual stream for the next one.
+        """Return the logits or, before the last stage, the residual stream for the next stage.
 
         Args:
-            x: (B, T) token numbers, T at most block_size; for a later stage, the output of the one before.
+            x: (B, T) token ids, T at most block_size; after the first stage, the previous stage's output.
             at: compute the logits of this token only.
-            caches: keys and values of the tokens before ``x``, for each block of this stage.
-            documents: (B, T) numbers of the documents that tokens belong to, if attention is to stay within them.
+            caches: KV caches of the tokens before ``x``, one per block of this stage.
+            documents: (B, T) document number of each token, if attention must stay within documents.
 
         Returns:
-            (B, T, V), or (B, V) of token ``at``; of a stage before the last (B, T, C).
+            (B, T, V), or (B, V) with ``at``; before the last stage, (B, T, C).
         """
         x = self.features(x, caches, documents)
         if not self.is_last:
@@ -177,7 +177,7 @@ class Transformer(Model):
         return self.head(x if at is None else x[:, at])  # type: ignore[no-any-return]
 
     def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
-        """Return the residual stream (B, T, C) at the end of this stage; of the last, normalised."""
+        """Return the residual stream (B, T, C) at the end of this stage, normalised if it is the last."""
         if self.is_first:
             x = self.embed(x, caches[0].length if caches else 0)
         mask = None if documents is None else document_mask(documents)
@@ -202,7 +202,7 @@ class Transformer(Model):
 
     @staticmethod
     def stage_inputs(batches: Sequence[TokenBatch]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return what the stages of a pipeline read of ``batches``, which go through it together.
+        """Return the inputs of pipeline stages for ``batches``, which go through the pipeline together.
 
         Returns:
             The first stage's input (B, T); keyword arguments of every stage; the targets of ``criterion``, (B, T).
@@ -212,5 +212,5 @@ class Transformer(Model):
         return tokens, {"documents": torch.cat(documents)} if documents else {}, targets
 
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
-        """Return the shape of what a stage sends to the next for ``tokens`` (B, T), split over ``tp`` ranks."""
+        """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""
         return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd

@@ -31,8 +31,7 @@ from wordrun.train.training import Hook
 class LanguageTask:
     """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
 
-    The trainer only knows batches of examples and their losses; everything about text is here. Every rank must create
-    one.
+    The trainer only knows batches of examples and losses; everything about text is here. Every rank must create one.
 
     Raises:
         ConfigError: corpus, tokenizer and options are incompatible.
@@ -69,7 +68,7 @@ class LanguageTask:
             raise ConfigError(f"train.sample_prompt: {error}") from None
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that train.init_from names, by parameter, each read when accessed; None: random ones.
+        """Return the weights that train.init_from names, each read on access; None: initialise randomly.
 
         Raises:
             UserError: no weights were found.
@@ -140,7 +139,7 @@ class LanguageTask:
                 "top_k at least 1"
             )
         tokens = torch.from_numpy(self.tokenizer.encode(prompt))[None].to(backend.device)
-        # Without compilation: it would run again for each length of the growing text.
+        # Without compilation, which would run again for each length of the growing text.
         with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
             text = generate(
                 backend.logits, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,

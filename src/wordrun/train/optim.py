@@ -1,4 +1,4 @@
-"""Optimizers: each is a function of its options and the named parameters, and a line in ``config.PARTS``."""
+"""Optimizers: each is a function of its options and the named parameters, with an entry in ``config.PARTS``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Named = Iterable[tuple[str, Parameter]]
 
 
 def adamw(cfg: AdamWConfig, parameters: Named) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2019) over ``parameters``, fused where the device has that."""
+    """Return AdamW (Loshchilov and Hutter 2019) over ``parameters``, fused if the device supports it."""
     groups = decay_groups(cfg, parameters)
     fused = all(p.device.type in ("cpu", "cuda", "xpu", "mps") for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)

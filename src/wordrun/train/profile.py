@@ -12,7 +12,7 @@ from wordrun.log import LOGGER
 
 
 class Profiler:
-    """The base class of profilers. It measures nothing: profiler=none."""
+    """Base class of profilers. It measures nothing and serves as profiler=none."""
 
     def __init__(self, options: Any, folder: Path, rank: int) -> None:
         self.options, self.folder, self.rank = options, folder, rank
@@ -21,7 +21,7 @@ class Profiler:
         """Start measuring; called before the first step."""
 
     def step(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
 
     def stop(self) -> None:
         """Stop, and write the result below ``self.folder``."""
@@ -76,7 +76,7 @@ class TorchProfiler(Profiler):
         self._profile.step()
 
     def stop(self) -> None:
-        """Stop; a run that ends while it is being recorded still writes its trace."""
+        """Stop; a run that ends during recording still writes its trace."""
         self._profile.stop()
 
     def _write(self, profile: Any) -> None:

@@ -36,7 +36,7 @@ def restore(state: dict[str, Any]) -> None:
 def swapped(state: dict[str, Any]) -> Iterator[None]:
     """Run a ``with`` block on the RNG states in ``state``, update them at its end, and restore the caller's.
 
-    An empty ``state`` begins with the caller's.
+    With an empty ``state``, the block starts from the caller's states.
     """
     outer = capture()
     if state:
@@ -49,7 +49,7 @@ def swapped(state: dict[str, Any]) -> Iterator[None]:
 
 
 def to_tensor(state: dict[str, Any]) -> torch.Tensor:
-    """Return what ``capture`` returned, serialised, (N,) uint8."""
+    """Serialise what ``capture`` returned to a tensor, (N,) uint8."""
     version, words, gauss = state["python"]
     kind, keys, *rest = state["numpy"]
     plain = {

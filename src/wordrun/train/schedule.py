@@ -16,8 +16,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of ``step``, which counts from 0.
 
-    ``dp`` is the number of data-parallel ranks, with which optimizer.scale_lr lets the peak grow: linearly (Goyal et
-    al. 2017), or by the square root (Krizhevsky 2014), which suits Adam's normalised steps.
+    ``dp`` is the number of data-parallel ranks. optimizer.scale_lr scales the peak with it: linearly (Goyal et al.
+    2017), or by its square root (Krizhevsky 2014), which suits Adam's normalised steps.
     """
     peak = optimizer.learning_rate * {"none": 1, "sqrt": math.sqrt(dp), "linear": dp}[optimizer.scale_lr]
     lowest = peak / 10 if optimizer.min_lr is None else optimizer.min_lr

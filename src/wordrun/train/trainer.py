@@ -29,7 +29,7 @@ from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.training import Hook, Training
 
-# After a failure, the checkpoint that is being written gets this long; other ranks may no longer respond.
+# After a failure, wait this long for the checkpoint being written; other ranks may no longer respond.
 LAST_SAVE_S = 5.0
 
 
@@ -163,7 +163,7 @@ class Trainer(Training):
         """Make a checkpoint of the last step, unless checkpoints are off, and end the run."""
         if self.cfg.train.checkpoint_interval:
             written = self.checkpoints.wait()
-            # A step that was skipped has changed nothing.
+            # A skipped step has changed nothing.
             intact = self.step == self.start.step or self.state.skipped > 0
             if (intact or finite.is_finite(self.result, self.backend.dtype)) and written != self.step:
                 LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
