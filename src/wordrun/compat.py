@@ -75,6 +75,12 @@ def is_compile_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
+def without_buffer_broadcast() -> dict[str, Any]:
+    """Return the argument that keeps DistributedDataParallel from broadcasting buffers: torch 2.13 renamed it."""
+    names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+
+
 def release_reducer(replica: Any) -> None:
     """Release DistributedDataParallel's process group; harmless if torch has renamed the attributes."""
     replica.reducer = replica.logger = None

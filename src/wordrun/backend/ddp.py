@@ -39,7 +39,7 @@ class DDPBackend(NativeBackend):
         # Buffers are averaged after the step. DDP would overwrite them with rank 0's before the last micro-step.
         self.replica = DistributedDataParallel(
             model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph, broadcast_buffers=False,
+            static_graph=options.static_graph, **compat.without_buffer_broadcast(),
         )  # fmt: skip
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.

@@ -39,3 +39,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x``, with dropout while training; any shape."""
         return dropout(x, self.p) if self.training and self.p else x
+
+    def extra_repr(self) -> str:
+        """Return what repr shows."""
+        return f"p={self.p}"

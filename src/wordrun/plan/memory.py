@@ -15,7 +15,7 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.checks import microbatches
-from wordrun.config import AdamWConfig, BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig, SGDConfig
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig, SGDConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, numel
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
@@ -110,7 +110,7 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
 def _optimizer_state(strategy: Strategy, count: float, tensors: int = 0) -> float:
     """Return the bytes of optimizer state, in fp32, of ``count`` parameters in ``tensors`` tensors."""
     optimizer = strategy.cfg.optimizer
-    if isinstance(optimizer, AdamWConfig):  # two moments, and a step count for each tensor
+    if optimizer.name == "adamw":  # two moments, and a step count for each tensor
         return FP32 * (2 * count + tensors)
     if isinstance(optimizer, SGDConfig):
         return FP32 * count if optimizer.momentum else 0
