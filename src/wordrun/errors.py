@@ -1,7 +1,5 @@
 """User errors: shown as one message without a traceback, each kind with its own exit status."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.

@@ -1,7 +1,5 @@
 """Atomic writes: a reader sees either the old file or the complete new one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

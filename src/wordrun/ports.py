@@ -1,7 +1,5 @@
 """Ports for the rendezvous of ranks."""
 
-from __future__ import annotations
-
 # Below the ephemeral ports of outgoing connections (Linux: from 32768).
 PORTS = range(10000, 30000)
 

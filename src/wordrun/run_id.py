@@ -1,7 +1,5 @@
 """Run IDs."""
 
-from __future__ import annotations
-
 import os
 import time
 

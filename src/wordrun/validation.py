@@ -1,7 +1,5 @@
 """Checks shared by the config sections; each returns error messages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
