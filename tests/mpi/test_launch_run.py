@@ -541,7 +541,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def test_overhead_over_mpiexec(tmp_path: Path) -> None:
     """The figure is measured in benchmarks/figures.py; this is for something heavy, such as an import of torch."""
-    # Hydra's proxy was once killed by SIGPIPE when its ranks ended while it was still starting: not what is measured.
+    # Not true: a launch of it once ended with status 141 (SIGPIPE) on a busy machine, for a reason not yet known.
     command = ("sleep", "0.2")
     bare = [str(BIN / "mpiexec"), "-n", "2", *command]
     times = [
