@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process of a launch because memory ran out."""
+"""What control groups say: the cores and the memory that are left, and the processes killed for memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,43 @@ LINE = "3,9,9,-;Memory cgroup out of memory: Killed process {pid} (python) total
 
 def kernel(root: Path, group: str, **files: str) -> None:
     """Write what the kernel would show a process in ``group``, with these files below ``sys/fs/cgroup``."""
-    for name, text in {
-        "proc/self/cgroup": group,
-        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
-    }.items():
+    shown = {"proc/self/cgroup": group, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}
+    for name, text in shown.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores"),
+    [
+        ("0::/a/b", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 2),
+        ("0::/", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/", {"cpu.max": "max 100000\n"}, None),
+        ("2:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, 3),
+        ("2:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_the_limit_of_cores(group: str, files: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+    kernel(tmp_path, group, **files)
+    assert cgroup.cores(str(tmp_path)) == cores
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "left"),
+    [
+        ("0::/", {}, 8 * 2**30),
+        ("0::/a", {"a/memory.max": "max\n", "a/memory.current": "5\n"}, 8 * 2**30),
+        ("0::/a/b", {"a/memory.max": "99", "a/memory.current": "70", "a/memory.stat": "inactive_file 10\n"}, 39),
+        ("0::/a", {"a/memory.max": "1000", "a/memory.current": "1700"}, 0),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "1000", "memory/a/memory.usage_in_bytes": "700",
+                         "memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n"}, 350),
+    ],
+)  # fmt: skip
+def test_the_memory_that_is_left(group: str, files: dict[str, str], left: int, tmp_path: Path) -> None:
+    kernel(tmp_path, group, **files)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:   {8 * 2**20} kB\n")
+    assert cgroup.memory(str(tmp_path)) == left
 
 
 @pytest.mark.parametrize(
@@ -93,11 +123,23 @@ def small_group() -> Iterator[Path]:
     pytest.skip("needs the right to create control groups with a memory limit")
 
 
+def within(group: Path) -> tuple[str, ...]:
+    """Return the words before a command that is to run in ``group``."""
+    return ("sh", "-c", f'echo $$ > {group}; exec "$@"', "sh")
+
+
+def test_ranks_that_a_small_group_cannot_hold_are_refused(command: Command, small_group: Path) -> None:
+    done = command(*within(small_group), "launch", "--dry-run", "-n", "2", sys.executable, "-c", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("launch: -n 2: 2 ranks need about 0.8 GB of memory to import torch, and 0.")
+    assert command(*within(small_group), "launch", "-n", "2", "true").returncode == 0
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_launch_says_that_a_rank_was_killed_for_memory(n: int, command: Command, small_group: Path) -> None:
     fill = "import os; x = bytearray((200 << 20) * (os.environ['RANK'] == '0'))"
     inside = f'echo $$ > {small_group}; exec "$@"'
-    done = command("sh", "-c", inside, "sh", "launch", "-n", str(n), sys.executable, "-c", fill)
+    done = command("sh", "-c", inside, "sh", "launch", "--oversubscribe", "-n", str(n), sys.executable, "-c", fill)
     assert done.returncode == 137
     assert "launch: the kernel killed " in done.stderr
     assert "because memory ran out (oom_kill in " in done.stderr
