@@ -154,7 +154,25 @@ SELECTS = {
 def test_pbs_is_asked_for_what_is_known_of_a_node(words: str, select: str) -> None:
     options = parse(["--submit", "--walltime", "2-01:30:00", *words.split(), "--", "true"])
     asked = directives(script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID))
-    assert asked == ["-N wordrun", f"-l select={select}", "-l walltime=49:30:00", "-j oe", "-r n"]
+    chunks = [f"-l select={select}", "-l walltime=49:30:00", "-l place=scatter"]
+    assert asked == ["-N wordrun", *chunks, "-j oe", "-r n"]
+
+
+PLACES = {
+    "": ["-l place=scatter"],
+    "submit: {directives: ['-l place=scatter:excl', -k doe]}": ["-l place=scatter:excl"],
+    "submit: {directives: [-k doe]}": ["-l place=scatter"],
+    "queues: {by-gpu: {device_per_rank: true}}": [],
+}
+
+
+@pytest.mark.parametrize(("text", "places"), PLACES.items())
+def test_pbs_chunks_lie_on_as_many_nodes(tmp_path: Path, text: str, places: list[str]) -> None:
+    """Without place=scatter PBS may put them all on one host; what a site's file says stays."""
+    (tmp_path / "mine.yaml").write_text(f"scheduler: pbs\n{text}\n")
+    words = ("-N", "2", "--ppn", "2", "--cores", "2", "--walltime", "1:00:00", "--queue", "by-gpu")
+    asked = directives(written(str(tmp_path / "mine.yaml"), *words))
+    assert [line for line in asked if "place" in line] == places
 
 
 def test_a_site_file_says_what_a_node_has(tmp_path: Path) -> None:
@@ -172,8 +190,11 @@ SHARES = {
     "-N 2 --gpus 4": ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"],
     "-N 2 --gpus 4 --cores 64": ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=16", "--gpus-per-node=4"],
     "-N 2 --ppn 1 --gpus 4": ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4"],
-    "-n 8 --gpus 4": ["--nodes=2", "--ntasks=8", "--gpus-per-node=4"],
-    "-n 4 --cores 8": ["--nodes=1", "--ntasks=4", "--cpus-per-task=2"],
+    "-n 8 --gpus 4": ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"],
+    "-N 2 -n 4": ["--nodes=2", "--ntasks-per-node=2"],
+    "-N 2 -n 5": ["--nodes=2", "--ntasks=5", "--ntasks-per-node=3"],
+    "-N 2": ["--nodes=2"],
+    "-n 4 --cores 8": ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=2"],
     "--cores 8": ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8"],
 }
 

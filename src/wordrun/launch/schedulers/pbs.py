@@ -70,6 +70,9 @@ class PBS(Scheduler):
     def directives(self, options: Options, site: Site) -> list[str]:
         """Return qsub's options."""
         filesystems = options.filesystems or site.submit.get("filesystems")
+        given = site.submit.get("directives", [])
+        # PBS may put several chunks on one host; only chunks of single devices may share a node.
+        scatter = not (site.queue(options.queue).get("device_per_rank") or any("place=" in word for word in given))
         return [
             f"-N {options.job_name}",
             *([f"-A {options.account}"] if options.account else []),
@@ -77,7 +80,8 @@ class PBS(Scheduler):
             f"-l select={_select(options, site)}",
             f"-l walltime={_walltime(options.walltime or '')}",
             *([f"-l filesystems={filesystems}"] if filesystems else []),
-            *site.submit.get("directives", []),
+            *(["-l place=scatter"] if scatter else []),
+            *given,
             "-j oe",
             f"-r {'y' if site.queue(options.queue).get('rerunnable') else 'n'}",
         ]

@@ -89,12 +89,10 @@ class Slurm(Scheduler):
             f"--nodes={node_count(options, site)}",
             f"--time={options.walltime}",
         ]
-        ppn = options.ppn or devices
-        if options.np and not options.ppn:
-            lines.append(f"--ntasks={options.np}")
-            ppn = ranks_of_node(options, site) if options.cores else 0
-        elif ppn or options.cores:
-            ppn = ppn or 1
+        ppn = ranks_of_node(options, site) if options.np or options.ppn else devices or (1 if options.cores else 0)
+        if options.np and options.np % ppn:
+            lines.append(f"--ntasks={options.np}")  # makes the number per node a maximum
+        if ppn:
             lines.append(f"--ntasks-per-node={ppn}")
         if ppn and cores and not any("cpus" in word for word in given):
             lines.append(f"--cpus-per-task={max(1, cores // ppn)}")
