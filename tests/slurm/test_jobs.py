@@ -189,8 +189,8 @@ def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluste
 @pytest.mark.parametrize(("ranks", "layout"), [("4", [2, 2]), ("5", [3, 2])])
 def test_ranks_lie_on_the_nodes_evenly(cluster: Cluster, tmp_path: Path, ranks: str, layout: list[int]) -> None:
     """--ntasks alone would fill the first node's four cores."""
-    words = ("-N", "2", "-n", ranks, "--walltime", "0:05:00", "--job-name", "even", "--", "sh", "-c", "echo on $NODE_RANK")
-    got = cluster.run("launch", "--submit", *words, PATH=PATH)
+    words = ("-N", "2", "-n", ranks, "--walltime", "0:05:00", "--job-name", "even", "--")
+    got = cluster.run("launch", "--submit", *words, "sh", "-c", "echo on $NODE_RANK", PATH=PATH)
     assert got.returncode == 0, got.stderr
     cluster.wait_idle(60)
     text = next(tmp_path.glob("even-*.out")).read_text()

@@ -82,7 +82,7 @@ def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | N
     given = env.get("OMP_NUM_THREADS")
     if given is None:
         return str(cores), "cores per rank"
-    if SCHEDULERS[scheduler].sets_threads(env):
+    if SCHEDULERS[scheduler].has_set("OMP_NUM_THREADS", env):
         return str(cores), f"cores per rank, instead of {scheduler.upper()}'s {given}"
     return None, f"kept: OMP_NUM_THREADS={given} was exported"
 
@@ -140,8 +140,8 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
 
 
 def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the site's variables, except any that the user exported."""
-    site = request.site
+    """Return the site's variables, except any that the user, rather than the scheduler, exported."""
+    site, scheduler = request.site, SCHEDULERS[request.job.scheduler]
     words = {"devices": str(request.devices), "devices_reversed": ",".join(map(str, reversed(range(request.devices))))}
     proxies = {name: (value, "compute nodes reach the internet by it") for name, value in site.proxies.items()}
     asked = {**site.env, **proxies}
@@ -150,6 +150,5 @@ def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
     return {
         name: (fill(value, **words), f"site {site.name}: {why}")
         for name, (value, why) in asked.items()
-        # A device list comes from the scheduler, not from the user.
-        if name not in env or name == "CUDA_VISIBLE_DEVICES"
+        if name not in env or scheduler.has_set(name, env)
     }

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
@@ -22,6 +23,10 @@ class PBS(Scheduler):
 
     name = "pbs"
     variable = "PBS_JOBID"
+    # OMP_NUM_THREADS and NCPUS are the CPUs of the job's chunk on the first node.
+    exports: ClassVar[Mapping[str, str]] = {
+        "TMPDIR": r".*/pbs\.\d+\b[^/]*", "OMP_NUM_THREADS": "{NCPUS}", "CUDA_VISIBLE_DEVICES": ".*"
+    }  # fmt: skip
     end_query = ("qstat", "-f", "-F", "json")
     submitter, canceller, directive = "qsub", "qdel", "#PBS"
 
@@ -57,10 +62,6 @@ class PBS(Scheduler):
                 "job": "PBS_JOBID", "queue": "PBS_QUEUE",
             },
         )  # fmt: skip
-
-    def sets_threads(self, env: Mapping[str, str]) -> bool:
-        """Return whether it equals NCPUS: PBS sets it to all hardware threads of the node."""
-        return env.get("OMP_NUM_THREADS") == env.get("NCPUS")
 
     def read_end(self, text: str) -> float:
         """Return the start of the job plus its walltime."""

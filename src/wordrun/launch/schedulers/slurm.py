@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost
@@ -21,6 +22,7 @@ class Slurm(Scheduler):
 
     name = "slurm"
     variable = "SLURM_JOB_ID"
+    exports: ClassVar[Mapping[str, str]] = {"TMPDIR": "/tmp", "CUDA_VISIBLE_DEVICES": ".*"}
     numbers_hosts = True
     checks_names = False
     end_query = ("squeue", "-h", "-o", "%e", "-j")
