@@ -14,7 +14,7 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import site_files
-from wordrun.launch.parser import parse
+from wordrun.launch.parser import OPTIONS, SUBMISSION, Option, parse
 from wordrun.launch.request import seconds
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
@@ -58,7 +58,7 @@ cd '/p/my runs' || exit
 module use /soft/modulefiles
 module load conda
 conda activate base
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 --env 'A=b c' --walltime-margin 200 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
@@ -97,7 +97,7 @@ def test_perlmutter() -> None:
 
 cd '/p/my runs' || exit
 module load pytorch/2.8.0
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
@@ -276,6 +276,52 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
     assert f"python     {conda}/bin/python (Python 3.12.0; given as argument)" in lines
     found = f"{conda}/bin/python {'' if has_conda else conda} {'loaded' * bool(site_text)}"
     assert lines[-1] == f"--: {found}"
+
+
+# Options that --submit itself acts on or that exclude it; every other one must reach the job.
+NOT_FOR_JOBS = {"submit", "dry_run", "json", "info", "doctor", "help", "version"}
+VALUES = {
+    "--env": "A=b",
+    "--launcher-args": "-x y",
+    "--scheduler": "pbs",
+    "--launcher": "hydra",
+    "--walltime": "3:00:00",
+}
+
+
+@pytest.mark.parametrize("option", dict.fromkeys(OPTIONS.values()), ids=lambda option: option.field)
+def test_every_option_reaches_the_job(option: Option) -> None:
+    value = VALUES.get(option.names[-1], "2")
+
+    def job(*words: str) -> tuple[str, list[str]]:
+        options = parse(["--submit", "--walltime", "1:00:00", *words, "--", "hostname"])
+        text = script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID)
+        return text, [line for line in text.splitlines() if line.startswith(("launch ", "source "))]
+
+    text, lines = job(option.names[-1], *([value] if option.metavar else []))
+    plain = job()[0]
+    if option.field in NOT_FOR_JOBS:
+        assert text == plain
+    elif option in SUBMISSION:
+        assert text != plain  # a directive, or what happens at the end
+    else:
+        given = f" {option.names[0]} {value if option.names[0] != '--launcher-args' else shlex.quote(value)} "
+        assert [line.count(given) for line in lines] == [1, 1], text  # setup_job and launch
+
+
+@pytest.mark.parametrize("how", ["--site FILE", "--site NAME", "recognised"])
+def test_the_users_own_site_is_the_jobs_too(tmp_path: Path, how: str) -> None:
+    """The job may run in another folder, without XDG_CONFIG_HOME, on hosts that the file does not recognise."""
+    sites = tmp_path / "config" / "wordrun" / "sites"
+    sites.mkdir(parents=True)
+    recognise = "recognise: {env: {WHERE: here}}" if how == "recognised" else ""
+    (sites / "mine.yaml").write_text(f"scheduler: pbs\n{recognise}\n")
+    words = {"--site FILE": ["--site", "sites/mine.yaml"], "--site NAME": ["--site", "mine"], "recognised": []}[how]
+    words = [LAUNCH, "--submit", "--dry-run", *words, "--walltime", "1:00:00", "hostname"]
+    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config"), "WHERE": "here"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=sites.parent)
+    assert f"\nlaunch --site {sites}/mine.yaml -- hostname\n" in done.stdout, done.stderr
+    assert f" && setup_job --site {sites}/mine.yaml || exit\n" in done.stdout
 
 
 MARGINS = {
