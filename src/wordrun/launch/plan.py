@@ -17,6 +17,7 @@ from wordrun.launch.site import UNKNOWN, Site, fill
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
+    "WORDRUN_IGNORE_USR1",
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
@@ -125,6 +126,8 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
     """Yield defaults that make ranks behave as expected, unless the user has exported these variables."""
     decided, watched = request.decided, request.options.idle_timeout
     yield "WORDRUN_LAUNCHER", (launcher.name, "")
+    if request.options.trains and launcher.in_between:
+        yield "WORDRUN_IGNORE_USR1", ("1", "harmless until wordrun handles it, and after the last step")
     if launcher.in_between and "PYTHONUNBUFFERED" not in env:
         yield "PYTHONUNBUFFERED", ("1", "ranks write to a pipe; the lines before a crash should not be lost")
     if watched and "PYTHONFAULTHANDLER" not in env:

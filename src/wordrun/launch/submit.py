@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
 from wordrun.launch import planner, site_files
@@ -103,13 +102,8 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
 
 
 def margin(options: Options) -> float | None:
-    """Return --walltime-margin, or its default for wordrun's training; None for commands that may not handle SIGUSR1.
-
-    SIGUSR1 kills a program that does not handle it.
-    """
-    following = [after for word, after in pairwise([*options.command, ""]) if os.path.basename(word) == "wordrun"]
-    trains = bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
-    if options.walltime_margin is not None or options.walltime is None or not trains:
+    """Return --walltime-margin, or its default for wordrun's training; None: other commands may not handle SIGUSR1."""
+    if options.walltime_margin is not None or options.walltime is None or not options.trains:
         return options.walltime_margin
     return min(MARGIN_S, seconds(options.walltime) // MARGIN_PART)
 
