@@ -96,7 +96,10 @@ def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool)
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
         stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
-        preexec_fn=processes.before_exec(own_group=own_group, death_signal=plan.launcher.death_signal),
+        preexec_fn=processes.before_exec(
+            own_group=own_group, death_signal=plan.launcher.death_signal,
+            ignored=(signal.SIGUSR1,) if plan.options.trains else (),
+        ),
     )  # fmt: skip
 
 
