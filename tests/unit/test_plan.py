@@ -14,7 +14,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
-from wordrun import log, model as models
+from wordrun import compat, log, model as models
 from wordrun.backend.native import prepare_blocks
 from wordrun.checks import check
 from wordrun.composer import compose
@@ -72,12 +72,6 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
     return peak(passes)
 
 
-older = pytest.mark.skipif(
-    torch.__version__.startswith("2.8."), reason="the RMSNorm of torch 2.8 keeps more on a CPU than that of 2.13"
-)
-
-
-@older
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,7 +86,6 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
         assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
 
 
-@older
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
 def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     """Without bf16 instructions oneDNN makes other copies, so the peak differs."""
@@ -102,7 +95,6 @@ def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     assert "4 passed" in done.stdout
 
 
-@older
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     cfg = Config(model=SHAPES[shape], backend=DDPConfig())
@@ -122,7 +114,9 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(torch.randn(B, T, C, requires_grad=True)).sum()
     kept = sum(4 * each.width for each in tensors if each.needed) + 4 * C
-    assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=0.02)
+    # Without grouped-query attention on CPUs (torch 2.8), each query head keeps its own key and value.
+    tolerance = 0.02 if compat.CPU_SHARES_HEADS else 0.06
+    assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b"])
