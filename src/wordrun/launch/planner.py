@@ -69,7 +69,10 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
         name, n, have = shared[0]
         note = f"{n} ranks share {have} device{'s' * (have > 1)} on {name} ({ranks.why}); NCCL allows one rank each"
         job = replace(job, notes=(*job.notes, note))
-    return job, site, ranks, choose(options.launcher, ranks.np, env, job, site)
+    launcher = choose(options.launcher, ranks.np, env, job, site, options)
+    if launcher.note:
+        job = replace(job, notes=(*job.notes, launcher.note))
+    return job, site, ranks, launcher
 
 
 def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity | None) -> Decided:
