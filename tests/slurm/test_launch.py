@@ -123,6 +123,16 @@ def test_a_bare_srun(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
     assert json.loads(path.read_text())["world"]["size"] == 4
 
 
+WHERE = "import sys, wordrun.dist as d; w = d.identify(); sys.stdout.write(f'{w.launcher} {w.rank} of {w.size}\\n')"
+
+
+@pytest.mark.parametrize("outer", [["salloc", "-N2", "-n2"], ["srun", "-n1"]], ids=["salloc", "interactive step"])
+def test_a_bare_mpiexec_in_a_job(cluster: Cluster, outer: list[str]) -> None:
+    """Hydra starts its daemons as tasks of srun."""
+    got = cluster.run(*outer, "mpiexec", "-n", "2", sys.executable, "-c", WHERE)
+    assert sorted(got.stdout.splitlines()) == ["hydra 0 of 2", "hydra 1 of 2"], got.stderr
+
+
 def test_an_array_job(cluster: Cluster, tmp_path: Path) -> None:
     line = "launch -n 2 sh -c 'echo $SLURM_ARRAY_TASK_ID:$RANK:$MASTER_PORT'"
     got = cluster.run("sbatch", "--wait", batch(tmp_path, line, array="1-2", ntasks="2"))
