@@ -81,6 +81,15 @@ def test_each_problem_has_its_remedy(
     assert remedy in bad[0].remedy
 
 
+@pytest.mark.parametrize(("library", "state"), [("MPICH Version: 5.0.2", "warning"), ("", "ok")])
+def test_mpi_is_called_unused_only_where_there_is_none(plan: LaunchPlan, library: str, state: str) -> None:
+    lines = [{**rank, "mpi_size": None, "mpi_unused": library} for rank in ranks()]
+    (finding,) = (finding for finding in doctor.of_ranks(plan, lines, 0, "") if finding.check == "MPI")
+    assert finding.state == state
+    assert ("not used" in finding.found) == (not library)
+    assert ("srun does not start MPICH Version: 5.0.2" in finding.found) == bool(library)
+
+
 def test_ranks_that_do_not_answer(plan: LaunchPlan) -> None:
     (finding,) = doctor.of_ranks(plan, ranks()[:3], 1, "line\nsrun: error: n2: task 3: Killed\n")
     assert finding.state == "wrong"

@@ -73,9 +73,9 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     # Only Python programs are assumed to need torch's memory.
     runs_python = re.search(r"python|\.py\b|wordrun", " ".join(options.command))
     crowded = check_crowd(options, job, ranks, cgroup.memory() if runs_python else None)
-    if crowded:
-        job = replace(job, notes=(*job.notes, crowded))
-    return job, site, ranks, choose(options.launcher, ranks.np, env, job, site)
+    launcher = choose(options.launcher, ranks.np, env, job, site, options)
+    job = replace(job, notes=(*job.notes, *filter(None, (crowded, launcher.note))))
+    return job, site, ranks, launcher
 
 
 def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity | None) -> Decided:

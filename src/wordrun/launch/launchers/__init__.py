@@ -14,19 +14,22 @@ from wordrun.launch.launchers.openmpi import OpenMPI
 from wordrun.launch.launchers.pals import PALS
 from wordrun.launch.launchers.srun import Srun
 from wordrun.launch.launchers.torchrun import Torchrun
+from wordrun.launch.request import Options
 from wordrun.launch.site import UNKNOWN, Site
 
 LAUNCHERS: dict[str, type[Launcher]] = {each.name: each for each in (PALS, Hydra, OpenMPI, Srun, Torchrun, Local)}
 """By name, as in --launcher."""
 
 
-def choose(wanted: str | None, np: int, env: Mapping[str, str], job: Job, site: Site = UNKNOWN) -> Launcher:
+def choose(
+    wanted: str | None, np: int, env: Mapping[str, str], job: Job, site: Site = UNKNOWN, options: Options | None = None
+) -> Launcher:
     """Return the launcher named by ``--launcher``, else the best one on this machine or in this job for ``np`` ranks.
 
     Raises:
         ConfigError: it was not found, or does not support what is requested.
     """
-    search = Search(wanted, np, env, job, site, LAUNCHERS)
+    search = Search(wanted, np, env, job, site, LAUNCHERS, options or Options())
     kind = LAUNCHERS[wanted] if wanted else next((each for each in LAUNCHERS.values() if each.is_default(search)), None)
     if kind:
         return kind.find(search)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from wordrun.errors import ConfigError
@@ -34,6 +34,8 @@ class Launcher:
     """The program to run; empty: none."""
     why: str = ""
     """Why it was chosen."""
+    note: str = ""
+    """What the user should know before it starts the ranks."""
 
     name: ClassVar[str]
     scheduler: ClassVar[str] = ""
@@ -167,6 +169,7 @@ class Search:
     site: Site
     launchers: Mapping[str, type[Launcher]]
     """All launchers by name."""
+    options: Options = field(default_factory=Options)
 
     def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
         """Return the first mpiexec of one of these kinds, and notes on what was passed over before it.
