@@ -9,9 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wordrun.errors import REQUEUE, UserError
+from wordrun.errors import REQUEUE, UserError, short_lines
 from wordrun.launch import record
 from wordrun.launch.job import short
+from wordrun.launch.launchers import choose
+from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _launch(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        for line in str(error).splitlines():
+        for line in short_lines(str(error)):
             print(f"launch: {line}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:  # before anything was started
@@ -110,11 +112,15 @@ def _run(options: Options, plan: LaunchPlan) -> int:
 
 
 def _info(options: Options) -> int:
-    job, site, ranks, launcher = look_around(options)
+    job, site, ranks = look_around(options)
+    try:
+        launcher, missing = choose(options.launcher, ranks.np, os.environ, job, site), ""
+    except NoLauncherError as error:
+        launcher, missing = None, str(error)
     if job.ends_at is None:
         scheduler = SCHEDULERS[job.scheduler]
         end = scheduler.end_time(job.id, within_s=3)
         if end is not None:
             job = replace(job, ends_at=end, reasons={**job.reasons, "time_left": scheduler.end_query[0]})
-    print(record.info(job, site, ranks, launcher, as_json=options.json))
+    print(record.info(job, site, ranks, launcher, missing, as_json=options.json))
     return 0
