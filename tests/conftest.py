@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 import forked
 
@@ -64,10 +65,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = item.path.relative_to(ROOT / "tests").parts[0]
         item.add_marker(getattr(pytest.mark, tier))
-        # What one worker of pytest-xdist takes as a whole: a file, or all that use the one cluster or many ranks.
-        item.add_marker(pytest.mark.xdist_group(tier if tier in ("dist", "slurm", "pbs") else item.path.name))
         if missing[tier]:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing[tier]}"))
+
+
+class OneAtATime(LoadFileScheduling):
+    """Gives whole files to the workers of pytest-xdist, and all files of a tier that needs the machine to one worker.
+
+    The marker ``xdist_group`` would do, but pytest-xdist 3.8 silently ignores it with pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        tier = nodeid.split("/")[1]
+        return tier if tier in ("dist", "slurm", "pbs") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneAtATime:
+    """Replace the scheduler that ``--dist`` names."""
+    return OneAtATime(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

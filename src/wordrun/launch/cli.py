@@ -90,6 +90,8 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     while True:
         last: list[str] | None = [] if retries or may_move else None
         begun = time.monotonic()
+        if plan.launcher.in_between:
+            say(f"starting {record.size(plan)} with {plan.launcher.name}")
         status = run(plan, last)
         met = time.monotonic() - begun > MEETING_S
         if status not in (0, REQUEUE) and last and may_move and not met and port_taken(last, plan.decided.port):

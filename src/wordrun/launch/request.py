@@ -26,6 +26,7 @@ class Options:
     site: str | None = None
     scheduler: str | None = None
     launcher: str | None = None
+    oversubscribe: bool = False
     cpu_bind: str | None = None
     env: tuple[tuple[str, str], ...] = ()
     """(NAME, VALUE) pairs in the order given; the last value of a name wins."""

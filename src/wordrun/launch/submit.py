@@ -138,6 +138,8 @@ def passed_on(options: Options, scheduler: Scheduler) -> list[str]:
             continue
         if option.field == "env":
             words += [word for name, text in value for word in (option.names[-1], f"{name}={text}")]
+        elif value is True:
+            words.append(option.names[0])
         else:
             text = f"{value:.15g}" if isinstance(value, float) else f"{value}"
             words += [option.names[0], shlex.join(value) if isinstance(value, tuple) else text]
