@@ -305,7 +305,7 @@ def test_every_option_reaches_the_job(option: Option) -> None:
     elif option in SUBMISSION:
         assert text != plain  # a directive, or what happens at the end
     else:
-        given = f" {option.names[0]} {value if option.names[0] != '--launcher-args' else shlex.quote(value)} "
+        given = f" {shlex.join([option.names[0], *([value] if option.metavar else [])])} "
         assert [line.count(given) for line in lines] == [1, 1], text  # setup_job and launch
 
 

@@ -75,6 +75,7 @@ def _launch(options: Options) -> int:
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once if the port was taken, and up to --retries times without failed hosts."""
+    from wordrun.launch.kills import Kills
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
     from wordrun.launch.tail import classify, port_taken
@@ -84,22 +85,23 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     if plan.decided.run.resume:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     left_out: frozenset[str] = frozenset()
-    retries = options.retries
+    retries, kills = options.retries, Kills()
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
     while True:
-        last: list[str] | None = [] if retries or may_move else None
         begun = time.monotonic()
         if plan.launcher.in_between:
             say(f"starting {record.size(plan)} with {plan.launcher.name}")
-        status = run(plan, last)
+        outcome = run(plan, keep_lines=bool(retries or may_move))
+        status, last = outcome.status, outcome.last_lines
         met = time.monotonic() - begun > MEETING_S
-        if status not in (0, REQUEUE) and last and may_move and not met and port_taken(last, plan.decided.port):
+        if status not in (0, REQUEUE) and may_move and not met and port_taken(last, plan.decided.port):
             may_move = False
             say(f"port {plan.decided.port} was taken in the meantime: launching again with another")
         else:
-            fault = classify(last or (), status)
+            fault = classify(last, status) or kills.fault(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
             if fault is None or retries == 0:
+                say(kills.refusal if options.retries else "")
                 return status
             retries -= 1
             left_out |= set(map(short, fault.hosts))
