@@ -82,3 +82,17 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(dtype: str, tmp_path: Path) -> N
     on, record = train(tmp_path / "on", *words, f"train.resume={checkpoint}")
     assert record["resumed_from"]["step"] == 10
     assert [m["loss"] for m in on] == pytest.approx([m["loss"] for m in whole], rel=1e-5 if dtype == "fp32" else 1e-3)
+
+
+def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "wordrun", *SMALL, "model.batch_size=2000000", f"hydra.run.dir={tmp_path / 'run'}"]
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=170)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "not enough memory: this run needs about" in refused.stderr
+    assert "The largest model.batch_size that fits is" in refused.stderr
+    done = subprocess.run([*words, "train.check_memory=false"], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("out of memory on ")
+    assert "torch's allocator used" in lines[1]
+    assert "Traceback" not in done.stderr

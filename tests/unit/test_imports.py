@@ -51,7 +51,8 @@ MAY_USE: dict[str, set[str]] = {
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},
-    "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments", "compat"},
+    # A run that cannot fit is refused, by the plan's estimate.
+    "train": PARALLEL | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
     "arguments": {"errors", "config"},
