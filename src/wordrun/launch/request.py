@@ -53,6 +53,8 @@ class Options:
     """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
     version: bool = False
+    typed: tuple[str, ...] = ()
+    """The words before the command."""
     command: tuple[str, ...] = ()
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from wordrun.errors import REQUEUE, ConfigError
+from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.plan import LaunchPlan
@@ -58,9 +58,6 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                     job.warn_before_end(margin)
                 status = _watch(job, arrived)
                 job.repeat_what_failed()
-                if status == REQUEUE:
-                    run_id = plan.env["WORDRUN_RUN_ID"]
-                    say(f"stopped early, with its state saved (exit status {REQUEUE}): run {run_id} can be resumed")
                 if last_lines is not None and not job.stopped_by:
                     last_lines += job.tail.lines()
     finally:
