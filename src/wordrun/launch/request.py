@@ -53,7 +53,7 @@ class Options:
     """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
     version: bool = False
-    typed: tuple[str, ...] = ()
+    typed: tuple[str, ...] = field(default=(), compare=False)
     """The words before the command."""
     command: tuple[str, ...] = ()
 
