@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from wordrun import cli
 from wordrun.train import hints
 from wordrun.train.hints import next_steps, own_command
 
+if TYPE_CHECKING:
+    from conftest import Start
+
+Words = Callable[..., list[str]]
 WORDS = ["data=sample", "train.max_iters=50", "train.resume=auto", "data.mix={a: 1}"]
 
 
@@ -62,7 +71,7 @@ def test_a_stopped_run_is_continued_as_it_was_launched(run: Path, monkeypatch: p
         "launch", "-N", "2", "--env", "A=b c", "wordrun", "data=sample", "train.max_iters=50", "data.mix={a: 1}",
         "train.resume=runs/a",
     ]  # fmt: skip
-    assert next_steps(run, (), 8, 50, finished=False).endswith(": the same options, and train.resume=runs/a")
+    assert next_steps(run, (), 8, 50, finished=False).endswith("  the same options, with train.resume=runs/a")
 
 
 def test_a_run_without_a_checkpoint_has_no_next_step(tmp_path: Path) -> None:
@@ -75,3 +84,41 @@ def test_a_directory_is_quoted_for_hydra(name: str) -> None:
 
     parsed = OverridesParser.create().parse_override(hints.setting("train.resume", Path("runs") / name))
     assert str(parsed.value()).strip('"') == f"runs/{name}"
+
+
+OFFER = "an unfinished run with these options is at step 4; to continue it:"
+LOCK = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+
+
+def test_an_unfinished_run_is_offered(
+    small: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: Start
+) -> None:
+    def said(*words: str) -> str:
+        assert cli.main([*small("train.sample_tokens=0"), *words]) == 0
+        return capsys.readouterr().out
+
+    assert OFFER not in said()
+    (folder,) = tmp_path.glob("outputs/text/*/*")
+    assert OFFER not in said("train.max_iters=5")  # the first is finished
+    record = json.loads((folder / "run.json").read_text())
+    for path in tmp_path.glob("outputs/text/*/*"):
+        if path != folder:
+            shutil.rmtree(path)
+    (folder / "run.json").write_text(json.dumps({**record, "exit_reason": "stopped by SIGTERM, saved"}))
+    assert OFFER not in said("train.max_iters=6", "optimizer.learning_rate=1")
+    assert OFFER not in said("train.max_iters=4")
+    holder = start(sys.executable, "-c", LOCK, folder / ".lock", stdin=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert OFFER not in said("train.max_iters=6")
+    holder.kill()
+    holder.wait()
+    for path in tmp_path.glob("outputs/text/*/*"):
+        if path != folder:
+            shutil.rmtree(path)
+    text = said("train.max_iters=6", "train.resume=auto")
+    line = text[text.index(OFFER) :].splitlines()[1]
+    assert shlex.split(line)[-1] == f"train.resume={folder.relative_to(tmp_path)}"
+    assert cli.main(shlex.split(line)[1:]) == 0
+    assert "at step 4" in capsys.readouterr().out
+    assert json.loads((folder / "run.json").read_text())["steps"] == 6

@@ -45,12 +45,30 @@ def setting(key: str, path: Path) -> str:
     return f"{key}={path}" if re.fullmatch(r"[\w./+@:-]+", str(path), re.ASCII) else f'{key}="{path}"'
 
 
+def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: int, *more: str) -> str:
+    """Return the command line that continues the run in ``source``, or the options that do if there is no ``command``.
+
+    Args:
+        source: the run to continue.
+        run_dir: directory of this run, which has ``launch``'s record.
+        command: the command line that started each rank of this run; empty: it was started from Python.
+        ranks: number of ranks.
+        more: further options, which replace those in ``command``.
+    """
+    options = [*more, setting("train.resume", relative(source))]
+    if not command:
+        return f"the same options, with {' '.join(options)}"
+    keys = {option.partition("=")[0] for option in options}
+    kept = [word for word in command if word.partition("=")[0].lstrip("+") not in keys]
+    return shlex.join(launched([*kept, *options], run_dir, ranks))
+
+
 def next_steps(run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool) -> str:
     """Return what can be done next with the run in ``run_dir``; an empty string if it has no checkpoint.
 
     Args:
         run_dir: the run directory.
-        command: the command line that started each rank; empty: the run was started from Python.
+        command: the command line that started each rank; empty: the run was started from Python, or is complete.
         ranks: number of ranks.
         max_iters: train.max_iters.
         finished: whether it has taken all its steps.
@@ -58,18 +76,13 @@ def next_steps(run_dir: Path, command: Sequence[str], ranks: int, max_iters: int
     checkpoints = all_in(run_dir)
     if not checkpoints:
         return ""
-    shown = relative(run_dir)
-    resume = setting("train.resume", shown)
-    dropped = ("train.resume", "train.max_iters") if finished else ("train.resume",)
-    words = [word for word in command if word.partition("=")[0].lstrip("+") not in dropped]
-    again = launched([*words, *([f"train.max_iters={2 * max_iters}"] if finished else []), resume], run_dir, ranks)
     if not finished:
-        how = f"\n  {shlex.join(again)}" if command else f" the same options, and {resume}"
-        return f"to continue from step {checkpoints[-1].step}:{how}"
+        again = resume_command(run_dir, run_dir, command, ranks)
+        return f"to continue from step {checkpoints[-1].step}:\n  {again}"
     wordrun = shlex.join(command[:3]) if list(command[1:3]) == ["-m", "wordrun"] else "wordrun"
-    lines = [f"{wordrun} {each} run={shlex.quote(str(shown))}" for each in ("generate", "export")]
+    lines = [f"{wordrun} {each} run={shlex.quote(str(relative(run_dir)))}" for each in ("generate", "export")]
     if command:
-        lines.append(shlex.join(again))
+        lines.append(resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}"))
     return "\n  ".join([f"next: generate text, export the model{', train further' * bool(command)}", *lines])
 
 

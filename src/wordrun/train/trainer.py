@@ -19,7 +19,7 @@ from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
-from wordrun.train.hints import by_launch, next_steps, relative
+from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.language import LanguageTask
 from wordrun.train.metrics import Meter, device_name, mean_loss
@@ -275,6 +275,9 @@ class Trainer(Training):
         )  # fmt: skip
         self.task.announce(cfg.train.max_iters * self.examples_per_step)
         LOGGER.info("run directory: %s", relative(self.run.path))
+        if self.start.source is None and (found := resume.unfinished(cfg)):
+            again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)
+            LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
 
     def __enter__(self) -> Trainer:
         return self
