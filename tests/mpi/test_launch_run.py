@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -283,7 +284,9 @@ def test_a_run_that_has_saved_can_be_continued(
     record = read_record(tmp_path)
     assert record["exit_status"] == 75
     # That line, and nothing of a rank that failed.
-    said = f"launch: stopped early, with its state saved (exit status 75): run {record['run_id']} can be resumed\n"
+    again = shlex.join(["launch", *words, "python", str(tmp_path / "script.py")])
+    said = "launch: stopped early, with its state saved (exit status 75); to continue:\n"
+    said += f"  WORDRUN_RUN_ID={record['run_id']} WORDRUN_RESUME=auto {again}\n"
     assert re.sub(r"launch: starting .*\n", "", err) == said
 
 

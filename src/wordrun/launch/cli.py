@@ -70,7 +70,14 @@ def _launch(options: Options) -> int:
     if options.dry_run:
         print(record.dry_run(plan, as_json=options.json))
         return 0
-    return _run(options, plan)
+    from wordrun.launch.supervisor import say
+
+    status = _run(options, plan)
+    what, _, command = record.how_to_continue(plan, status).partition("\n")
+    say(what)
+    if command:
+        print(command, file=sys.stderr)  # without the prefix, to be pasted
+    return status
 
 
 def _run(options: Options, plan: LaunchPlan) -> int:

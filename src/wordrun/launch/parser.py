@@ -219,7 +219,7 @@ def parse(words: Sequence[str]) -> Options:
         values[option.field] = (*values.get(option.field, ()), read) if option.repeat else read
     if problems:
         raise ConfigError("\n".join(problems))
-    options = Options(**values, command=tuple(rest))
+    options = Options(**values, typed=tuple(words[: len(words) - len(rest)]), command=tuple(rest))
     if options.json and not (options.dry_run or options.info or options.doctor or options.submit):
         raise ConfigError("--json goes with --dry-run, --info, --doctor or --submit")
     if not options.submit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from wordrun.errors import short_lines
+from wordrun.errors import REQUEUE, short_lines
 from wordrun.files import replace
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
@@ -47,6 +48,7 @@ def mask_words(words: Sequence[str]) -> list[str]:
 def facts(plan: LaunchPlan) -> dict[str, Any]:
     """Return everything known about a launch before it starts, ready for JSON."""
     return {
+        "launch": ["launch", *mask_words(plan.options.typed)],
         "command": mask_words(plan.options.command),
         "argv": mask_words(plan.argv),
         "np": plan.ranks.np,
@@ -103,6 +105,24 @@ class Record:
 def _now() -> str:
     """Return the local time with its offset, in ISO 8601."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def how_to_continue(plan: LaunchPlan, status: int) -> str:
+    """Return what to tell the user after a launch that ended with ``status``; empty: nothing."""
+    words = [*facts(plan)["launch"], *mask_words(plan.options.command)]
+    again = f"  WORDRUN_RUN_ID={plan.env['WORDRUN_RUN_ID']} WORDRUN_RESUME=auto {shlex.join(words)}"
+    record = plan.env.get("WORDRUN_LAUNCH_RECORD", "")
+    # A wordrun run moves the record into its directory and leaves a link.
+    run_dir = Path(os.path.realpath(record)).parent if os.path.islink(record) else None
+    if status == REQUEUE:
+        saved = f"stopped early, with its state saved (exit status {REQUEUE})"
+        return saved if run_dir else f"{saved}; to continue:\n{again}"
+    if status == 0 or run_dir is None or not (run_dir / "checkpoints" / "latest").exists():
+        return ""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if json.loads((run_dir / "run.json").read_text())["exit_reason"].startswith("stopped by"):
+            return ""  # the run has said it
+    return f"to continue from the last checkpoint:\n{again}"
 
 
 def size(plan: LaunchPlan) -> str:

@@ -64,9 +64,6 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                     outcome.failed = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
                     outcome.memory = memory.killed_for_memory() or ""
                     say(outcome.memory)
-                if outcome.status == REQUEUE:
-                    run_id = plan.env["WORDRUN_RUN_ID"]
-                    say(f"stopped early, with its state saved (exit status {REQUEUE}): run {run_id} can be resumed")
                 if keep_lines and not job.stopped_by:
                     outcome.last_lines = job.tail.lines()
     finally:

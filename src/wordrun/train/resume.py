@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -14,10 +15,10 @@ from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import RENAMED, Config, to_plain
 from wordrun.dist.setup import seed_everything
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, UserError
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import rng
-from wordrun.train.run import Start, read_record
+from wordrun.train.run import Start, in_use, read_record
 from wordrun.train.training import Training
 
 FREE = {
@@ -34,6 +35,9 @@ FREE = {
     "backend": None, "tracker": None, "profiler": None, "hooks": None,
 }  # fmt: skip
 """Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
+
+# Where a new run begins, this many others are looked at for one to continue.
+NEWEST = 5
 
 
 def find(cfg: Config, world: dist.World) -> Start:
@@ -84,6 +88,27 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
             "add hydra.run.dir=DIR to branch off there, or remove the later checkpoints"
         )
     return run_dir, found
+
+
+def unfinished(cfg: Config) -> Folder | None:
+    """Return the newest checkpoint of an unfinished run that ``cfg`` could continue, among the newest below outputs/.
+
+    It must be below the folder of the same data, be in use by nobody, and have the same fixed options.
+    """
+    outputs, here = Path("outputs").absolute(), Path(cfg.run_dir).absolute()
+    if outputs not in here.parents or here.parent == outputs:
+        return None
+    runs = outputs.joinpath(here.relative_to(outputs).parts[0]).glob("*/*/")
+    options = fixed_options(cfg)
+    for run_dir in sorted(runs, key=lambda path: path.name, reverse=True)[:NEWEST]:
+        record, found = read_record(run_dir), folders.all_in(run_dir)[-1:]
+        if run_dir == here or not found or record.get("exit_reason") == "finished" or in_use(run_dir):
+            continue
+        with contextlib.suppress(UserError, KeyError):
+            theirs = found[0].manifest()["fixed"]
+            if found[0].step < cfg.train.max_iters and all(theirs.get(name) == options[name] for name in options):
+                return found[0]
+    return None
 
 
 def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[str, Any]]:
