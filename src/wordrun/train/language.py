@@ -63,9 +63,14 @@ class LanguageTask:
                 f"backend.tp={self.layout.tp}: use model.vocab_size={math.ceil(size / self.layout.tp) * self.layout.tp}"
             )
         try:
-            self.tokenizer.encode(self.cfg.train.sample_prompt)
+            if self._samples():
+                self.tokenizer.encode(self.cfg.train.sample_prompt)
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
+
+    def _samples(self) -> bool:
+        """Return whether the run generates samples."""
+        return self.cfg.train.sample_tokens > 0 and not self.tokenizer.missing
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
         """Return the weights that train.init_from names, each read on access; None: initialise randomly.
@@ -110,8 +115,8 @@ class LanguageTask:
         )
 
     def hooks(self) -> list[Hook]:
-        """Return the hooks of this task: samples."""
-        return [Sample()]
+        """Return the hooks of this task: samples, if the tokenizer has its vocabulary."""
+        return [Sample()] if self._samples() else []
 
     def generate(
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
@@ -174,6 +179,8 @@ class LanguageTask:
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
             self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
         )  # fmt: skip
+        if self.tokenizer.missing and self.cfg.train.sample_tokens:
+            LOGGER.warning("no samples: %s", self.tokenizer.missing)
         if corpus.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.banner, "*" * 80)
 
