@@ -107,15 +107,14 @@ FULL = """
 import json, sys
 import wordrun
 from wordrun import dist
-from wordrun.checkpoint import folder
-from wordrun.checkpoint.shards import FileSystemWriter
+from wordrun.checkpoint import folder, shards
 
 def fail(*args):
     raise OSError(28, "No space left on device")
 
 words = json.load(open(sys.argv[1]))
 with dist.session() as world:
-    for name, module, function, rank in (("begin", folder, "write_text", 0), ("write", FileSystemWriter, "write_data", 1)):
+    for name, module, function, rank in (("begin", folder, "write_text", 0), ("write", shards, "save_file", 1)):
         real = getattr(module, function)
 
         class Fail:

@@ -20,7 +20,7 @@ from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult
 from wordrun.backend.optimizer import Restored, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checkpoint import shards
+from wordrun.checkpoint import index, shards
 from wordrun.config import Config
 from wordrun.errors import ConfigError
 from wordrun.model import Model
@@ -160,7 +160,10 @@ class NativeBackend:
         mine = shards.to_write(state, self.layout, self.rank)
         copies = self.copies.take([*mine, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
         facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
-        return Save(facts, lambda folder, group: shards.write(folder, copies, group), in_background=True)
+        return Save(
+            facts, lambda folder: shards.write(folder, copies, self.rank), in_background=True,
+            finish=lambda folder: shards.write_index(folder, self.layout.size),
+        )  # fmt: skip
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
         """Read this rank's shards and its ``own`` tensors."""
@@ -169,12 +172,12 @@ class NativeBackend:
                 f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
                 f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
             )
-        stored = shards.stored_in(folder)
+        stored = index.load(folder)
         restored = Restored(self.optimizer, self.named_parameters(), stored)
-        mine = {name: shards.empty_like(stored[name]) for name in own}
+        mine = {name: stored[name].empty() for name in own}
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
-        shards.read(folder, weights | restored.tensors | mine)
+        shards.read(folder, weights | restored.tensors | mine, stored)
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+
+from wordrun.checkpoint.index import StoredTensor
 
 TENSOR, NUMBER = "optimizer.", "number."
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -55,10 +56,10 @@ class Restored:
     Args:
         optimizer: the optimizer; its parameter groups keep their options.
         parameters: this rank's parameters with their names.
-        stored: metadata of the checkpoint's tensors, by name.
+        stored: the checkpoint's tensors, by name.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Named, stored: Mapping[str, TensorStorageMetadata]) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Named, stored: Mapping[str, StoredTensor]) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
         self.tensors: dict[str, Tensor] = {}
         self._keys: dict[str, list[tuple[str, str]]] = {}
@@ -70,14 +71,14 @@ class Restored:
             for key, full in self._keys.get(name, ()):
                 self.tensors.setdefault(full, self._room(parameter, key, stored[full]))
 
-    def _room(self, parameter: nn.Parameter, key: str, facts: TensorStorageMetadata) -> Tensor:
+    def _room(self, parameter: nn.Parameter, key: str, facts: StoredTensor) -> Tensor:
         """Return the tensor to read a state into: the current one, or a new one sharded like the parameter."""
         present = self.optimizer.state.get(parameter, {}).get(key)
-        if isinstance(present, Tensor) and present.shape == facts.size:
+        if isinstance(present, Tensor) and present.shape == facts.shape:
             return present
         # State of a different shape than the parameter, such as a step count, is the same on every rank.
-        like = parameter.detach() if facts.size == parameter.shape else torch.empty(facts.size)
-        return torch.zeros_like(like, dtype=facts.properties.dtype)
+        like = parameter.detach() if facts.shape == parameter.shape else torch.empty(facts.shape)
+        return torch.zeros_like(like, dtype=facts.dtype)
 
     def load(self, shared: Mapping[str, float]) -> None:
         """Load the state in ``tensors`` into the optimizer.
