@@ -47,21 +47,27 @@ class Shard:
         return WriteItem(metadata.MetadataIndex(self.name, chunk.offsets), WriteItemType.SHARD, tensor_data=facts)
 
 
-def shard_of(name: str, tensor: Tensor) -> Shard:
-    """Return this rank's shard of ``tensor``, in the same memory."""
+def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> Shard:
+    """Return this rank's shard of ``tensor``, in the same memory; only of the first ``rows`` if the rest is padding."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return Shard(name, tensor.shape, (0,) * tensor.dim(), tensor)
-    return Shard(name, tensor.shape, compat.shard_offset(tensor), tensor.to_local())
+    shape, offset, data = tensor.shape, (0,) * tensor.dim(), tensor
+    if isinstance(tensor, DTensor):
+        offset, data = compat.shard_offset(tensor), tensor.to_local()
+    if rows is not None:
+        shape, data = torch.Size((rows, *shape[1:])), data[: max(0, rows - offset[0])]
+    return Shard(name, shape, offset, data)
 
 
-def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[Shard]:
+def to_write(
+    tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None
+) -> list[Shard]:
     """Return the shards that ``rank`` writes; ranks that hold the same shards divide them evenly.
 
     Args:
         tensors: this rank's tensors; ranks with the same shards must pass them in the same order.
         layout: ranks that differ only along axes over which a tensor is not sharded hold the same shard.
         rank: this rank.
+        rows: number of rows to write, by name, of tensors that end in padding.
     """
     coordinate = {axis: layout.index(rank, axis) for axis in ("replicate", "shard", "tp")}
     sizes = {"replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp}
@@ -81,7 +87,7 @@ def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[S
         writer = loads.index(min(loads))
         loads[writer] += tensor.numel()
         if writer == copy:
-            shard = shard_of(name, tensor)
+            shard = shard_of(name, tensor, (rows or {}).get(name))
             if shard.data.numel():  # where there are more ranks than rows, some have none
                 chosen.append(shard)
     return chosen
@@ -152,15 +158,22 @@ def empty_like(stored: metadata.TensorStorageMetadata) -> Tensor:
     return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
-def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
-    """Fill ``tensors``, or this rank's shards of distributed ones, with the values in ``folder``.
+def read(folder: Path, tensors: Mapping[str, Tensor | Shard], *, alone: bool = False) -> None:
+    """Fill ``tensors``, or shards, or this rank's shards of distributed tensors, with the values in ``folder``.
 
     Args:
         folder: a checkpoint.
         tensors: tensors to fill, by their names in the checkpoint; ranks may read different ones.
         alone: read without other ranks; otherwise all ranks must call this.
     """
-    wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+    wanted: dict[str, Any] = {
+        name: torch.empty(tensor.shape, dtype=tensor.data.dtype) if isinstance(tensor, Shard) else tensor.detach()
+        for name, tensor in tensors.items()
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         state_dict_loader.load(wanted, storage_reader=FileSystemReader(os.fspath(folder)), no_dist=alone)
+    for name, shard in tensors.items():
+        if isinstance(shard, Shard):
+            window = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.data.shape, strict=True))
+            shard.data.copy_(wanted[name][window])
