@@ -103,7 +103,7 @@ def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, t
     run = json.loads((tmp_path / "four" / "run.json").read_text())
     assert run["world"]["size"] == 4
     assert run["world"]["nodes"] == 2
-    assert together.stdout.count("metrics (same names in metrics.jsonl") == 1
+    assert together.stdout.count("rank 0 of 4 on") == 1
 
 
 def test_the_smoke_check(cluster: Cluster) -> None:

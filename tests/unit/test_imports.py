@@ -24,13 +24,14 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"version", "errors", "files", "slurm", "ports", "run_id", "log"}
+BASE = {"version", "errors", "files", "cgroup", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {"dist", "config", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "files": set(),
+    "cgroup": set(),
     "devices": set(),
     "validation": {"errors"},
     "slurm": {"errors"},

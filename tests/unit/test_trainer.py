@@ -33,7 +33,7 @@ from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
-from wordrun.train.metrics import LEGEND
+from wordrun.train.hooks import Hook, standard
 from wordrun.train.trainer import Summary, Trainer
 
 if TYPE_CHECKING:
@@ -146,10 +146,48 @@ def test_samples_come_at_their_steps(learned: tuple[Path, Summary, Config]) -> N
 
 def test_the_log_explains_and_reports(learned: tuple[Path, Summary, Config]) -> None:
     text = (learned[0] / "log.txt").read_text()
-    assert [name for name in LEGEND if not re.search(rf"^  {name} +\S", text, re.MULTILINE)] == []
+    assert "batch: 16 sequences = 1 rank x 16 x 1 accumulation" in text
     assert "step 250/250  loss" in text
     assert f"validation loss {learned[1].val_loss:.4f}" in text
     assert "plots/loss.png" in text
+
+
+def steps_shown(folder: Path) -> list[int]:
+    """Return the steps whose metrics a run's log shows."""
+    return [int(step) for step in re.findall(r"INFO step (\d+)/\d+  loss", (folder / "log.txt").read_text())]
+
+
+def test_the_log_has_a_line_of_metrics_every_few_seconds(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = small("train.max_iters=20", "train.log_interval=1")
+    monkeypatch.setattr(standard, "LINE_S", 1000)
+    _, lines = run(words, tmp_path / "rare")
+    assert steps_shown(tmp_path / "rare") == [1, 20]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 21))
+    monkeypatch.setattr(standard, "LINE_S", 0)
+    run(words, tmp_path / "all")
+    assert steps_shown(tmp_path / "all") == list(range(1, 21))
+
+
+def test_the_log_shows_the_last_step_of_a_run_that_stops_early(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Hook):
+        def __init__(self) -> None:
+            self.step = 0
+
+        def after_step(self, trainer: Any) -> None:
+            self.step = trainer.step
+
+        def stop_reason(self) -> str:
+            return "enough" if self.step == 7 else ""
+
+    monkeypatch.setattr(standard, "LINE_S", 1000)
+    words = small("train.max_iters=20", "train.log_interval=1", f"hydra.run.dir={tmp_path}/run")
+    with Trainer(wordrun.compose(words), hooks=[Enough()]) as trainer:
+        trainer.train()
+    assert steps_shown(tmp_path / "run") == [1, 7]
 
 
 @pytest.mark.parametrize("name", ["loss", "throughput"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ MEETING_S = 600.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``launch`` with ``argv`` (default: the command line) and return its exit status."""
+    warnings = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in warnings:  # a handler is not inherited by the ranks, as ignoring would be
+        signal.signal(number, lambda number, frame: None)
     try:
         return _launch(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
@@ -35,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # launch --help | head -1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    finally:
+        for number in warnings:  # Python drops its handlers before the process ends
+            signal.signal(number, signal.SIG_IGN if argv is None else signal.SIG_DFL)
 
 
 def _launch(options: Options) -> int:
@@ -81,6 +88,8 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     while True:
         last: list[str] | None = [] if retries or may_move else None
         begun = time.monotonic()
+        if plan.launcher.in_between:
+            say(f"starting {record.size(plan)} with {plan.launcher.name}")
         status = run(plan, last)
         met = time.monotonic() - begun > MEETING_S
         if status not in (0, REQUEUE) and last and may_move and not met and port_taken(last, plan.decided.port):

@@ -10,13 +10,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from wordrun import cgroup
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address
 from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan, build
-from wordrun.launch.ranks import decide_ranks
+from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask_words
 from wordrun.launch.request import Decided, Identity, Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS, find_job
@@ -69,6 +70,11 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
         name, n, have = shared[0]
         note = f"{n} ranks share {have} device{'s' * (have > 1)} on {name} ({ranks.why}); NCCL allows one rank each"
         job = replace(job, notes=(*job.notes, note))
+    # Only Python programs are assumed to need torch's memory.
+    runs_python = re.search(r"python|\.py\b|wordrun", " ".join(options.command))
+    crowded = check_crowd(options, job, ranks, cgroup.memory() if runs_python else None)
+    if crowded:
+        job = replace(job, notes=(*job.notes, crowded))
     return job, site, ranks, choose(options.launcher, ranks.np, env, job, site)
 
 

@@ -104,14 +104,18 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def size(plan: LaunchPlan) -> str:
+    """Return the number of ranks and hosts, for people to read."""
+    return f"{plan.ranks.np} rank{'s' * (plan.ranks.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
+
+
 def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     """Return what would run: as JSON, or as shell commands that can be pasted, with the reasons as comments."""
     if as_json:
         return json.dumps(facts(plan), indent=2)
-    ranks = f"{plan.ranks.np} rank{'s' * (plan.ranks.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
     launcher = f"{plan.launcher.name} {plan.launcher.path}".strip()
     lines = [
-        f"# {ranks}: {plan.reasons['ranks']}",
+        f"# {size(plan)}: {plan.reasons['ranks']}",
         f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'not one of the known sites')})",
         f"# scheduler: {plan.job.scheduler} {plan.job.id} ({plan.reasons['scheduler']})".replace("  ", " "),
         f"# hosts: {' '.join(plan.hosts[:SHOWN])}{' ...' * (len(plan.hosts) > SHOWN)} ({plan.reasons['hosts']})",

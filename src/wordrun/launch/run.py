@@ -15,6 +15,7 @@ from typing import IO, Any
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import PASSED_ON
+from wordrun.launch.oom import OomWatch
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
@@ -46,6 +47,7 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                 file.write(text)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
+        memory = OomWatch()
         with _signals() as arrived:
             try:
                 child = _start(plan, env, stdout=idle, stderr=idle or plan.ranks.np > 1 or last_lines is not None)
@@ -58,6 +60,8 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                     job.warn_before_end(margin)
                 status = _watch(job, arrived)
                 job.repeat_what_failed()
+                if status not in (0, REQUEUE) and not job.stopped_by and (evidence := memory.killed_for_memory()):
+                    say(evidence)
                 if status == REQUEUE:
                     run_id = plan.env["WORDRUN_RUN_ID"]
                     say(f"stopped early, with its state saved (exit status {REQUEUE}): run {run_id} can be resumed")
@@ -92,7 +96,10 @@ def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool)
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
         stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
-        preexec_fn=processes.before_exec(own_group=own_group, death_signal=plan.launcher.death_signal),
+        preexec_fn=processes.before_exec(
+            own_group=own_group, death_signal=plan.launcher.death_signal,
+            ignored=(signal.SIGUSR1,) if plan.options.trains else (),
+        ),
     )  # fmt: skip
 
 

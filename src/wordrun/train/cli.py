@@ -70,11 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(cfg: Config, world: dist.World) -> int:
     """Train with ``cfg`` as rank ``world.rank``; return the exit status."""
     with exit_when_stopped(world):
+        handle = log.start(world.rank)
+        ranks = f" on {world.size} ranks" if world.size > 1 else ""
+        log.LOGGER.info("wordrun %s: loading torch%s", __version__, ranks)
         # Not at the top: --help should not wait for torch, and MPI has to start before torch.
         from wordrun.train.stop import Interrupted
         from wordrun.train.trainer import Trainer
-
-        handle = log.start(world.rank)
     try:
         with exit_when_stopped(world):
             trainer = Trainer(cfg, world, handle)

@@ -256,14 +256,16 @@ class Trainer(Training):
 
     def _announce(self, facts: dict[str, Any]) -> None:
         cfg, world = self.cfg, self.world
-        LOGGER.info("%s %s, launcher %s (%s)", world, world.host, world.launcher, world.source)
+        on = f"{world.host} ({facts['device_name']})" + (f", {world.nodes} nodes" if world.nodes > 1 else "")
+        LOGGER.info("rank 0 of %d on %s; launcher %s (%s)", world.size, on, world.launcher, world.source)
         LOGGER.info(
-            "%s: %s parameters, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
-            facts["dtype"], facts["device_name"],
+            "model %s: %s parameters, %s, %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
+            facts["dtype"],
         )  # fmt: skip
+        ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(
-            "batch: %d sequences = %d data-parallel ranks x %d x %d accumulation", self.examples_per_step,
-            self.layout.dp, cfg.model.batch_size, self.gas,
+            "batch: %d sequences = %s x %d x %d accumulation", self.examples_per_step, ranks, cfg.model.batch_size,
+            self.gas,
         )  # fmt: skip
         self.task.announce(cfg.train.max_iters * self.examples_per_step)
         LOGGER.info("run directory: %s", _relative(self.run.path))
