@@ -46,21 +46,27 @@ def file_of(rank: int) -> str:
     return f"shards-{rank:05d}{SUFFIX}"
 
 
-def shard_of(name: str, tensor: Tensor) -> Shard:
-    """Return this rank's shard of ``tensor``, in the same memory."""
+def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> Shard:
+    """Return this rank's shard of ``tensor``, in the same memory; only of the first ``rows`` if the rest is padding."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return Shard(name, tensor.shape, (0,) * tensor.dim(), tensor)
-    return Shard(name, tensor.shape, compat.shard_offset(tensor), tensor.to_local())
+    shape, offset, data = tensor.shape, (0,) * tensor.dim(), tensor
+    if isinstance(tensor, DTensor):
+        offset, data = compat.shard_offset(tensor), tensor.to_local()
+    if rows is not None:
+        shape, data = torch.Size((rows, *shape[1:])), data[: max(0, rows - offset[0])]
+    return Shard(name, shape, offset, data)
 
 
-def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[Shard]:
+def to_write(
+    tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None
+) -> list[Shard]:
     """Return the shards that ``rank`` writes; ranks that hold the same shards divide them evenly.
 
     Args:
         tensors: this rank's tensors; ranks with the same shards must pass them in the same order.
         layout: ranks that differ only along axes over which a tensor is not sharded hold the same shard.
         rank: this rank.
+        rows: number of rows to write, by name, of tensors that end in padding.
     """
     coordinate = {axis: layout.index(rank, axis) for axis in ("replicate", "shard", "tp")}
     sizes = {"replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp}
@@ -80,7 +86,7 @@ def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[S
         writer = loads.index(min(loads))
         loads[writer] += tensor.numel()
         if writer == copy:
-            shard = shard_of(name, tensor)
+            shard = shard_of(name, tensor, (rows or {}).get(name))
             # Where there are more ranks than rows, some have none.
             if shard.data.numel() or not tensor.numel():
                 chosen.append(shard)
@@ -152,8 +158,8 @@ def write_index(folder: Path, ranks: int = 1) -> list[str]:
     return [INDEX]
 
 
-def read(folder: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None) -> None:
-    """Fill ``tensors``, or this rank's shards of distributed ones, with the values in ``folder``.
+def read(folder: Path, tensors: Mapping[str, Tensor | Shard], stored: Mapping[str, StoredTensor] | None = None) -> None:
+    """Fill ``tensors``, or shards, or this rank's shards of distributed tensors, with the values in ``folder``.
 
     Args:
         folder: a checkpoint.
@@ -166,7 +172,8 @@ def read(folder: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Store
     stored = index.load(folder) if stored is None else stored
     by_file: dict[str, list[_Part]] = {}
     for name, tensor in tensors.items():
-        shard, found = shard_of(name, tensor), stored.get(name)
+        shard = tensor if isinstance(tensor, Shard) else shard_of(name, tensor)
+        found = stored.get(name)
         if found is None or found.shape != shard.shape:
             there = "is missing" if found is None else f"has the shape {list(found.shape)}"
             raise DamagedError(f"{folder} is damaged: {name} {there}, and should have {list(shard.shape)}")
