@@ -1,6 +1,6 @@
 """Tiers, and what every test may count on.
 
-A test belongs to the tier that its folder names: unit, dist, mpi, slurm or gpu. A tier whose means are missing is
+A test belongs to the tier that its folder names: unit, dist, mpi, slurm, pbs or gpu. A tier whose means are missing is
 skipped with what it needs; under ``CI=true`` a tier that ought to run and did not makes the whole run fail.
 """
 
@@ -23,8 +23,8 @@ import forked
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-TIERS = ("unit", "dist", "mpi", "slurm", "gpu")
-# What CI's machines have: none has a GPU.
+TIERS = ("unit", "dist", "mpi", "slurm", "pbs", "gpu")
+# What CI's machines have: none has a GPU or PBS.
 EXPECTED_IN_CI = ("unit", "dist", "mpi", "slurm")
 
 
@@ -37,6 +37,10 @@ def _missing(tier: str) -> str | None:
             if not shutil.which(daemon):
                 return f"{daemon}: apt-get install slurm-wlm munge"
         return None if os.geteuid() == 0 else "root, which starts the cluster's daemons"
+    if tier == "pbs":
+        if not os.path.exists("/etc/pbs.conf"):
+            return "OpenPBS, which no Debian has: build it from its sources, and run its pbs_postinstall"
+        return None if os.geteuid() == 0 else "root, which makes the hosts' namespaces"
     if tier == "gpu":
         import torch
 
@@ -73,7 +77,7 @@ class OneAtATime(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         tier = nodeid.split("/")[1]
-        return tier if tier in ("dist", "slurm") else super()._split_scope(nodeid)
+        return tier if tier in ("dist", "slurm", "pbs") else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneAtATime:

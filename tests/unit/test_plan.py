@@ -198,11 +198,12 @@ def advice(*words: str) -> Advice:
 def test_bytes_sent_are_those_of_the_papers() -> None:
     rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
     sent = {name: row.memory["none"].sent for name, row in rows.items()}
-    count = models.meta_model(rows["DDP"].strategy.cfg.model, 50257).num_parameters()
-    ring = 7 / 8
+    cfg, ring = rows["DDP"].strategy.cfg.model, 7 / 8
+    # DeepSpeed's without padding.
+    count, unpadded = (models.meta_model(cfg, 50257, multiple=n).num_parameters() for n in (128, 1))
     assert sent["DDP"] == pytest.approx(2 * ring * 4 * count)  # a ring's all-reduce of fp32 gradients
-    assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * count)  # ZeRO, section 7.1: 2 psi
-    assert sent["ZeRO-3"] == pytest.approx(3 * ring * 2 * count)  # section 7.2: 3 psi
+    assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * unpadded)  # ZeRO, section 7.1: 2 psi
+    assert sent["ZeRO-3"] == pytest.approx(3 * ring * 2 * unpadded)  # section 7.2: 3 psi
     assert sent["FSDP, ZeRO-3"] == pytest.approx(ring * (2 * 2 + 4) * count)
     assert sent["FSDP like ZeRO-2"] == pytest.approx(ring * (2 + 4) * count)
 
@@ -314,7 +315,7 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
     class OtherModel(ModelConfig):
         pass
 
-    found = plan(["model=gpt2"])
+    found = plan(["model=gpt2", "model.vocab_size=50304"])
     row = found.planner.first_that_fits("new", [OtherBackend()])
     assert row == Unavailable("new", "no estimate for train.backend=DDP", "no estimate")
     show.show(log.console(), replace(found, rows=[row]))
@@ -390,7 +391,8 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "launch", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
     ]  # fmt: skip
     ddp = next(each for each in found["strategies"] if each["name"] == "DDP")
-    assert ddp["memory"]["none"]["parameters"] == 4 * found["parameters"]
+    padding = (50304 - 50257) * 768
+    assert ddp["memory"]["none"]["parameters"] == 4 * (found["parameters"] + padding)
 
 
 def test_the_plan_as_text(command: Command) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -25,13 +26,14 @@ import yaml
 from matplotlib.image import imread
 
 import wordrun
-from wordrun import cli, compat
+from wordrun import cli, compat, export, generate
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
+from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
-from wordrun.train.metrics import LEGEND
+from wordrun.train.hooks import Hook, standard
 from wordrun.train.trainer import Summary, Trainer
 
 if TYPE_CHECKING:
@@ -144,10 +146,48 @@ def test_samples_come_at_their_steps(learned: tuple[Path, Summary, Config]) -> N
 
 def test_the_log_explains_and_reports(learned: tuple[Path, Summary, Config]) -> None:
     text = (learned[0] / "log.txt").read_text()
-    assert [name for name in LEGEND if not re.search(rf"^  {name} +\S", text, re.MULTILINE)] == []
+    assert "batch: 16 sequences = 1 rank x 16 x 1 accumulation" in text
     assert "step 250/250  loss" in text
     assert f"validation loss {learned[1].val_loss:.4f}" in text
     assert "plots/loss.png" in text
+
+
+def steps_shown(folder: Path) -> list[int]:
+    """Return the steps whose metrics a run's log shows."""
+    return [int(step) for step in re.findall(r"INFO step (\d+)/\d+  loss", (folder / "log.txt").read_text())]
+
+
+def test_the_log_has_a_line_of_metrics_every_few_seconds(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = small("train.max_iters=20", "train.log_interval=1")
+    monkeypatch.setattr(standard, "LINE_S", 1000)
+    _, lines = run(words, tmp_path / "rare")
+    assert steps_shown(tmp_path / "rare") == [1, 20]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 21))
+    monkeypatch.setattr(standard, "LINE_S", 0)
+    run(words, tmp_path / "all")
+    assert steps_shown(tmp_path / "all") == list(range(1, 21))
+
+
+def test_the_log_shows_the_last_step_of_a_run_that_stops_early(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Hook):
+        def __init__(self) -> None:
+            self.step = 0
+
+        def after_step(self, trainer: Any) -> None:
+            self.step = trainer.step
+
+        def stop_reason(self) -> str:
+            return "enough" if self.step == 7 else ""
+
+    monkeypatch.setattr(standard, "LINE_S", 1000)
+    words = small("train.max_iters=20", "train.log_interval=1", f"hydra.run.dir={tmp_path}/run")
+    with Trainer(wordrun.compose(words), hooks=[Enough()]) as trainer:
+        trainer.train()
+    assert steps_shown(tmp_path / "run") == [1, 7]
 
 
 @pytest.mark.parametrize("name", ["loss", "throughput"])
@@ -464,3 +504,33 @@ def test_a_loss_that_is_not_a_number_is_still_json(small: Words, tmp_path: Path)
     lines = run([*words, "train.sample_tokens=0", "train.max_iters=1"], tmp_path / "run")[1]
     assert lines[-1]["val_loss"] is None
     json.loads((tmp_path / "run" / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+
+
+def test_training_needs_no_vocabulary(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's tokens train without the text that they stand for; samples need it."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    np.save(tmp_path / "train.npy", np.array([50256, *range(200)], dtype=np.uint16))
+    folder = tmp_path / "run"
+    words = small(
+        "data=shards", f"data.path={tmp_path}", "tokenizer=gpt2", "data.align=true", f"hydra.run.dir={folder}"
+    )
+    assert main(words, capfd)[0] == 0
+    missing = f"GPT-2's vocabulary is not in tiktoken's cache ({tmp_path / 'cache'})"
+    assert f"no samples: {missing}" in (folder / "log.txt").read_text()
+    assert not (folder / "samples.txt").exists()
+    assert record(folder)["data"]["vocab_size"] == 50257
+    assert generate.main([f"run={folder}", "length=1"]) == 1
+    assert missing in capfd.readouterr().err
+    assert export.main([f"run={folder}", "out=folder"]) == 0
+    assert f"exported without its tokenizer: {missing}" in capfd.readouterr().err
+    assert not Path("folder/tokenizer.json").exists()
+    assert json.loads(Path("folder/config.json").read_text())["eos_token_id"] == 50256
+
+    # Later, or elsewhere, it is there.
+    (tmp_path / "cache").mkdir()
+    words_of_bytes = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "cache" / _cached_name(next(iter(GPT2_URLS)))).write_text(words_of_bytes)
+    assert generate.main([f"run={folder}", "length=1", "prompt=Hello"]) == 0
+    assert capfd.readouterr().out.startswith("Hello")
