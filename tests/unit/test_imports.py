@@ -47,7 +47,7 @@ MAY_USE: dict[str, set[str]] = {
     "data": CONFIG,
     "model": CONFIG | {"compat"},
     "track": CONFIG,
-    "compat": set(),
+    "compat": {"errors"},
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},

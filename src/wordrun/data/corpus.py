@@ -132,7 +132,7 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer of the shards in ``folder``, which has no manifest."""
     saved, text = folder / manifests.TOKENIZER, folder / "input.txt"
     if saved.exists() and not getattr(cfg, "path", None):
-        return tokenizers.from_json(saved.read_text(encoding="utf-8"))
+        return tokenizers.from_json(saved.read_text(encoding="utf-8", errors="replace"), saved)
     if cfg.name == "char" and text.exists():  # nanoGPT leaves it next to train.bin
         return CharTokenizer(text.read_text(encoding="utf-8"))
     if tokenizers.needs_text(cfg):

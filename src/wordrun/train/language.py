@@ -83,7 +83,7 @@ class LanguageTask:
             return pretrained.open_weights(folder, self.cfg.model, self.vocab_size)
         # One rank verifies all files, and chooses an intact checkpoint for all.
         saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
-        theirs = {name: p.shape for name, p in meta_model(saved.config.model, saved.vocab_size).weights()}
+        theirs = {name: p.shape for name, p in saved.meta_model().weights()}
         ours = {name: p.shape for name, p in self.meta_model.weights()}
         different = [
             f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
