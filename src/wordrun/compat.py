@@ -1,7 +1,7 @@
 """Private names of libraries that wordrun uses, each behind one function.
 
-Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8 on the latter. Each function documents its fallback for versions
-without the name; tests/unit/test_compat.py then fails and names the function to fix.
+Tried with torch 2.8 to 2.13, and DeepSpeed 0.19.8 with 2.8 and 2.13; a function that depends on the version says how.
+Each documents its fallback for versions without the name; tests/unit/test_compat.py then fails and names the function.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import traceback
 import warnings
 from typing import Any
 
@@ -61,19 +62,19 @@ def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
 def pipeline_takes_tensor_parallel() -> bool:
     """Return whether a pipeline's gradients are right if its stages are tensor-parallel.
 
-    They are with torch 2.13. With 2.8 their norm was up to 3 % too high, with 2.10 the step failed; versions between
-    are untried.
+    They are with torch 2.11 to 2.13. With 2.8 their norm was up to 3 % too high; with 2.9 and 2.10 the step failed.
     """
-    return torch.__version__ >= "2.13"  # a TorchVersion, which compares numbers
+    return torch.__version__ >= "2.11"  # a TorchVersion, which compares numbers
+
+
+def zbv_runs_on_cpus() -> bool:
+    """Return whether ZBVZeroBubble runs over gloo: up to torch 2.11 a rank sends to itself there, which gloo cannot."""
+    return torch.__version__ >= "2.12"
 
 
 def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``tensors`` in place by ``factor``, all on one device; one by one if torch lacks the fused op."""
-    if hasattr(torch, "_foreach_mul_"):
-        torch._foreach_mul_(tensors, factor)
-    else:
-        for tensor in tensors:
-            tensor.mul_(factor)
+    """Multiply ``tensors`` in place by ``factor``, all on one device. No fallback: torch's optimizers use the name."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def is_compile_error(error: Exception) -> bool:
@@ -100,6 +101,11 @@ def quiet_deepspeed() -> None:
     _replace("deepspeed.comm.torch", "build_shm_op", lambda: None)
     # torch 2.13 renamed two collectives; DeepSpeed uses the old names, which still work.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def is_op_build_error(error: Exception) -> bool:
+    """Return whether DeepSpeed failed to compile an op; False if its modules have moved: users see the traceback."""
+    return any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:

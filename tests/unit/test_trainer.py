@@ -26,7 +26,7 @@ import yaml
 from matplotlib.image import imread
 
 import wordrun
-from wordrun import cli, export, generate
+from wordrun import cli, compat, export, generate
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
 from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
@@ -361,14 +361,12 @@ def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path, basel
     assert clipped[1:] != of(baseline, "grad_norm")[1:]
 
 
-BF16_INSTRUCTIONS = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # in torch.cpu
-
-
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
 def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
     flags = Path("/proc/cpuinfo").read_text()
     has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    assert any(getattr(torch.cpu, name)() for name in BF16_INSTRUCTIONS) == has_bf16
+    limited = "ONEDNN_MAX_CPU_ISA" in os.environ
+    assert compat.cpu_is_fast_at_bf16() == (has_bf16 and not limited)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
@@ -377,8 +375,7 @@ def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
     asked: str, has_bf16: bool, small: Words, tmp_path: Path,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for name in BF16_INSTRUCTIONS:
-        monkeypatch.setattr(torch.cpu, name, lambda: has_bf16)
+    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: has_bf16)
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
     computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +55,7 @@ class DeepSpeedBackend:
                 optimizer = self._make_optimizer(model, shapes)
                 self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
             except Exception as error:
-                if not any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+                if not compat.is_op_build_error(error):
                     raise
                 raise UserError(
                     f"DeepSpeed failed to JIT-compile an op ({first_line(error)}): install a C++ compiler, or on GPUs "

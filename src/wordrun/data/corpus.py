@@ -25,7 +25,7 @@ COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_f
 
 
 @dataclass(frozen=True)
-class Part:
+class MixPart:
     """One data set in a mix."""
 
     train: shards.Tokens
@@ -45,7 +45,7 @@ class Corpus:
     """Origin of the text, for the log and run.json."""
     banner: str | None = None
     """A warning to show with all results if this is not the requested text."""
-    mix: Sequence[Part] = ()
+    mix: Sequence[MixPart] = ()
     """The parts of a mix; ``train`` and ``val`` concatenate their tokens."""
 
 

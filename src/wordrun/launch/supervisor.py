@@ -222,6 +222,9 @@ class Supervisor:
             return 128 + self.stopped_by
         if self.failed:
             return self.failed[1]
+        died_of_input = self.plan.launcher.may_die_of_input and self.child.returncode == -signal.SIGPIPE
+        if died_of_input and self.status_dir and len(self.plan.hosts) <= 1:
+            return 0  # no rank has reported a failure
         return self.returned if self.returned is not None else 1
 
 

@@ -21,6 +21,7 @@ class Hydra(Launcher):
     daemons = ("hydra_", "pmi_proxy")
     own_lines = r"mpiexec: |\[mpiexec@|\[proxy:"
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
+    may_die_of_input = True
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return mpiexec's command line."""
