@@ -21,6 +21,8 @@ PRODUCTS = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
+CPU_SHARES_HEADS = torch.__version__ >= "2.9"
+"""Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materialises the weights instead."""
 DEEPSPEED = {
     "deepspeed.comm.torch": ("build_shm_op",),
     "deepspeed.comm.comm": ("cdb",),

@@ -53,7 +53,7 @@ class ModelConfig(Section):
     dropout: float = 0.0
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
-    """Vocabulary size (rows of the embedding); null: the tokenizer's."""
+    """Vocabulary size (rows of the embedding); null: the tokenizer's, padded for TP and on accelerators."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""

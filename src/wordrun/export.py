@@ -91,7 +91,7 @@ def export(options: ExportConfig) -> Path:
                 write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
                 write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
         for file in draft.glob("*.safetensors"):  # the library makes them readable by the owner only
-            file.chmod((draft / "config.json").stat().st_mode)
+            file.chmod(draft.stat().st_mode & 0o666)
         draft.rename(out)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or draft}: {error.strerror or error}") from None
@@ -165,7 +165,8 @@ def write_checkpoint(folder: Path, saved: Saved) -> None:
 
     weights = saved.weights()
     mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]
-    shards.write(folder, mine, None, alone=True)
+    shards.write(folder, mine)
+    shards.write_index(folder)
     (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
     files = folders.describe(folder, [path.name for path in folder.iterdir()])
     folders.write_manifest(folder, {

@@ -216,7 +216,7 @@ def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pyt
     said = capsys.readouterr()
     assert "dtype=fp16: this cpu would emulate it" in said.err
     assert "step-00000200: llama_debug, " in said.err
-    assert "parameters, float32 on cpu\n2 tokens in " in said.err
+    assert "parameters, float32 on cpu\ntrained for 200 steps\n2 tokens in " in said.err
     assert len(said.out) == len("\n") + 2 + len("\n")
 
 

@@ -45,7 +45,7 @@ MAY_USE: dict[str, set[str]] = {
     "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
-    "model": CONFIG,
+    "model": CONFIG | {"compat"},
     "track": CONFIG,
     "compat": set(),
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},

@@ -541,7 +541,7 @@ def test_a_conda_mpiexec_is_passed_over_for_pals(cluster: Cluster, tmp_path: Pat
     assert f"passed over {conda} (hydra" in found.why
     with pytest.raises(ConfigError) as caught:
         choose(None, 24, {**env, "PATH": str(conda.parent)}, job, known)
-    assert "no mpiexec of pals: none beside python or in PATH; nothing at /opt/cray/pals" in str(caught.value)
+    assert "no mpiexec of pals: none beside python or in PATH\n  nothing at /opt/cray/pals" in str(caught.value)
     assert "module load cray-pals" in str(caught.value)
 
 

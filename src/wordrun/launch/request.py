@@ -55,6 +55,8 @@ class Options:
     """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
     version: bool = False
+    typed: tuple[str, ...] = field(default=(), compare=False)
+    """The words before the command."""
     command: tuple[str, ...] = ()
 
     @property

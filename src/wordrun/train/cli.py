@@ -28,6 +28,7 @@ from wordrun.arguments import describe
 from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SCHEMAS, Config, parts_in
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
+from wordrun.train.hints import own_command
 from wordrun.version import __version__
 
 USAGE = """\
@@ -64,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
             return int(status)
-        return train(cfg, world)
+        return train(cfg, world, own_command(arguments))
 
 
-def train(cfg: Config, world: dist.World) -> int:
-    """Train with ``cfg`` as rank ``world.rank``; return the exit status."""
+def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
+    """Train with ``cfg`` as rank ``world.rank``, started by ``command``; return the exit status."""
     with exit_when_stopped(world):
         handle = log.start(world.rank)
         ranks = f" on {world.size} ranks" if world.size > 1 else ""
@@ -78,7 +79,7 @@ def train(cfg: Config, world: dist.World) -> int:
         from wordrun.train.trainer import Trainer
     try:
         with exit_when_stopped(world):
-            trainer = Trainer(cfg, world, handle)
+            trainer = Trainer(cfg, world, handle, command=command)
         with trainer:
             trainer.train()
     except Interrupted as error:

@@ -246,6 +246,16 @@ def _lock_folder(path: Path, patience_s: float) -> IO[str]:
     return file
 
 
+def in_use(path: Path) -> bool:
+    """Return whether a process writes to the run directory ``path``, as far as its file system has locks."""
+    try:
+        with (path / ".lock").open("a+", encoding="utf-8") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    return False
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """Return the contents of run.json in a run directory; empty if there is none."""
     try:

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from wordrun import backend, compat, dist, log
@@ -20,6 +19,7 @@ from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
+from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.language import LanguageTask
 from wordrun.train.memory import MemoryCheck
@@ -51,17 +51,18 @@ class Trainer(Training):
     """Trains, evaluates and generates according to a config.
 
     Every rank of the job creates one; in a notebook, the job is a single process. ``hooks`` run after the built-in ones
-    and before a checkpoint is saved. ``close`` (or a ``with`` block, or garbage collection) leaves the process group
-    and removes the log handlers.
+    and before a checkpoint is saved. Messages about resuming name ``command``, the command line. ``close`` (or a
+    ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
     """
 
     task: LanguageTask
 
     def __init__(
         self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None,
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[Hook] = (), command: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.cfg = cfg
+        self.command = command
         self.state = TrainState()
         # The run has its own RNG states, which the caller and other trainers do not change.
         with rng.swapped(self.state.rng):
@@ -207,7 +208,7 @@ class Trainer(Training):
         facts = self._facts()
         self.run.open(facts, self.start)
         log_file = None
-        error_text = ""
+        error_text, failed = "", False
         for part in self.backend.parts:
             part.train()
         try:
@@ -223,7 +224,7 @@ class Trainer(Training):
             error_text = (
                 str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error)}"
             )
-            if isinstance(error, Exception):
+            if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
                 self.run.note_failure(self.world.rank, self.step, traceback.format_exc())
             raise
@@ -231,11 +232,11 @@ class Trainer(Training):
             self.state.stop_clock()
             for hook in self.hooks:
                 hook.close()
-            self._finish(error_text)
+            self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
 
-    def _finish(self, error: str) -> None:
+    def _finish(self, error: str, *, failed: bool) -> None:
         """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
         try:
             plots = self.run.finish(asdict(self.summary()), error)
@@ -249,8 +250,13 @@ class Trainer(Training):
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
         for plot in plots:
-            LOGGER.info("plot: %s", _relative(plot))
-        LOGGER.info("run directory: %s", _relative(self.run.path))
+            LOGGER.info("plot: %s", relative(plot))
+        LOGGER.info("run directory: %s", relative(self.run.path))
+        if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
+            command = () if self.stop_reason else self.command
+            most = self.cfg.train.max_iters
+            if text := next_steps(self.run.path, command, self.world.size, most, finished=not error):
+                LOGGER.info(text)
 
     def _facts(self) -> dict[str, Any]:
         seed = self.cfg.train.seed
@@ -275,7 +281,10 @@ class Trainer(Training):
             self.gas,
         )  # fmt: skip
         self.task.announce(cfg.train.max_iters * self.examples_per_step)
-        LOGGER.info("run directory: %s", _relative(self.run.path))
+        LOGGER.info("run directory: %s", relative(self.run.path))
+        if self.start.source is None and (found := resume.unfinished(cfg)):
+            again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)
+            LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
 
     def __enter__(self) -> Trainer:
         return self
@@ -284,7 +293,3 @@ class Trainer(Training):
         # After an error in a parallel run, leaving the group could wait for ranks that no longer respond.
         if error is None or self.world.size == 1:
             self.close()
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
