@@ -147,6 +147,8 @@ class DataConfig(Section):
     """Expected SHA-256 of the file; a file with a different hash is rejected."""
     offline: str = "error"
     """What to do if the download fails: error, or sample (train on the built-in text and show a warning)."""
+    strict: bool = False
+    """Refuse a folder with an empty, unreadable or binary file among the others, instead of leaving that file out."""
     text_key: str = "text"
     """Field (.jsonl) or column (.parquet, hf) that contains the text."""
     dataset: str | None = None

@@ -34,12 +34,14 @@ from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
 from wordrun.train.hooks import Hook, standard
+from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
 
 if TYPE_CHECKING:
     from conftest import Start
 
 Words = Callable[..., list[str]]
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(words: list[str], folder: Path) -> tuple[Summary, list[dict[str, Any]]]:
@@ -201,6 +203,32 @@ def test_plots_show_something(name: str, learned: tuple[Path, Summary, Config]) 
 
 
 # From Python
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_many_epochs_are_a_warning_that_says_what_to_change(
+    dropout: float, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = small(f"model.dropout={dropout}", "train.max_iters=2000", f"hydra.run.dir={tmp_path / 'run'}")
+    most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+    with Trainer(wordrun.compose(words)) as trainer:
+        for epochs in (most, 2 * most):
+            trainer.task.announce(epochs * trainer.task.sequences.per_epoch)
+    said = capfd.readouterr().out
+    change = "a larger model.dropout" if dropout else "model.dropout=0.2"
+    assert said.count("may memorize it") == 1
+    assert (
+        f"WARNING the run sees its training text {2 * most} times and may memorize it, so that the validation loss "
+        f"rises: use train.max_iters=1000 or fewer, more text, {change} or hooks=[early_stop]"
+    ) in said
+
+
+@pytest.mark.parametrize("name", [None, *sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))])
+def test_what_is_shipped_has_not_too_many_epochs(name: str | None) -> None:
+    cfg = wordrun.compose([f"experiment={name}"] if name else ["data=shakespeare"])
+    examples = cfg.train.max_iters * (cfg.train.global_batch_size or cfg.model.batch_size)
+    epochs = examples * cfg.model.block_size / (0.9 * 1_115_394)
+    assert epochs < (EPOCHS_WITH_DROPOUT if cfg.model.dropout else EPOCHS)
 
 
 def test_from_python(small: Words, tmp_path: Path) -> None:

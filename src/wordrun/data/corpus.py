@@ -67,6 +67,7 @@ def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *,
     """
     manifest = manifests.load(folder)
     compare(folder, manifest, data, tokenizer)
+    manifests.check_left_out(manifest.left_out, data)
     train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
     return manifests.tokenizer(folder, manifest), train, val
 

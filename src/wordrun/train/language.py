@@ -27,6 +27,11 @@ from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.training import Hook
 
+EPOCHS = 40
+"""Above this number of epochs a model without dropout learns almost nothing new (Muennighoff et al. 2023)."""
+EPOCHS_WITH_DROPOUT = 100
+"""The same with dropout; experiment=shakespeare has 82."""
+
 
 class LanguageTask:
     """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
@@ -174,12 +179,21 @@ class LanguageTask:
 
     def announce(self, examples: int) -> None:
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""
-        corpus = self.corpus
+        corpus, epochs = self.corpus, examples / self.sequences.per_epoch
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
-            self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
+            self.vocab_size, epochs, self.tokens_per_example,
         )  # fmt: skip
+        dropout = self.cfg.model.dropout
+        most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+        if epochs > most:
+            steps = max(1, int(self.cfg.train.max_iters * most / epochs))
+            LOGGER.warning(
+                "the run sees its training text %.0f times and may memorize it, so that the validation loss rises: use "
+                "train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
+                epochs, steps, "a larger model.dropout" if dropout else "model.dropout=0.2",
+            )  # fmt: skip
         if self.tokenizer.missing and self.cfg.train.sample_tokens:
             LOGGER.warning("no samples: %s", self.tokenizer.missing)
         if corpus.banner:

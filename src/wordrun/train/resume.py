@@ -22,7 +22,7 @@ from wordrun.train.training import Training
 
 FREE = {
     "model": {"name", "batch_size"},
-    "data": {"path", "url", "offline", "prepared", "workers", "stage", "prefetch"},
+    "data": {"path", "url", "offline", "strict", "prepared", "workers", "stage", "prefetch"},
     "tokenizer": {"path", "train_mb"},
     "optimizer": {"gas", "decay_lr"},
     "train": {
