@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import files
-from wordrun.errors import UserError
+from wordrun.errors import ConfigError, UserError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -109,11 +109,11 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
         path: a run directory (all of its checkpoints), its ``checkpoints``, or one checkpoint.
 
     Raises:
-        UserError: there is no such folder, or no checkpoint in it.
+        ConfigError: there is no such folder, or no checkpoint in it.
     """
     path = Path(os.path.expanduser(path))
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
+        raise ConfigError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
     path = path.resolve()  # latest and best are links
     match = NAME.fullmatch(path.name)
     if match or (path / MANIFEST).exists():
@@ -122,7 +122,7 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     run_dir = path.parent if path.name == CHECKPOINTS else path
     found = all_in(run_dir)
     if not found:
-        raise UserError(
+        raise ConfigError(
             f"{run_dir} contains no checkpoint: it is not a run directory, or the run ended before its first save "
             "(train.checkpoint_interval)"
         )
@@ -137,7 +137,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         which: latest (older ones replace damaged ones), best, or a step number.
 
     Raises:
-        UserError: none matches; the message lists the available ones.
+        ConfigError: none matches; the message lists the available ones.
     """
     run_dir, found = locate(run_dir)
     if which == "latest":
@@ -151,7 +151,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         if chosen:
             return chosen
     steps = ", ".join(str(each.step) for each in found)
-    raise UserError(f"{run_dir} has no checkpoint {which}: there are latest and those after {steps} steps")
+    raise ConfigError(f"{run_dir} has no checkpoint {which}: there are latest and those after {steps} steps")
 
 
 class Draft:
