@@ -22,7 +22,7 @@ from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.language import LanguageTask
+from wordrun.train.language import LanguageTask, settle_data
 from wordrun.train.metrics import Meter, device_name, mean_loss
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
@@ -82,11 +82,13 @@ class Trainer(Training):
 
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
-        cfg, world = self.cfg, self.world
+        world = self.world
+        self.cfg, banner = settle_data(self.cfg, world)
+        cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
-        self.task = LanguageTask(cfg, world, self.layout)
+        self.task = LanguageTask(cfg, world, self.layout, banner)
         weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
