@@ -11,7 +11,7 @@ from typing import Any
 from wordrun.track.jsonl import read
 
 # The smoothed curve averages over about this share of a run's lines.
-SMOOTHING = 0.03
+SMOOTHING = 0.02
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:
