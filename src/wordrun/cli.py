@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -27,6 +28,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    if argv is None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        # A time limit's warning must not kill a command that does not handle it, nor a run that has just ended.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     arguments = list(sys.argv[1:] if argv is None else argv)
     first = arguments[0] if arguments else ""
     if first in COMMANDS:

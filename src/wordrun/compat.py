@@ -21,6 +21,8 @@ PRODUCTS = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
+CPU_SHARES_HEADS = torch.__version__ >= "2.9"
+"""Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materialises the weights instead."""
 DEEPSPEED = {
     "deepspeed.comm.torch": ("build_shm_op",),
     "deepspeed.comm.comm": ("cdb",),
@@ -40,9 +42,13 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
 
 
 def cpu_is_fast_at_bf16() -> bool:
-    """Return whether the processor has instructions for bf16; False if torch cannot tell, so that the run uses fp32."""
+    """Return whether the processor has instructions for bf16 and oneDNN uses them; False if torch cannot tell.
+
+    Without them, as with ``ONEDNN_MAX_CPU_ISA=AVX2``, products in bf16 take some hundred times as long.
+    """
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in names)
+    found = any(getattr(torch.cpu, name, bool)() for name in names)
+    return found and getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
 
 
 def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:

@@ -53,7 +53,7 @@ class ModelConfig(Section):
     dropout: float = 0.0
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
-    """Vocabulary size (rows of the embedding); null: the tokenizer's."""
+    """Vocabulary size (rows of the embedding); null: the tokenizer's, padded for TP and on accelerators."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -574,6 +574,8 @@ class TrainConfig(Section):
     """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
     """Random seed for weights, data order, dropout and samples."""
+    check_memory: bool = True
+    """Refuse to start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
     """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
     checkpoint_interval: int = 1000

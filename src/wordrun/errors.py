@@ -24,6 +24,12 @@ class WorldError(UserError):
     exit_status = 2
 
 
+def short_lines(message: str, width: int = 120) -> list[str]:
+    """Return a message's lines; one longer than ``width`` becomes a line for each part before and after a semicolon."""
+    lines = message.splitlines()
+    return [part for line in lines for part in (line.replace("; ", "\n  ") if len(line) > width else line).split("\n")]
+
+
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
     import difflib  # imported here to keep launch fast

@@ -113,7 +113,7 @@ def write(options: GenerateConfig) -> None:
     if dtype != TORCH_DTYPES.get(asked, dtype):
         _say(f"dtype={asked}: this {device.type} would emulate it, and computes in fp32 instead")
     saved = find(Path(options.run), options.checkpoint)
-    tokenizer = tokenizers.from_json(saved.tokenizer_json)
+    tokenizer = tokenizers.from_checkpoint(saved.tokenizer_json)
     try:
         prompt = torch.from_numpy(tokenizer.encode(options.prompt))
     except ConfigError as error:

@@ -598,6 +598,25 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     assert (tmp_path / "tries").read_text() == "x"
 
 
+# Rank 1 is killed, as often as the argument says.
+KILLED = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    with open("tries", "a") as file:
+        file.write("x")
+    if len(open("tries").read()) <= int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("times", "status", "tries"), [(1, 0, 2), (9, 137, 2)])
+def test_a_rank_that_was_killed_is_started_again_once(tmp_path: Path, times: int, status: int, tries: int) -> None:
+    run = launch(tmp_path, "--retries", "3", "-n", "2", "python", script(tmp_path, KILLED), str(times))
+    assert (run.returncode, len((tmp_path / "tries").read_text())) == (status, tries), run.stderr
+    assert "launch: rank 1 was killed (SIGKILL, not for lack of memory on this host): launching again\n" in run.stderr
+    assert ("rank 1 was killed twice, so launching again would not help\n" in run.stderr) == (status == 137)
+
+
 # Rank 0 finds the port taken that was free when launch chose it; torch says so.
 TAKEN_ONCE = """
 import os, socket, sys

@@ -231,7 +231,7 @@ def test_with_few_lines_a_run_goes_on_too(copy: Path, small: Words) -> None:
 
 
 def test_checkpoints_of_a_past_that_is_no_more_go(copy: Path, small: Words) -> None:
-    spoil("truncated", copy / "checkpoints/step-00000012/.metadata")
+    spoil("truncated", copy / "checkpoints/step-00000012/tensors.json")
     words = small(*SAVING, "train.resume=auto", "train.keep_checkpoints=1")
     train(words, copy, Act(10, lambda trainer: trainer.save()))
     assert steps(copy) == [12]
@@ -335,31 +335,39 @@ def test_the_loss_scaler_goes_on(small: Words, tmp_path: Path, monkeypatch: pyte
     train(words, tmp_path / "whole")
     before, after = (find(tmp_path / "whole", str(step)) for step in (3, 6))
     assert before.manifest["backend"]["scaler"] != after.manifest["backend"]["scaler"]
-    shards.read(after.folder, {"optimizer.norm.weight.step": (step := torch.empty(()))}, alone=True)
+    shards.read(after.folder, {"optimizer.norm.weight.step": (step := torch.empty(()))})
     assert 0 < step < 6, "some steps have overflown, and were skipped"
     went_on = train([*words, f"train.resume={tmp_path / 'whole/checkpoints/step-00000006'}"], tmp_path / "on")
     assert went_on.backend.dtype == torch.float16
     assert figures(tmp_path / "on") == figures(tmp_path / "whole")
 
 
-def test_a_checkpoint_of_format_1_can_be_continued(whole: Path, small: Words, tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_can_be_continued(
+    whole: Path, small: Words, tmp_path: Path, in_torchs_format: Callable[..., None]
+) -> None:
     """It has one count of steps for all parameters, in its manifest, and no schedule in its options."""
-    now = find(whole, "6")
-    stored = {name: shards.empty_like(facts) for name, facts in shards.stored_in(now.folder).items()}
-    shards.read(now.folder, stored, alone=True)
     then = tmp_path / "then/step-00000006"
-    kept = [shards.shard_of(name, tensor) for name, tensor in stored.items() if not name.endswith(".step")]
-    assert len(stored) > len(kept) > 0
-    shards.write(then, kept, None, alone=True)
-    shutil.copy(now.folder / folders.TOKENIZER, then)
-    manifest = json.loads((now.folder / folders.MANIFEST).read_text())
-    del manifest["crc32"], manifest["config"]["schedule"], manifest["fixed"]["schedule.name"]
-    manifest |= {"format": 1, "backend": {"kind": "pieces", "optimizer": {"step": 6.0}, "scaler": {}}}
-    manifest["files"] = folders.describe(then, [path.name for path in then.iterdir()])
-    folders.write_manifest(then, manifest)
+    shutil.copytree(whole / "checkpoints/step-00000006", then)
+    manifest = json.loads((then / folders.MANIFEST).read_text())
+    del manifest["config"]["schedule"], manifest["fixed"]["schedule.name"]
+    backend = {"kind": "pieces", "optimizer": {"step": 6.0}, "scaler": {}}
+    in_torchs_format(
+        then, without=".step", format=1, config=manifest["config"], fixed=manifest["fixed"], backend=backend
+    )
     assert find(then).config.schedule.name == "cosine"
     with pytest.raises(ConfigError, match=r"schedule\.name is cosine in the checkpoint and constant here"):
         train(small(*SAVING, f"train.resume={then}", "schedule=constant"), tmp_path / "other")
+    train(small(*SAVING, f"train.resume={then}"), tmp_path / "run")
+    assert figures(tmp_path / "run") == [line for line in figures(whole) if line[0] > 6]
+
+
+def test_a_checkpoint_of_format_2_can_be_continued(
+    whole: Path, small: Words, tmp_path: Path, in_torchs_format: Callable[..., None]
+) -> None:
+    then = tmp_path / "then/step-00000006"
+    shutil.copytree(whole / "checkpoints/step-00000006", then)
+    in_torchs_format(then)
+    assert {path.name for path in then.iterdir()} == {".metadata", "__0_0.distcp", "tokenizer.json", "manifest.json"}
     train(small(*SAVING, f"train.resume={then}"), tmp_path / "run")
     assert figures(tmp_path / "run") == [line for line in figures(whole) if line[0] > 6]
 
@@ -414,7 +422,7 @@ def spoil(how: str, file: Path) -> None:
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["shards-00000.safetensors", "tensors.json", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
 def test_a_damaged_checkpoint_is_passed_over(
     copy: Path, small: Words, how: str, name: str, caplog: pytest.LogCaptureFixture
@@ -431,7 +439,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_where_none_is_whole_it_says_so(copy: Path, small: Words) -> None:
     for folder in folders.all_in(copy):
-        (folder.path / ".metadata").unlink()
+        (folder.path / "tensors.json").unlink()
     with pytest.raises(UserError, match="this run has no intact checkpoint"):
         Trainer(wordrun.compose(small(*SAVING, f"train.resume={copy}")))
 
@@ -457,8 +465,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
-# torch's writer complains once more when it is thrown away.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mode", ["true", "false"], ids=["background", "foreground"])
 def test_a_full_disk_leaves_the_checkpoint_before(
     full_disk: Path, small: Words, mode: str, capfd: pytest.CaptureFixture[str]
@@ -479,7 +485,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert read(full_disk)[-1]["step"] == 12
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_may_stop_the_run(full_disk: Path, small: Words, capfd: pytest.CaptureFixture[str]) -> None:
     words = small(*SAVING, "model.n_embd=32", "train.on_save_error=stop", f"hydra.run.dir={full_disk}")
     with pytest.raises(SystemExit, match="1"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from wordrun import compat
 from wordrun.config import SCHEDULES
 
+if TYPE_CHECKING:
+    from conftest import Command
+
 REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in the module's docstring"
 
 
@@ -25,6 +30,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (DTensor, "__create_chunk_list__", "shard_offset"),
         (torch.cpu, "_is_avx512_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch.cpu, "_is_amx_tile_supported", "cpu_is_fast_at_bf16"),
+        (torch.ops.mkldnn, "_is_mkldnn_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch, "_foreach_mul_", "scale"),
         *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],
@@ -80,6 +86,11 @@ def test_without_the_names_a_processor_counts_as_slow_at_bf16(monkeypatch: pytes
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
     assert compat.cpu_is_fast_at_bf16() is False
+
+
+def test_a_limit_on_instructions_counts(ranks: Command, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("from wordrun import compat\nprint(compat.cpu_is_fast_at_bf16())\n")
+    assert ranks(1, "script.py", under="fork", ONEDNN_MAX_CPU_ISA="AVX2").stdout == "False\n"
 
 
 @pytest.mark.skipif(

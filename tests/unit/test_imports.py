@@ -24,13 +24,14 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"version", "errors", "files", "slurm", "ports", "run_id", "log"}
+BASE = {"version", "errors", "files", "cgroup", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {"dist", "config", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "files": set(),
+    "cgroup": set(),
     "devices": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
@@ -44,13 +45,14 @@ MAY_USE: dict[str, set[str]] = {
     "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
-    "model": CONFIG,
+    "model": CONFIG | {"compat"},
     "track": CONFIG,
     "compat": set(),
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},
-    "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments", "compat"},
+    # A run that cannot fit is refused, by the plan's estimate.
+    "train": PARALLEL | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
     "arguments": {"errors", "config"},

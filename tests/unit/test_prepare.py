@@ -392,6 +392,16 @@ def test_foreign_shards_are_rewritten(tmp_path: Path) -> None:
     assert np.concatenate([found.train[:], found.val[:]]).tolist() == tokens.tolist()
 
 
+def test_shards_without_their_vocabulary_are_not_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    np.save(tmp_path / "train.npy", np.arange(100, dtype=np.uint16))
+    with pytest.raises(SystemExit):
+        main(["data=shards", f"data.path={tmp_path}", f"data.prepared={tmp_path / 'out'}"])
+    assert "GPT-2's vocabulary is not in tiktoken's cache" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -25,9 +26,10 @@ import yaml
 from matplotlib.image import imread
 
 import wordrun
-from wordrun import cli
+from wordrun import cli, export, generate
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
+from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
@@ -538,3 +540,33 @@ def test_a_loss_that_is_not_a_number_is_still_json(small: Words, tmp_path: Path)
     lines = run([*words, "train.sample_tokens=0", "train.max_iters=1"], tmp_path / "run")[1]
     assert lines[-1]["val_loss"] is None
     json.loads((tmp_path / "run" / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+
+
+def test_training_needs_no_vocabulary(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's tokens train without the text that they stand for; samples need it."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    np.save(tmp_path / "train.npy", np.array([50256, *range(200)], dtype=np.uint16))
+    folder = tmp_path / "run"
+    words = small(
+        "data=shards", f"data.path={tmp_path}", "tokenizer=gpt2", "data.align=true", f"hydra.run.dir={folder}"
+    )
+    assert main(words, capfd)[0] == 0
+    missing = f"GPT-2's vocabulary is not in tiktoken's cache ({tmp_path / 'cache'})"
+    assert f"no samples: {missing}" in (folder / "log.txt").read_text()
+    assert not (folder / "samples.txt").exists()
+    assert record(folder)["data"]["vocab_size"] == 50257
+    assert generate.main([f"run={folder}", "length=1"]) == 1
+    assert missing in capfd.readouterr().err
+    assert export.main([f"run={folder}", "out=folder"]) == 0
+    assert f"exported without its tokenizer: {missing}" in capfd.readouterr().err
+    assert not Path("folder/tokenizer.json").exists()
+    assert json.loads(Path("folder/config.json").read_text())["eos_token_id"] == 50256
+
+    # Later, or elsewhere, it is there.
+    (tmp_path / "cache").mkdir()
+    words_of_bytes = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "cache" / _cached_name(next(iter(GPT2_URLS)))).write_text(words_of_bytes)
+    assert generate.main([f"run={folder}", "length=1", "prompt=Hello"]) == 0
+    assert capfd.readouterr().out.startswith("Hello")

@@ -22,7 +22,6 @@ from wordrun.backend.optimizer import set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.saved import ENGINE
-from wordrun.checkpoint.shards import Group
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
 from wordrun.dist import World
@@ -139,7 +138,7 @@ class DeepSpeedBackend:
         facts = {"kind": "deepspeed", "ranks": self.spec.world.size, "stage": self.stage}
         return Save(facts, partial(self._write, own), in_background=False)
 
-    def _write(self, own: Mapping[str, Tensor], folder: Path, group: Group) -> None:
+    def _write(self, own: Mapping[str, Tensor], folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False)
         torch.save(dict(own), self._own_file(folder))
 

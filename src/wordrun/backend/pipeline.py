@@ -153,7 +153,7 @@ class PipelineBackend(FSDPBackend):
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits at the last of ``tokens``, (B, V)."""
-        shape = (len(tokens), self.parts[0].vocab_size)
+        shape = (len(tokens), self.parts[0].padded_vocab_size)
         return self._forward(self.padded(tokens), shape, lambda part, x: part(x, at=tokens.shape[1] - 1), {})
 
     def _forward(

@@ -19,7 +19,7 @@ from typing import Any
 from wordrun import files
 from wordrun.errors import ConfigError, UserError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"

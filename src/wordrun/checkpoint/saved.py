@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from wordrun.checkpoint import folder as folders, shards
+from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
+from wordrun.checkpoint.index import StoredTensor
 from wordrun.config import Config, from_plain
 from wordrun.errors import UserError
 from wordrun.log import LOGGER
@@ -48,7 +48,7 @@ class Saved:
         """
         if self.manifest["backend"]["kind"] == "deepspeed":
             return self._engine_weights()
-        stored = shards.stored_in(self.folder)
+        stored = index.load(self.folder)
         names = [name for name in stored if name.startswith(MODEL)]
         return LazyWeights({name.removeprefix(MODEL): partial(_read, self.folder, name, stored) for name in names})
 
@@ -64,10 +64,10 @@ class Saved:
         return {name: state[name] for name, _ in meta_model(self.config.model, self.vocab_size).weights()}
 
 
-def _read(folder: Path, name: str, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
+def _read(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> Tensor:
     """Return one unsharded tensor on the CPU."""
-    tensor = shards.empty_like(stored[name])
-    shards.read(folder, {name: tensor}, alone=True)
+    tensor = stored[name].empty()
+    shards.read(folder, {name: tensor}, stored)
     return tensor
 
 

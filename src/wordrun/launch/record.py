@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from wordrun.errors import REQUEUE
+from wordrun.errors import REQUEUE, short_lines
 from wordrun.files import replace
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
@@ -158,12 +158,12 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
 
 
-def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
-    """Return the detected job, hosts, devices, launcher and python, as JSON or a table."""
+def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher | None, missing: str = "", *, as_json: bool) -> str:
+    """Return the detected job, hosts, devices, launcher (or why there is none) and python, as JSON or a table."""
     path = os.pathsep.join(filter(None, (own_bin(), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
         "site": f"{site.name}: {site.description}" if site.name else None,
-        "internet": site.way_out if site.name else None,
+        "internet": site.way_out or None,
         "scheduler": job.scheduler,
         "job": job.id or None,
         "queue": job.queue or None,
@@ -172,14 +172,15 @@ def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: boo
         "cores": list(job.cores),
         "devices": list(job.devices),
         "ranks": ranks.np,
-        "launcher": launcher.name,
-        "launcher_path": launcher.path or None,
+        "launcher": launcher.name if launcher else None,
+        "launcher_path": launcher.path or None if launcher else None,
+        "launcher_missing": short_lines(f"launcher: {missing}") if missing else [],
         "python": sys.executable,
         "python_version": sys.version.split()[0],
         "python_in_path": find_command("python", os.environ.get("PATH", path))[0] or None,
         "wordrun": __version__,
         "notes": list(job.notes),
-        "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why},
+        "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why if launcher else ""},
     }
     return json.dumps(found, indent=2) if as_json else _table(found)
 
@@ -189,11 +190,13 @@ def _table(found: dict[str, Any]) -> str:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")  # paths are to be read in full
     for name, value in found.items():
-        if name != "reasons" and value not in (None, []):
+        if name not in ("reasons", "launcher_missing") and value not in (None, []):
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             table.add_row(name, text, found["reasons"].get(name, ""))
     console = Console(highlight=False, markup=False)
     with console.capture() as capture:
         console.print(table)
-    return capture.get().rstrip("\n")
+    return "\n".join([capture.get().rstrip("\n"), *found["launcher_missing"]])

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from wordrun.launch.job import Job
 from wordrun.launch.site import UNKNOWN, Site
@@ -25,6 +26,7 @@ class Options:
     site: str | None = None
     scheduler: str | None = None
     launcher: str | None = None
+    oversubscribe: bool = False
     cpu_bind: str | None = None
     env: tuple[tuple[str, str], ...] = ()
     """(NAME, VALUE) pairs in the order given; the last value of a name wins."""
@@ -56,6 +58,12 @@ class Options:
     typed: tuple[str, ...] = field(default=(), compare=False)
     """The words before the command."""
     command: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether ``command`` is wordrun's training, which saves on SIGUSR1; it would kill most other programs."""
+        following = [after for word, after in pairwise([*self.command, ""]) if os.path.basename(word) == "wordrun"]
+        return bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
 
 
 def seconds(walltime: str) -> int:

@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from wordrun.errors import ConfigError
+from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
+from wordrun.launch.kills import Outcome
 from wordrun.launch.launchers.base import PASSED_ON
+from wordrun.launch.oom import OomWatch
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
@@ -23,12 +25,12 @@ from wordrun.launch.tail import Tail
 CANNOT_START = 126
 
 
-def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
-    """Run ``plan`` to completion and return its exit status.
+def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
+    """Run ``plan`` to completion and return how it ended.
 
     Args:
         plan: what to start.
-        last_lines: receives the last lines that the launcher and the ranks print on stderr.
+        keep_lines: whether to return the last lines that the launcher and the ranks print on stderr.
     """
     idle, margin = plan.options.idle_timeout is not None, plan.options.walltime_margin
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
@@ -46,29 +48,33 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                 file.write(text)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
+        memory, outcome = OomWatch(), Outcome(CANNOT_START)
         with _signals() as arrived:
             try:
-                child = _start(plan, env, stdout=idle, stderr=idle or plan.ranks.np > 1 or last_lines is not None)
+                child = _start(plan, env, stdout=idle, stderr=idle or plan.ranks.np > 1 or keep_lines)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
-                status = CANNOT_START
             else:
                 job = Supervisor(plan, child, status_dir)
                 if margin:
                     job.warn_before_end(margin)
-                status = _watch(job, arrived)
+                outcome.status = _watch(job, arrived)
                 job.repeat_what_failed()
-                if last_lines is not None and not job.stopped_by:
-                    last_lines += job.tail.lines()
+                if outcome.status not in (0, REQUEUE) and not job.stopped_by:
+                    outcome.failed = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
+                    outcome.memory = memory.killed_for_memory() or ""
+                    say(outcome.memory)
+                if keep_lines and not job.stopped_by:
+                    outcome.last_lines = job.tail.lines()
     finally:
         if status_dir:
             shutil.rmtree(status_dir)
     if record:
         try:
-            record.end(status)
+            record.end(outcome.status)
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
-    return status
+    return outcome
 
 
 def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
@@ -89,7 +95,10 @@ def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool)
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
         stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
-        preexec_fn=processes.before_exec(own_group=own_group, death_signal=plan.launcher.death_signal),
+        preexec_fn=processes.before_exec(
+            own_group=own_group, death_signal=plan.launcher.death_signal,
+            ignored=(signal.SIGUSR1,) if plan.options.trains else (),
+        ),
     )  # fmt: skip
 
 

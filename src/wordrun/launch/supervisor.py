@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from wordrun.errors import REQUEUE
+from wordrun.errors import REQUEUE, short_lines
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import STOPPING
 from wordrun.launch.plan import LaunchPlan
@@ -36,7 +36,7 @@ POLL_S = 0.25
 
 def say(message: str) -> None:
     """Print a message from launch on stderr."""
-    for line in message.splitlines():
+    for line in short_lines(message):
         print(f"launch: {line}", file=sys.stderr, flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Model(nn.Module):
 
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one."""
+    unpadded_rows: Mapping[str, int] = MappingProxyType({})
+    """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
 
     def losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,).
@@ -79,7 +82,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
-        """Initialise matrices from a normal distribution, biases to 0, other parameters to 1, and buffers by module.
+        """Initialise matrices from a normal distribution, biases and padding to 0, other parameters to 1, and buffers
+        by module.
 
         Each matrix has its own random generator, seeded with ``seed`` and its name, so that a rank can initialise its
         part of the model without the rest.
@@ -95,7 +99,10 @@ class Model(nn.Module):
             _reset(each)
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), recurse=recurse):
             if parameter.dim() >= 2:
-                parameter.copy_(self._draw(seed, name, parameter))
+                rows = self.unpadded_rows.get(name, len(parameter))
+                drawn = parameter[:rows]
+                drawn.copy_(self._draw(seed, name, drawn))
+                parameter[rows:].zero_()
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 

@@ -51,7 +51,7 @@ def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World, *, 
     if text is not None:
         opened = read_text(source, text)
     elif source.is_tokens and not (data.prepared or data.stage):
-        opened = open_foreign(data, tokenizer)
+        opened = open_foreign(data, tokenizer, world)
     else:
         _prepare_once(source, tokenizer, folder, world)
         if data.stage is not None:

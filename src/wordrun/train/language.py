@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from wordrun import dist
 from wordrun.backend import Backend
 from wordrun.checkpoint.saved import find
+from wordrun.checks import vocab_multiple
 from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
@@ -67,12 +67,13 @@ class LanguageTask:
         self.tokenizer = self.corpus.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self._check_vocabulary()
-        self.make_model = partial(meta_model, cfg.model, self.vocab_size)
-        self.meta_model = self.make_model()
+        multiple = vocab_multiple(cfg, layout.tp, on_cpu=torch.device(world.device).type == "cpu")
+        self.make_model = partial(meta_model, cfg.model, self.vocab_size, multiple=multiple)
+        self.meta_model = meta_model(cfg.model, self.vocab_size)
         self.sequences = order_of_run(cfg, self.corpus)
         self.eot = eot_for("mask_documents", cfg, self.corpus)
         self.tokens_per_example = cfg.model.block_size
-        self.flops_per_example = self.meta_model.flops_per_token() * cfg.model.block_size
+        self.flops_per_example = self.make_model().flops_per_token() * cfg.model.block_size
 
     def _check_vocabulary(self) -> None:
         data, size = self.cfg.data.name, self.cfg.model.vocab_size or self.vocab_size
@@ -81,15 +82,15 @@ class LanguageTask:
                 f"model.vocab_size={size} is too small for data={data}, which has {self.vocab_size} tokens: "
                 f"leave it out, or use at least {self.vocab_size}"
             )
-        if size % self.layout.tp:
-            raise ConfigError(
-                f"data={data} has a vocabulary of {size} tokens, which is not divisible by "
-                f"backend.tp={self.layout.tp}: use model.vocab_size={math.ceil(size / self.layout.tp) * self.layout.tp}"
-            )
         try:
-            self.tokenizer.encode(self.cfg.train.sample_prompt)
+            if self._samples():
+                self.tokenizer.encode(self.cfg.train.sample_prompt)
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
+
+    def _samples(self) -> bool:
+        """Return whether the run generates samples."""
+        return self.cfg.train.sample_tokens > 0 and not self.tokenizer.missing
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
         """Return the weights that train.init_from names, each read on access; None: initialise randomly.
@@ -134,8 +135,8 @@ class LanguageTask:
         )
 
     def hooks(self) -> list[Hook]:
-        """Return the hooks of this task: samples."""
-        return [Sample()]
+        """Return the hooks of this task: samples, if the tokenizer has its vocabulary."""
+        return [Sample()] if self._samples() else []
 
     def generate(
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
@@ -163,10 +164,15 @@ class LanguageTask:
                 "top_k at least 1"
             )
         tokens = torch.from_numpy(self.tokenizer.encode(prompt))[None].to(backend.device)
+
+        def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+            # Without padding, so that every layout draws the same tokens.
+            return backend.logits(tokens)[:, : self.meta_model.vocab_size]
+
         # Without compilation, which would run again for each length of the growing text.
         with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
             text = generate(
-                backend.logits, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
+                logits_of, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,
             )  # fmt: skip
         return self.tokenizer.decode(text[0].cpu().numpy())
@@ -198,6 +204,8 @@ class LanguageTask:
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
             self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
         )  # fmt: skip
+        if self.tokenizer.missing and self.cfg.train.sample_tokens:
+            LOGGER.warning("no samples: %s", self.tokenizer.missing)
         if self.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
 

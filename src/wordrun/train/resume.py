@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
-
 from wordrun import dist
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import RENAMED, Config, to_plain
+from wordrun.dist.collectives import gather_json
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import FIRST_RANK, LOGGER
@@ -29,8 +28,8 @@ FREE = {
     "train": {
         "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
         "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "activation_checkpointing", "device",
-        "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save", "on_save_error",
-        "on_nonfinite", "resume", "init_from",
+        "check_memory", "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save",
+        "on_save_error", "on_nonfinite", "resume", "init_from",
     },
     "backend": None, "tracker": None, "profiler": None, "hooks": None,
 }  # fmt: skip
@@ -125,9 +124,7 @@ def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[st
             mine = folder.check_content(sorted(manifest["files"])[world.rank :: world.size], manifest)
         except DamagedError as error:
             mine = str(error)
-        problems: list[Any] = [None] * world.size
-        torch.distributed.all_gather_object(problems, mine)
-        problem = next((each for each in problems if each), "")
+        problem = next((each for each in gather_json(mine, world.device) if each), "")
         if not problem:
             return folder, manifest
         if folder is not found[0]:

@@ -21,7 +21,8 @@ class StopSignal:
     """Records SIGINT, SIGTERM and SIGUSR1, so that the run ends after a complete step with its files written.
 
     Schedulers send the latter two before they end a job. A second SIGINT or SIGTERM after either of them, and a second
-    SIGUSR1, have their usual effect; after SIGUSR1, which is a warning, a first SIGTERM still lets the run save.
+    SIGUSR1, have their usual effect (wordrun's commands ignore SIGUSR1); after SIGUSR1, which is a warning, a first
+    SIGTERM still lets the run save.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.language import LanguageTask, settle_data
+from wordrun.train.memory import MemoryCheck
 from wordrun.train.metrics import Meter, device_name, mean_loss
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
@@ -88,11 +89,15 @@ class Trainer(Training):
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
+        self.memory = MemoryCheck(cfg, world, self.layout)
+        self.memory.before_data()
         self.task = LanguageTask(cfg, world, self.layout, banner)
+        self.memory.before_model(self.task.vocab_size)
         weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
-        self.backend = backend.build(spec)
+        with self.memory.explained():
+            self.backend = backend.build(spec)
         closers.callback(self.backend.close)
         self.loader = self.task.loader(self.gas, self.backend.device)
         closers.callback(self.loader.close)
@@ -124,7 +129,7 @@ class Trainer(Training):
             LOGGER.info("nothing to do at step %d: %s", self.step, why)
             return self.summary()
         cfg = self.cfg
-        with self._session(), rng.swapped(self.state.rng):
+        with self._session(), rng.swapped(self.state.rng), self.memory.explained():
             while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 self.result = self._train_step(lr)
@@ -220,7 +225,9 @@ class Trainer(Training):
                     hook.at_start(self)
                 yield
         except BaseException as error:
-            error_text = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+            error_text = (
+                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error)}"
+            )
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
                 self.run.note_failure(self.world.rank, self.step, traceback.format_exc())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from wordrun.config import PARTS, BPETokenizerConfig, TokenizerConfig, part_of
+from wordrun.config import PARTS, BPETokenizerConfig, GPT2TokenizerConfig, TokenizerConfig, part_of
 from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.subword import gpt2_if_present
 from wordrun.errors import ConfigError
 
 
@@ -35,6 +36,16 @@ def from_json(text: str) -> Tokenizer:
             f"expected JSON with one of the kinds {', '.join(kinds)}"
         ) from None
     return tokenizer
+
+
+def from_checkpoint(text: str) -> Tokenizer:
+    """Return the tokenizer saved in a checkpoint; if its run lacked the vocabulary, this machine may have it.
+
+    Raises:
+        ConfigError: if wordrun did not save it.
+    """
+    tokenizer = from_json(text)
+    return gpt2_if_present(GPT2TokenizerConfig()) if tokenizer.missing else tokenizer
 
 
 def needs_text(cfg: TokenizerConfig) -> bool:

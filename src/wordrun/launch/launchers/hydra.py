@@ -15,7 +15,7 @@ class Hydra(Launcher):
     anywhere = True
     file_names = ("hydra", "mpich")
     version_texts = ("HYDRA", "Intel(R) MPI")
-    remedy = "pip install 'wordrun[mpich]' installs one"
+    remedy = "pip install 'wordrun[mpich]'"
     stale = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_", "PMIX_")
     host_line = "{host}:{ranks}\n"
     daemons = ("hydra_", "pmi_proxy")

@@ -83,13 +83,9 @@ class Sample(Hook):
 
     def at_end(self, trainer: Training) -> None:
         """Generate the last sample and log it."""
-        text = self._sample(trainer)
-        if text:
-            LOGGER.info("sample at step %d:\n%s", trainer.step, text)
+        LOGGER.info("sample at step %d:\n%s", trainer.step, self._sample(trainer))
 
     def _sample(self, trainer: Training) -> str:
-        if not trainer.cfg.train.sample_tokens:
-            return ""
         text = trainer.generate()
         trainer.run.sample(trainer.step, text)
         return text
