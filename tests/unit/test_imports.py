@@ -59,7 +59,7 @@ MAY_USE: dict[str, set[str]] = {
     "generate": PARALLEL | {"arguments", "checkpoint", "backend"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
-    "cli": {"errors", "dist"},
+    "cli": {"errors", "dist", "version"},
     "__main__": {"cli"},
     "": {"composer", "train", "version"},
 }

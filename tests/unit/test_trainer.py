@@ -33,6 +33,7 @@ from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
+from wordrun.track.plots import smooth
 from wordrun.train.hooks import Hook, standard
 from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
@@ -200,6 +201,38 @@ def test_plots_show_something(name: str, learned: tuple[Path, Summary, Config]) 
     channel = {"loss": 2, "throughput": 1}[name]  # a blue curve, a green one; axes and text are grey
     coloured = colours[:, channel] - colours[:, 0] > 0.2
     assert counts[coloured].sum() > 300
+
+
+def test_the_smoothed_curve_begins_with_its_first_value() -> None:
+    assert smooth([3.0, 2.0, 1.0]) == [3.0, 2.0, 1.0]  # too few to smooth
+    assert smooth([2.0] * 400) == pytest.approx([2.0] * 400)
+    noisy = smooth([2.0 + (-1) ** i for i in range(400)])
+    assert noisy[0] == 3.0
+    assert max(abs(value - 2) for value in noisy[200:]) < 0.1
+
+
+# The sample in place of a text that cannot be downloaded
+
+
+def test_a_run_on_the_sample_is_called_so(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    titles = []
+    monkeypatch.setattr("wordrun.train.run.draw", lambda path, title: titles.append(title) or [])
+    monkeypatch.setattr("wordrun.prepare.sources.sample.sample_text", lambda: "To be or not to be.\n" * 200)
+    words = [*small("data=shakespeare", "data.url=http://127.0.0.1:1/none"), "data.path=missing.txt"]
+    assert cli.main(words) == 0
+    (file,) = tmp_path.glob("outputs/*/*/*/run.json")
+    folder = file.parent
+    assert folder.parent.parent.name == "sample"
+    assert titles == [f"sample: nano, DDP  ({folder.name})"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["name"] == "sample"
+    assert record(folder)["data"]["banner"].startswith("NOT TRAINING ON SHAKESPEARE")
+    assert "NOT TRAINING ON SHAKESPEARE" in capsys.readouterr().out
+    assert cli.main([*words, "train.max_iters=6", f"train.resume={folder.relative_to(tmp_path)}"]) == 0
+    assert record(folder)["steps"] == 6
+    assert cli.main([*words, "hydra.run.dir=chosen"]) == 0
+    assert (tmp_path / "chosen" / "run.json").exists()
 
 
 # From Python

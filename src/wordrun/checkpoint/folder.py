@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wordrun import files
-from wordrun.errors import UserError, first_line
+from wordrun.errors import ConfigError, UserError, first_line
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -132,11 +132,11 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
         path: a run directory (all of its checkpoints), its ``checkpoints``, or one checkpoint.
 
     Raises:
-        UserError: there is no such folder, or no checkpoint in it.
+        ConfigError: there is no such folder, or no checkpoint in it.
     """
     path = Path(os.path.expanduser(path))
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
+        raise ConfigError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
     path = path.resolve()  # latest and best are links
     match = NAME.fullmatch(path.name)
     if match or (path / MANIFEST).exists():
@@ -145,7 +145,7 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     run_dir = path.parent if path.name == CHECKPOINTS else path
     found = all_in(run_dir)
     if not found:
-        raise UserError(
+        raise ConfigError(
             f"{run_dir} contains no checkpoint: it is not a run directory, or the run ended before its first save "
             "(train.checkpoint_interval)"
         )
@@ -160,7 +160,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         which: latest (older ones replace damaged ones), best, or a step number.
 
     Raises:
-        UserError: none matches; the message lists the available ones.
+        ConfigError: none matches; the message lists the available ones.
     """
     run_dir, found = locate(run_dir)
     if which == "latest":
@@ -174,7 +174,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         if chosen:
             return chosen
     steps = ", ".join(str(each.step) for each in found)
-    raise UserError(f"{run_dir} has no checkpoint {which}: there are latest and those after {steps} steps")
+    raise ConfigError(f"{run_dir} has no checkpoint {which}: there are latest and those after {steps} steps")
 
 
 class Draft:
