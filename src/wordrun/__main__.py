@@ -1,6 +1,10 @@
 """``python -m wordrun`` is the same as ``wordrun``."""
 
-from wordrun.cli import main
-
 if __name__ == "__main__":
+    from wordrun.interrupts import end_at_once
+
+    end_at_once()  # before the other imports, which take longer
+
+    from wordrun.cli import main
+
     raise SystemExit(main())
