@@ -35,16 +35,12 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
     if status_dir:
         try:
-            os.makedirs(os.path.dirname(status_dir), exist_ok=True)
             os.mkdir(status_dir, 0o700)
         except OSError as error:
             remedy = "point TMPDIR to a folder of yours" if plan.job.is_local else "launch from a folder of yours"
             raise ConfigError(f"cannot create {status_dir}: {error.strerror}; {remedy}") from None
     try:
-        for path, text in plan.files.items():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "w") as file:
-                file.write(text)
+        _write_files(plan)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
         memory = OomWatch()
@@ -86,6 +82,18 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
     return status
+
+
+def _write_files(plan: LaunchPlan) -> None:
+    for path, text in plan.files.items():
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            ) from None
 
 
 def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
