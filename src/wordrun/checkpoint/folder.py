@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wordrun import files
-from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.errors import ConfigError, UserError
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -92,7 +92,8 @@ class Folder:
             try:
                 found = (self.path / name).stat()
             except (OSError, ValueError) as error:
-                raise DamagedError(f"{self.path} is damaged: {name!r}: {first_line(error)}") from None
+                what = getattr(error, "strerror", "not the name of a file")
+                raise DamagedError(f"{self.path} is damaged: {name}: {what}") from None
             if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
                 what = f"{name} has {found.st_size:,} bytes, not {facts['size']}"
                 raise DamagedError(f"{self.path} is damaged: {what}")
