@@ -389,7 +389,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["advice"]["command"] == [
         "launch", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
     ]  # fmt: skip
-    ddp = next(way for way in found["ways"] if way["name"] == "DDP")
+    ddp = next(each for each in found["strategies"] if each["name"] == "DDP")
     padding = (50304 - 50257) * 768
     assert ddp["memory"]["none"]["parameters"] == 4 * (found["parameters"] + padding)
 

@@ -26,13 +26,14 @@ import yaml
 from matplotlib.image import imread
 
 import wordrun
-from wordrun import cli, export, generate
+from wordrun import cli, compat, export, generate
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
 from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
+from wordrun.track.plots import smooth
 from wordrun.train.hooks import Hook, standard
 from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
@@ -200,6 +201,38 @@ def test_plots_show_something(name: str, learned: tuple[Path, Summary, Config]) 
     channel = {"loss": 2, "throughput": 1}[name]  # a blue curve, a green one; axes and text are grey
     coloured = colours[:, channel] - colours[:, 0] > 0.2
     assert counts[coloured].sum() > 300
+
+
+def test_the_smoothed_curve_begins_with_its_first_value() -> None:
+    assert smooth([3.0, 2.0, 1.0]) == [3.0, 2.0, 1.0]  # too few to smooth
+    assert smooth([2.0] * 400) == pytest.approx([2.0] * 400)
+    noisy = smooth([2.0 + (-1) ** i for i in range(400)])
+    assert noisy[0] == 3.0
+    assert max(abs(value - 2) for value in noisy[200:]) < 0.1
+
+
+# The sample in place of a text that cannot be downloaded
+
+
+def test_a_run_on_the_sample_is_called_so(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    titles = []
+    monkeypatch.setattr("wordrun.train.run.draw", lambda path, title: titles.append(title) or [])
+    monkeypatch.setattr("wordrun.prepare.sources.sample.sample_text", lambda: "To be or not to be.\n" * 200)
+    words = [*small("data=shakespeare", "data.url=http://127.0.0.1:1/none"), "data.path=missing.txt"]
+    assert cli.main(words) == 0
+    (file,) = tmp_path.glob("outputs/*/*/*/run.json")
+    folder = file.parent
+    assert folder.parent.parent.name == "sample"
+    assert titles == [f"sample: nano, DDP  ({folder.name})"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["name"] == "sample"
+    assert record(folder)["data"]["banner"].startswith("NOT TRAINING ON SHAKESPEARE")
+    assert "NOT TRAINING ON SHAKESPEARE" in capsys.readouterr().out
+    assert cli.main([*words, "train.max_iters=6", f"train.resume={folder.relative_to(tmp_path)}"]) == 0
+    assert record(folder)["steps"] == 6
+    assert cli.main([*words, "hydra.run.dir=chosen"]) == 0
+    assert (tmp_path / "chosen" / "run.json").exists()
 
 
 # From Python
@@ -389,14 +422,12 @@ def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path, basel
     assert clipped[1:] != of(baseline, "grad_norm")[1:]
 
 
-BF16_INSTRUCTIONS = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # in torch.cpu
-
-
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
 def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
     flags = Path("/proc/cpuinfo").read_text()
     has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    assert any(getattr(torch.cpu, name)() for name in BF16_INSTRUCTIONS) == has_bf16
+    limited = "ONEDNN_MAX_CPU_ISA" in os.environ
+    assert compat.cpu_is_fast_at_bf16() == (has_bf16 and not limited)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
@@ -405,8 +436,7 @@ def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
     asked: str, has_bf16: bool, small: Words, tmp_path: Path,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for name in BF16_INSTRUCTIONS:
-        monkeypatch.setattr(torch.cpu, name, lambda: has_bf16)
+    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: has_bf16)
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
     computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"

@@ -123,7 +123,7 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
             f"{path} is not the tokenizer of the shards beside it (sha256 {found[:12]}, the manifest says "
             f"{manifest.tokenizer_sha256[:12]}): copy the right one there, or prepare the data again"
         )
-    return from_json(content.decode())
+    return from_json(content.decode(errors="replace"), path)
 
 
 def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) -> shards.Tokens:
