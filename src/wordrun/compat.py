@@ -12,10 +12,13 @@ import inspect
 import logging
 import traceback
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from wordrun.errors import UserError, unpickling_problem
 
 PRODUCTS = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -30,6 +33,12 @@ DEEPSPEED = {
     "deepspeed.utils.groups": ("_release_process_group_references",),
 }
 """DeepSpeed internals that ``quiet_deepspeed`` and ``restore_after_deepspeed`` replace or call, by module."""
+DEEPSPEED_STATE = {
+    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+"""The classes in DeepSpeed's checkpoints, by module; they only hold data."""
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:
@@ -127,6 +136,30 @@ def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
     undo.callback(_replace, "deepspeed.comm.comm", "cdb", None)
     groups = importlib.import_module("deepspeed.utils.groups")
     undo.callback(getattr(groups, "_release_process_group_references", lambda: None))
+
+
+@contextlib.contextmanager
+def deepspeed_reads_data_only() -> Iterator[None]:
+    """Let torch.load read nothing but tensors, plain values and DeepSpeed's own state, whatever its arguments.
+
+    DeepSpeed asks for everything that a pickle may contain, including code. If a version keeps further classes in its
+    checkpoints, reading one fails with an error that names them; add them to ``DEEPSPEED_STATE``.
+    """
+    real: Any = torch.load
+    known = [getattr(importlib.import_module(module), n) for module, names in DEEPSPEED_STATE.items() for n in names]
+
+    def load(file: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return real(file, *args, **{**options, "weights_only": True})
+        except Exception as error:  # pickle, zip and the file system have their own
+            raise UserError(f"{file} cannot be read: {unpickling_problem(error)}") from None
+
+    _replace("torch", "load", load)
+    try:
+        with torch.serialization.safe_globals(known):
+            yield
+    finally:
+        _replace("torch", "load", real)
 
 
 def _replace(module: str, name: str, value: Any) -> None:

@@ -476,7 +476,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     said = captured.out + captured.err
     assert "the run is finished, but its last checkpoint could not be written; the newest is that of step 3" in said
     assert re.search(r"the checkpoint of step 6 could not be written \(rank 0: (no space|.*No space)", said)
-    assert "training continues" in said
+    reports = [line for line in captured.out.splitlines() if "could not be written (" in line]
+    assert ["training continues" in line for line in reports] == [True, True, False]  # after steps 6, 9 and 12
+    assert " ERROR the checkpoint of step 12 could not be written" in reports[-1]
+    assert re.search(r" ERROR SaveError: the run is finished, but .* \(after 12 steps\)", captured.out)
     assert steps(full_disk) == [3]
     assert find(full_disk).step == 3
     assert read(full_disk)[-1]["step"] == 12

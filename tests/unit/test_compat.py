@@ -100,7 +100,7 @@ def test_a_limit_on_instructions_counts(ranks: Command, tmp_path: Path) -> None:
     not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'"
 )
 def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
-    for module, names in compat.DEEPSPEED.items():
+    for module, names in (compat.DEEPSPEED | compat.DEEPSPEED_STATE).items():
         for name in names:
             found = hasattr(importlib.import_module(module), name)
             assert found, f"{module} has no {name} any more: mend wordrun.compat's functions for DeepSpeed"

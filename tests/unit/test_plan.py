@@ -81,8 +81,7 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
         model = shapes_of(cfg.model, vocab_size)
         need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
-        # One process has buckets besides its gradients; both exist before.
-        planned = need.total - need.parameters - need.optimizer - need.gradients - 4 * model.parameters
+        planned = need.total - need.parameters - need.optimizer - need.gradients
         assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
 
 

@@ -33,13 +33,16 @@ from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
+from wordrun.track.plots import smooth
 from wordrun.train.hooks import Hook, standard
+from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
 
 if TYPE_CHECKING:
     from conftest import Start
 
 Words = Callable[..., list[str]]
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(words: list[str], folder: Path) -> tuple[Summary, list[dict[str, Any]]]:
@@ -200,7 +203,65 @@ def test_plots_show_something(name: str, learned: tuple[Path, Summary, Config]) 
     assert counts[coloured].sum() > 300
 
 
+def test_the_smoothed_curve_begins_with_its_first_value() -> None:
+    assert smooth([3.0, 2.0, 1.0]) == [3.0, 2.0, 1.0]  # too few to smooth
+    assert smooth([2.0] * 400) == pytest.approx([2.0] * 400)
+    noisy = smooth([2.0 + (-1) ** i for i in range(400)])
+    assert noisy[0] == 3.0
+    assert max(abs(value - 2) for value in noisy[200:]) < 0.1
+
+
+# The sample in place of a text that cannot be downloaded
+
+
+def test_a_run_on_the_sample_is_called_so(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    titles = []
+    monkeypatch.setattr("wordrun.train.run.draw", lambda path, title: titles.append(title) or [])
+    monkeypatch.setattr("wordrun.prepare.sources.sample.sample_text", lambda: "To be or not to be.\n" * 200)
+    words = [*small("data=shakespeare", "data.url=http://127.0.0.1:1/none"), "data.path=missing.txt"]
+    assert cli.main(words) == 0
+    (file,) = tmp_path.glob("outputs/*/*/*/run.json")
+    folder = file.parent
+    assert folder.parent.parent.name == "sample"
+    assert titles == [f"sample: nano, DDP  ({folder.name})"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["name"] == "sample"
+    assert record(folder)["data"]["banner"].startswith("NOT TRAINING ON SHAKESPEARE")
+    assert "NOT TRAINING ON SHAKESPEARE" in capsys.readouterr().out
+    assert cli.main([*words, "train.max_iters=6", f"train.resume={folder.relative_to(tmp_path)}"]) == 0
+    assert record(folder)["steps"] == 6
+    assert cli.main([*words, "hydra.run.dir=chosen"]) == 0
+    assert (tmp_path / "chosen" / "run.json").exists()
+
+
 # From Python
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_many_epochs_are_a_warning_that_says_what_to_change(
+    dropout: float, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = small(f"model.dropout={dropout}", "train.max_iters=2000", f"hydra.run.dir={tmp_path / 'run'}")
+    most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+    with Trainer(wordrun.compose(words)) as trainer:
+        for epochs in (most, 2 * most):
+            trainer.task.announce(epochs * trainer.task.sequences.per_epoch)
+    said = capfd.readouterr().out
+    change = "a larger model.dropout" if dropout else "model.dropout=0.2"
+    assert said.count("may memorize it") == 1
+    assert (
+        f"WARNING the run sees its training text {2 * most} times and may memorize it, so that the validation loss "
+        f"rises: use train.max_iters=1000 or fewer, more text, {change} or hooks=[early_stop]"
+    ) in said
+
+
+@pytest.mark.parametrize("name", [None, *sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))])
+def test_what_is_shipped_has_not_too_many_epochs(name: str | None) -> None:
+    cfg = wordrun.compose([f"experiment={name}"] if name else ["data=shakespeare"])
+    examples = cfg.train.max_iters * (cfg.train.global_batch_size or cfg.model.batch_size)
+    epochs = examples * cfg.model.block_size / (0.9 * 1_115_394)
+    assert epochs < (EPOCHS_WITH_DROPOUT if cfg.model.dropout else EPOCHS)
 
 
 def test_from_python(small: Words, tmp_path: Path) -> None:

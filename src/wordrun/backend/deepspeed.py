@@ -154,8 +154,9 @@ class DeepSpeedBackend:
                 f"continued only like that, not by stage {self.stage} on {self.spec.world.size}: change them, or use "
                 f"its weights only by train.init_from={folder}"
             )
-        self.engine.load_checkpoint(str(folder), tag=ENGINE)
-        found = torch.load(self._own_file(folder), weights_only=True) if own else {}
+        with compat.deepspeed_reads_data_only():
+            self.engine.load_checkpoint(str(folder), tag=ENGINE)
+            found = torch.load(self._own_file(folder)) if own else {}
         return {name: found[name] for name in own}
 
     def _own_file(self, folder: Path) -> Path:

@@ -148,6 +148,7 @@ def _mix(cfg: Config, world: dist.World) -> Corpus:
         Tokens([shard for part in mix for shard in part.train.shards]),
         Tokens([shard for part in mix for shard in part.val.shards]),
         f"mix of {', '.join(origins)}",
+        "\n".join(corpus.banner for corpus in corpora if corpus.banner) or None,
         mix=mix,
     )
 

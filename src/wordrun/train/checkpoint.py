@@ -46,6 +46,8 @@ class Checkpoints:
         self.train, self.tokenizer_json = cfg.train, tokenizer_json
         self.written = written
         """The step of the newest checkpoint on disk."""
+        self.ending = False
+        """Whether the run is about to end, so that no later checkpoint will be tried."""
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -98,7 +100,10 @@ class Checkpoints:
             raise error
         if self.train.on_save_error == "stop":
             raise SaveError(f"{error}; to continue without it, use train.on_save_error=continue") from error
-        LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
+        if self.ending:
+            LOGGER.error("%s", error, extra=FIRST_RANK)
+        else:
+            LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
 
     def _write(self, step: int, save: Save, facts: dict[str, Any], best: bool) -> None:
         draft = Draft(self.run_dir, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,23 +24,50 @@ from wordrun.log import LOGGER
 from wordrun.model import meta_model, pretrained
 from wordrun.model.generate import generate
 from wordrun.prepare.obtain import obtain
+from wordrun.prepare.sources import locate
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.training import Hook
+
+EPOCHS = 40
+"""Above this number of epochs a model without dropout learns almost nothing new (Muennighoff et al. 2023)."""
+EPOCHS_WITH_DROPOUT = 100
+"""The same with dropout; experiment=shakespeare has 82."""
+SAMPLE = "sample"
+"""Name and kind of the embedded text."""
+
+
+def settle_data(cfg: Config, world: dist.World) -> tuple[Config, str | None]:
+    """Return ``cfg`` for the text that is trained on, and a banner if data.offline=sample has made that the sample.
+
+    A run on the sample is called so, in its directory and everywhere else. Every rank must call this, before anything
+    depends on the run directory.
+    """
+    if cfg.data.kind != "download":
+        return cfg, None
+    banner = dist.share(locate(cfg.data).banner if world.rank == 0 else None, world)
+    if banner is None:
+        return cfg, None
+    parts = Path(cfg.run_dir).parts
+    moved = Path("outputs", SAMPLE, *parts[2:]) if parts[:2] == ("outputs", cfg.data.name) else Path(cfg.run_dir)
+    data = replace(cfg.data, name=SAMPLE, kind=SAMPLE)
+    return replace(cfg, data=data, run_dir=str(moved) if cfg.run_dir else ""), banner
 
 
 class LanguageTask:
     """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
 
     The trainer only knows batches of examples and losses; everything about text is here. Every rank must create one.
+    ``cfg`` and ``banner`` are those of ``settle_data``.
 
     Raises:
         ConfigError: corpus, tokenizer and options are incompatible.
     """
 
-    def __init__(self, cfg: Config, world: dist.World, layout: Layout) -> None:
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
         self.cfg, self.layout, self.dp_rank = cfg, layout, layout.dp_index(world.rank)
         self.corpus = obtain(cfg, world)
+        self.banner = banner or self.corpus.banner
         self.tokenizer = self.corpus.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self._check_vocabulary()
@@ -83,7 +111,7 @@ class LanguageTask:
             return pretrained.open_weights(folder, self.cfg.model, self.vocab_size)
         # One rank verifies all files, and chooses an intact checkpoint for all.
         saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
-        theirs = {name: p.shape for name, p in meta_model(saved.config.model, saved.vocab_size).weights()}
+        theirs = {name: p.shape for name, p in saved.meta_model().weights()}
         ours = {name: p.shape for name, p in self.meta_model.weights()}
         different = [
             f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
@@ -158,7 +186,7 @@ class LanguageTask:
         corpus = self.corpus
         return {
             "data": {
-                "origin": corpus.origin, "banner": corpus.banner, "vocab_size": self.vocab_size,
+                "origin": corpus.origin, "banner": self.banner, "vocab_size": self.vocab_size,
                 "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
             },
             "parameters": self.meta_model.num_parameters(),
@@ -174,16 +202,25 @@ class LanguageTask:
 
     def announce(self, examples: int) -> None:
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""
-        corpus = self.corpus
+        corpus, epochs = self.corpus, examples / self.sequences.per_epoch
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
-            self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
+            self.vocab_size, epochs, self.tokens_per_example,
         )  # fmt: skip
+        dropout = self.cfg.model.dropout
+        most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+        if epochs > most:
+            steps = max(1, int(self.cfg.train.max_iters * most / epochs))
+            LOGGER.warning(
+                "the run sees its training text %.0f times and may memorize it, so that the validation loss rises: use "
+                "train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
+                epochs, steps, "a larger model.dropout" if dropout else "model.dropout=0.2",
+            )  # fmt: skip
         if self.tokenizer.missing and self.cfg.train.sample_tokens:
             LOGGER.warning("no samples: %s", self.tokenizer.missing)
-        if corpus.banner:
-            LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.banner, "*" * 80)
+        if self.banner:
+            LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
 
 
 def _shown(shape: torch.Size | None) -> str:

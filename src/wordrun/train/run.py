@@ -165,7 +165,9 @@ class Run:
             self._write_record()
             for tracker in self.trackers.values():
                 tracker.finish(summary, exit_status=1 if error else 0)
-            return draw(self.path, f"{self.path.parent.name}  {self.path.name}") if self.trackers else []
+            cfg = self.cfg
+            title = f"{cfg.data.name}: {cfg.model.name}, {cfg.train.backend}  ({self.path.name})"
+            return draw(self.path, title) if self.trackers else []
         finally:
             if self._lock is not None:
                 self._lock.close()

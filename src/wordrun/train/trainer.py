@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import traceback
 import weakref
@@ -16,12 +17,12 @@ from wordrun.checks import accumulation, check
 from wordrun.config import PARTS, Config, part_of
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
-from wordrun.log import LOGGER
+from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.language import LanguageTask
+from wordrun.train.language import LanguageTask, settle_data
 from wordrun.train.memory import MemoryCheck
 from wordrun.train.metrics import Meter, device_name, mean_loss
 from wordrun.train.run import Run
@@ -82,13 +83,15 @@ class Trainer(Training):
 
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
-        cfg, world = self.cfg, self.world
+        world = self.world
+        self.cfg, banner = settle_data(self.cfg, world)
+        cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.memory = MemoryCheck(cfg, world, self.layout)
         self.memory.before_data()
-        self.task = LanguageTask(cfg, world, self.layout)
+        self.task = LanguageTask(cfg, world, self.layout, banner)
         self.memory.before_model(self.task.vocab_size)
         weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
@@ -179,6 +182,7 @@ class Trainer(Training):
 
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
+        self.checkpoints.ending = self.done or self.stop.signal != 0
         self.checkpoints.wait()  # one copy of the training state at a time
         copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best)
@@ -245,7 +249,8 @@ class Trainer(Training):
                 raise
             return
         if error or self.stop_reason:
-            LOGGER.info("%s (after %d steps)", error or self.stop_reason, self.step)
+            level = logging.ERROR if failed else logging.INFO
+            LOGGER.log(level, "%s (after %d steps)", error or self.stop_reason, self.step, extra=FIRST_RANK)
         loss = self.metrics.get("val_loss")
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))

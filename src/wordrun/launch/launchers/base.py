@@ -66,6 +66,8 @@ class Launcher:
     """The Python module that its processes run, if it is written in Python."""
     own_lines: ClassVar[str] = ""
     """Regular expression for the beginning of its lines on stderr."""
+    noise: ClassVar[str] = ""
+    """Regular expression for what it and its MPI print beside a failure, without adding to it; whole lines."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
