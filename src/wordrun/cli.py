@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from wordrun import dist
+from wordrun import dist, interrupts
 from wordrun.errors import ConfigError, nearest
 from wordrun.version import versions
 
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     # Import only the module of this command: most need Hydra, and no command should wait for another's imports.
-    status: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
+    with interrupts.ending_at_once():
+        status: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
     return status
 
 

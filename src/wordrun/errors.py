@@ -1,5 +1,6 @@
 """User errors: shown as one message without a traceback, each kind with its own exit status."""
 
+import re
 from collections.abc import Iterable
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
@@ -44,3 +45,9 @@ def first_line(error: BaseException | str, most: int = 200) -> str:
     """Return the first line of an error's message, cut to ``most`` characters; if there is no message, its type."""
     lines = str(error).strip().splitlines()
     return lines[0][:most] if lines else type(error).__name__
+
+
+def unpickling_problem(error: BaseException) -> str:
+    """Return why ``torch.load`` refused a file, without torch's advice to load it all the same."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it contains {refused[1]}, which is code rather than data" if refused else first_line(error)

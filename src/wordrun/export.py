@@ -105,11 +105,10 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
     from safetensors.torch import save_file
 
     from wordrun.backend.precision import TORCH_DTYPES
-    from wordrun.model import meta_model
     from wordrun.model.huggingface import to_huggingface
 
     cfg, weights, kind = saved.config.model, saved.weights(), TORCH_DTYPES[dtype]
-    model = meta_model(cfg, saved.vocab_size)
+    model = saved.meta_model()
     shards: list[list[str]] = [[]]
     room = limit
     # Plan the files on the meta model first: each file name includes their number.
@@ -140,11 +139,10 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     from wordrun.backend.precision import TORCH_DTYPES
     from wordrun.data.tokenizers import from_checkpoint
     from wordrun.data.tokenizers.huggingface import tokenizer_json
-    from wordrun.model import meta_model
     from wordrun.model.huggingface import huggingface_config
 
-    cfg, ours = saved.config.model, from_checkpoint(saved.tokenizer_json)
-    facts = huggingface_config(cfg, meta_model(cfg, saved.vocab_size).vocab_size)
+    cfg, ours = saved.config.model, from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
+    facts = huggingface_config(cfg, saved.meta_model().vocab_size)
     tokenizer, end = (None, ours.eot) if ours.missing else tokenizer_json(json.loads(ours.to_json()))
     facts |= {"bos_token_id": end, "eos_token_id": end}
     _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})

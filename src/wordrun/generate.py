@@ -113,7 +113,7 @@ def write(options: GenerateConfig) -> None:
     if dtype != TORCH_DTYPES.get(asked, dtype):
         _say(f"dtype={asked}: this {device.type} would emulate it, and computes in fp32 instead")
     saved = find(Path(options.run), options.checkpoint)
-    tokenizer = tokenizers.from_checkpoint(saved.tokenizer_json)
+    tokenizer = tokenizers.from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
     try:
         prompt = torch.from_numpy(tokenizer.encode(options.prompt))
     except ConfigError as error:
@@ -146,9 +146,7 @@ def write(options: GenerateConfig) -> None:
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transformer:
     """Return the checkpoint's model in evaluation mode, with weights in ``dtype`` on ``device``."""
-    from wordrun.model import meta_model
-
-    model = meta_model(saved.config.model, saved.vocab_size)
+    model = saved.meta_model()
     state = {name: tensor.to(device, dtype) for name, tensor in saved.weights().items()}
     if model.tied:
         state["head.weight"] = state["tokens.weight"]

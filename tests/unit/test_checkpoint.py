@@ -576,7 +576,7 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     stop = StopSignal(torch.device("cpu"))
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for first, left in (
-        (signal.SIGINT, {signal.SIGUSR1}), (signal.SIGTERM, {signal.SIGUSR1}),
+        (signal.SIGINT, {signal.SIGUSR1}), (signal.SIGTERM, {signal.SIGUSR1, signal.SIGTERM}),
         (signal.SIGUSR1, {signal.SIGINT, signal.SIGTERM}),
     ):  # fmt: skip
         with stop.listen():
@@ -584,6 +584,22 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
             assert stop.signal == first
             assert {number for number in usual if signal.getsignal(number) != usual[number]} == left
         assert {number: signal.getsignal(number) for number in usual} == usual
+
+
+@pytest.mark.parametrize(("same_s", "killed"), [(60.0, 0), (0.0, 1)])
+def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch, same_s: float, killed: int) -> None:
+    """PBS sends SIGTERM to mpiexec and to launch, which both forward it."""
+    monkeypatch.setattr("wordrun.train.stop.SAME_S", same_s)
+    deaths: list[int] = []
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: deaths.append(number))
+    try:
+        stop = StopSignal(torch.device("cpu"))
+        with stop.listen():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (stop.signal, len(deaths)) == (signal.SIGTERM, killed)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def test_a_run_that_skips_steps_can_be_stopped(small: Words, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"version", "errors", "files", "cgroup", "slurm", "ports", "run_id", "log"}
+BASE = {"version", "errors", "files", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {"dist", "config", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -32,6 +32,7 @@ MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "cgroup": set(),
+    "interrupts": set(),
     "devices": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
@@ -47,7 +48,7 @@ MAY_USE: dict[str, set[str]] = {
     "data": CONFIG,
     "model": CONFIG | {"compat"},
     "track": CONFIG,
-    "compat": set(),
+    "compat": {"errors"},
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},
@@ -59,8 +60,8 @@ MAY_USE: dict[str, set[str]] = {
     "generate": PARALLEL | {"arguments", "checkpoint", "backend"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
-    "cli": {"errors", "dist", "version"},
-    "__main__": {"cli"},
+    "cli": {"errors", "dist", "interrupts", "version"},
+    "__main__": {"cli", "interrupts"},
     "": {"composer", "train", "version"},
 }
 

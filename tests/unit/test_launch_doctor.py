@@ -41,7 +41,7 @@ HEALTHY = {
 @pytest.fixture
 def plan(tmp_path: Path) -> LaunchPlan:
     options = Options(np=4, command=("probe",))
-    decided = Decided("1-aa", Identity("R"), 12345, str(tmp_path), "/s", "/venv/bin", "a")
+    decided = Decided("1-aa", Identity("R"), 12345, str(tmp_path), "/launches", "/s", "/venv/bin", "a")
     return build(JOB, options, decide_ranks(options, JOB), LAUNCHERS["srun"]("/usr/bin/srun", "test"), decided, {})
 
 
@@ -132,7 +132,7 @@ def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
 )
 def test_the_way_to_the_internet(tmp_path: Path, site: Site, env: dict[str, str], state: str, found: str) -> None:
     options = Options(np=4, command=("probe",))
-    decided = Decided("1-aa", Identity("R"), 12345, str(tmp_path), "/s", "/venv/bin", "a")
+    decided = Decided("1-aa", Identity("R"), 12345, str(tmp_path), "/launches", "/s", "/venv/bin", "a")
     site = replace(site, scheduler="slurm")
     plan = build(JOB, options, decide_ranks(options, JOB), LAUNCHERS["srun"]("srun"), decided, env, site)
     (finding,) = (f for f in doctor.of_machine(plan, env, site) if f.check == "internet")

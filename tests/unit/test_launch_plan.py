@@ -37,8 +37,8 @@ LAPTOP = Job(
 GPU_BOX = Job(hosts=("box",), cores=(64,), devices=(4,), slots=(4,), reasons=LAPTOP.reasons)
 TWO_NODES = Job(hosts=("a", "b"), cores=(8, 8), devices=(2, 1), slots=(2, 1), scheduler="pbs", id="7")
 DECIDED = Decided(
-    launch_id="1-aa", run=Identity("20260102-030405-abcd"), port=12345, cwd="/home/u", status_dir="/tmp/s",
-    own_bin="/venv/bin",
+    launch_id="1-aa", run=Identity("20260102-030405-abcd"), port=12345, cwd="/home/u",
+    folder="/home/u/outputs/launches", status_dir="/tmp/s", own_bin="/venv/bin",
     interfaces=("eth0", "lo"),
 )  # fmt: skip
 PATHS = {"hydra": "/opt/mpiexec", "openmpi": "/opt/mpirun", "torchrun": "/venv/bin/python", "local": ""}

@@ -62,7 +62,7 @@ class Cluster:
         options = Options(**{"command": COMMAND, **asked})
         ranks = decide_ranks(options, job)
         master = address.decide(job.hosts, found, here, lambda name: "10.0.0.1")[0]
-        decided = Decided("1-aa", Identity("R"), 12345, "/p", "/p/s", "/venv/bin", master)
+        decided = Decided("1-aa", Identity("R"), 12345, "/p", "/p/outputs/launches", "/p/s", "/venv/bin", master)
         return build(job, options, ranks, LAUNCHERS[launcher](launcher), decided, env, found)
 
 

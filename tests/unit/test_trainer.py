@@ -26,7 +26,7 @@ import yaml
 from matplotlib.image import imread
 
 import wordrun
-from wordrun import cli, export, generate
+from wordrun import cli, compat, export, generate
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
 from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
@@ -35,12 +35,14 @@ from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
 from wordrun.track.plots import smooth
 from wordrun.train.hooks import Hook, standard
+from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
 
 if TYPE_CHECKING:
     from conftest import Start
 
 Words = Callable[..., list[str]]
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(words: list[str], folder: Path) -> tuple[Summary, list[dict[str, Any]]]:
@@ -236,6 +238,32 @@ def test_a_run_on_the_sample_is_called_so(
 # From Python
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_many_epochs_are_a_warning_that_says_what_to_change(
+    dropout: float, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = small(f"model.dropout={dropout}", "train.max_iters=2000", f"hydra.run.dir={tmp_path / 'run'}")
+    most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+    with Trainer(wordrun.compose(words)) as trainer:
+        for epochs in (most, 2 * most):
+            trainer.task.announce(epochs * trainer.task.sequences.per_epoch)
+    said = capfd.readouterr().out
+    change = "a larger model.dropout" if dropout else "model.dropout=0.2"
+    assert said.count("may memorize it") == 1
+    assert (
+        f"WARNING the run sees its training text {2 * most} times and may memorize it, so that the validation loss "
+        f"rises: use train.max_iters=1000 or fewer, more text, {change} or hooks=[early_stop]"
+    ) in said
+
+
+@pytest.mark.parametrize("name", [None, *sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))])
+def test_what_is_shipped_has_not_too_many_epochs(name: str | None) -> None:
+    cfg = wordrun.compose([f"experiment={name}"] if name else ["data=shakespeare"])
+    examples = cfg.train.max_iters * (cfg.train.global_batch_size or cfg.model.batch_size)
+    epochs = examples * cfg.model.block_size / (0.9 * 1_115_394)
+    assert epochs < (EPOCHS_WITH_DROPOUT if cfg.model.dropout else EPOCHS)
+
+
 def test_from_python(small: Words, tmp_path: Path) -> None:
     with wordrun.Trainer(wordrun.compose(small("hydra.run.dir=here"))) as trainer:
         summary = trainer.train()
@@ -394,14 +422,12 @@ def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path, basel
     assert clipped[1:] != of(baseline, "grad_norm")[1:]
 
 
-BF16_INSTRUCTIONS = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # in torch.cpu
-
-
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
 def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
     flags = Path("/proc/cpuinfo").read_text()
     has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    assert any(getattr(torch.cpu, name)() for name in BF16_INSTRUCTIONS) == has_bf16
+    limited = "ONEDNN_MAX_CPU_ISA" in os.environ
+    assert compat.cpu_is_fast_at_bf16() == (has_bf16 and not limited)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
@@ -410,8 +436,7 @@ def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
     asked: str, has_bf16: bool, small: Words, tmp_path: Path,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for name in BF16_INSTRUCTIONS:
-        monkeypatch.setattr(torch.cpu, name, lambda: has_bf16)
+    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: has_bf16)
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
     computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"

@@ -177,7 +177,7 @@ class NativeBackend:
             )
         stored = index.load(folder)
         restored = Restored(self.optimizer, self.named_parameters(), stored, self.unpadded_rows)
-        mine = {name: stored[name].empty() for name in own}
+        mine = {name: stored[name].empty() for name in own if name in stored}
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
         tensors: dict[str, Any] = weights | restored.tensors | mine

@@ -46,8 +46,11 @@ class PipelineBackend(FSDPBackend):
         cfg, options, pp = spec.cfg, spec.cfg.backend, spec.layout.pp
         assert isinstance(options, PPConfig)
         if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
-            wrong = f"in a pipeline needs torch 2.13; its gradients would be wrong with {torch.__version__}"
+            wrong = f"in a pipeline needs torch 2.11; its gradients would be wrong with {torch.__version__}"
             raise ConfigError(f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP")
+        if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not compat.zbv_runs_on_cpus():
+            wrong = f"on CPUs needs torch 2.12, not {torch.__version__}"
+            raise ConfigError(f"backend.schedule=ZBVZeroBubble {wrong}: use backend.schedule=InterleavedZeroBubble")
         self.count = stages(options, pp)
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")

@@ -92,7 +92,7 @@ def _tensor(name: str, facts: Mapping[str, Any]) -> StoredTensor:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_DIMS:
-        raise ValueError(f"{value!r} is not a list of sizes")
+        raise ValueError(f"{str(value)[:60]} is not a list of sizes")
     if not all(type(size) is int and 0 <= size < MAX_SIZE for size in value):
         raise ValueError(f"{value!r} contains an invalid size")
     return tuple(value)

@@ -25,7 +25,7 @@ COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_f
 
 
 @dataclass(frozen=True)
-class Part:
+class MixPart:
     """One data set in a mix."""
 
     train: shards.Tokens
@@ -45,7 +45,7 @@ class Corpus:
     """Origin of the text, for the log and run.json."""
     banner: str | None = None
     """A warning to show with all results if this is not the requested text."""
-    mix: Sequence[Part] = ()
+    mix: Sequence[MixPart] = ()
     """The parts of a mix; ``train`` and ``val`` concatenate their tokens."""
 
 
@@ -67,6 +67,7 @@ def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *,
     """
     manifest = manifests.load(folder)
     compare(folder, manifest, data, tokenizer)
+    manifests.check_left_out(manifest.left_out, data)
     train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
     return manifests.tokenizer(folder, manifest), train, val
 
@@ -132,7 +133,7 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer of the shards in ``folder``, which has no manifest."""
     saved, text = folder / manifests.TOKENIZER, folder / "input.txt"
     if saved.exists() and not getattr(cfg, "path", None):
-        return tokenizers.from_json(saved.read_text(encoding="utf-8"))
+        return tokenizers.from_json(saved.read_text(encoding="utf-8", errors="replace"), saved)
     if cfg.name == "char" and text.exists():  # nanoGPT leaves it next to train.bin
         return CharTokenizer(text.read_text(encoding="utf-8"))
     if tokenizers.needs_text(cfg):

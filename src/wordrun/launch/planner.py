@@ -85,21 +85,31 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity
     """Decide what all ranks must agree on."""
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     asked = dict(options.env)
-    folder = os.path.join(os.getcwd(), "outputs", "launches")
+    folder = records_folder(options.command, os.environ)
     run = same or choose_run(os.environ, job, mask_words(options.command), folder)
     name = file_name(folder, run.run_id)
     master, why = ("", "") if "MASTER_ADDR" in asked else _address(options, job, ranks, site)
-    # Ranks on other hosts can report only through a shared folder.
+    # Ranks on other hosts can report only through a shared folder, which the working directory is.
     if ranks.nodes > 1 or not job.is_local:
-        status_dir = os.path.join(folder, f"{name}.status")
+        status_dir = os.path.join(os.getcwd(), f".wordrun-launch-{launch_id}")
     else:
         status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
-        launch_id=launch_id, run=run, name=name, cwd=os.getcwd(), status_dir=status_dir, own_bin=own_bin(),
+        launch_id=launch_id, run=run, name=name, cwd=os.getcwd(), folder=folder, status_dir=status_dir,
+        own_bin=own_bin(), master_addr=master, master_why=why, terminal=_terminal(),
         port=address.usable_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else address.free_port(),
-        master_addr=master, master_why=why, terminal=_terminal(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
     )  # fmt: skip
+
+
+def records_folder(command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return the folder for the records of launches: of wordrun's runs here, of others in the user's home."""
+    own = os.path.join(os.getcwd(), "outputs", "launches")
+    if os.path.isdir(own) or re.search(r"(^|[\s/])wordrun(\s|$)", " ".join(command)):
+        return own
+    state = env.get("XDG_STATE_HOME", "")
+    base = state if os.path.isabs(state) else os.path.expanduser("~/.local/state")
+    return os.path.join(base, "wordrun", "launches")
 
 
 def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str, str]:

@@ -58,7 +58,11 @@ export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 # shell stays to report its rank's. Signals reach the entire group; it waits for the command to act on them.
 trap : HUP INT TERM USR2 ABRT
 [ -n "${WORDRUN_IGNORE_USR1-}" ] || trap : USR1
-"$@"
+if [ -p "$WORDRUN_STATUS_DIR/$RANK.err" ]; then # pipes of its own, so that lines of different ranks do not mix
+  "$@" >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err"
+else
+  "$@"
+fi
 status=$?
 [ "$status" -eq 0 ] && exit 0
 echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK" || exit "$status"

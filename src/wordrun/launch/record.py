@@ -92,9 +92,9 @@ class Record:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._write()
 
-    def end(self, status: int) -> None:
-        """Add the end time and the exit status to the file."""
-        self.content |= {"end": _now(), "exit_status": status}
+    def end(self, status: int, not_shown: Sequence[str] = ()) -> None:
+        """Add the end time, the exit status, and the launcher's lines that were not shown, to the file."""
+        self.content |= {"end": _now(), "exit_status": status, "not_shown": list(not_shown)}
         self._write()
 
     def _write(self) -> None:

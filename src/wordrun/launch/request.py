@@ -127,6 +127,8 @@ class Decided:
     run: Identity
     port: int
     cwd: str
+    folder: str
+    """The folder for this launch's record and host file."""
     status_dir: str
     """Folder where ranks report a failing exit status; created when they start."""
     own_bin: str
@@ -139,11 +141,11 @@ class Decided:
     terminal: str = ""
     """COLUMNSxLINES of launch's terminal, if it writes to one."""
     name: str = ""
-    """Base name of this launch's files in outputs/launches; empty: the run's ID."""
+    """Base name of this launch's files; empty: the run's ID."""
 
     def path(self, suffix: str) -> str:
         """Return the path of one of this launch's files."""
-        return os.path.join(self.cwd, "outputs", "launches", f"{self.name or self.run.run_id}.{suffix}")
+        return os.path.join(self.folder, f"{self.name or self.run.run_id}.{suffix}")
 
     @property
     def step(self) -> str:

@@ -109,9 +109,9 @@ class Model(nn.Module):
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         device = torch.device("cpu") if parameter.numel() <= DRAWN_ON_CPU else parameter.device
-        stream = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
         values = parameter if parameter.device == device else torch.empty_like(parameter, device=device)
-        return values.normal_(std=self.initial_std(name), generator=stream)
+        return values.normal_(std=self.initial_std(name), generator=generator)
 
     @torch.no_grad()
     def fill_buffers(self, device: torch.device) -> None:

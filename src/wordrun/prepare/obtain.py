@@ -10,7 +10,7 @@ from pathlib import Path
 from wordrun import dist
 from wordrun.composer import compose
 from wordrun.config import Config, DataConfig, TokenizerConfig
-from wordrun.data.corpus import Corpus, Opened, Part, open_foreign, open_prepared
+from wordrun.data.corpus import Corpus, MixPart, Opened, open_foreign, open_prepared
 from wordrun.data.manifest import is_complete
 from wordrun.data.shards import Tokens, dtype_for
 from wordrun.data.tokenizers import needs_text
@@ -141,7 +141,7 @@ def _mix(cfg: Config, world: dist.World) -> Corpus:
             )
         assert isinstance(corpus.train, Tokens)
         assert isinstance(corpus.val, Tokens)
-        mix.append(Part(corpus.train, corpus.val, weight / total))
+        mix.append(MixPart(corpus.train, corpus.val, weight / total))
         origins.append(f"{weight / total:.0%} {name} ({corpus.origin})")
     return Corpus(
         corpora[0].tokenizer,

@@ -29,6 +29,10 @@ from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.training import Hook
 
+EPOCHS = 40
+"""Above this number of epochs a model without dropout learns almost nothing new (Muennighoff et al. 2023)."""
+EPOCHS_WITH_DROPOUT = 100
+"""The same with dropout; experiment=shakespeare has 82."""
 SAMPLE = "sample"
 """Name and kind of the embedded text."""
 
@@ -107,7 +111,7 @@ class LanguageTask:
             return pretrained.open_weights(folder, self.cfg.model, self.vocab_size)
         # One rank verifies all files, and chooses an intact checkpoint for all.
         saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
-        theirs = {name: p.shape for name, p in meta_model(saved.config.model, saved.vocab_size).weights()}
+        theirs = {name: p.shape for name, p in saved.meta_model().weights()}
         ours = {name: p.shape for name, p in self.meta_model.weights()}
         different = [
             f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
@@ -198,12 +202,21 @@ class LanguageTask:
 
     def announce(self, examples: int) -> None:
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""
-        corpus = self.corpus
+        corpus, epochs = self.corpus, examples / self.sequences.per_epoch
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
-            self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
+            self.vocab_size, epochs, self.tokens_per_example,
         )  # fmt: skip
+        dropout = self.cfg.model.dropout
+        most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+        if epochs > most:
+            steps = max(1, int(self.cfg.train.max_iters * most / epochs))
+            LOGGER.warning(
+                "the run sees its training text %.0f times and may memorize it, so that the validation loss rises: use "
+                "train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
+                epochs, steps, "a larger model.dropout" if dropout else "model.dropout=0.2",
+            )  # fmt: skip
         if self.tokenizer.missing and self.cfg.train.sample_tokens:
             LOGGER.warning("no samples: %s", self.tokenizer.missing)
         if self.banner:

@@ -14,7 +14,7 @@ from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import RENAMED, Config, to_plain
 from wordrun.dist.collectives import gather_json
 from wordrun.dist.setup import seed_everything
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import rng
 from wordrun.train.run import Start, in_use, read_record
@@ -22,7 +22,7 @@ from wordrun.train.training import Training
 
 FREE = {
     "model": {"name", "batch_size"},
-    "data": {"path", "url", "offline", "prepared", "workers", "stage", "prefetch"},
+    "data": {"path", "url", "offline", "strict", "prepared", "workers", "stage", "prefetch"},
     "tokenizer": {"path", "train_mb"},
     "optimizer": {"gas", "decay_lr"},
     "train": {
@@ -39,6 +39,13 @@ FREE = {
 NEWEST = 5
 
 
+STATE = {
+    "fixed": dict, "facts": dict, "metrics": dict, "seconds": float, "position": int, "backend_name": str,
+    "layout": list,
+}  # fmt: skip
+"""What the manifest of a checkpoint contains from which a run can be resumed."""
+
+
 def find(cfg: Config, world: dist.World) -> Start:
     """Return where the run starts, according to train.resume or the scheduler.
 
@@ -52,6 +59,7 @@ def find(cfg: Config, world: dist.World) -> Start:
     folder, manifest = open_newest(checkpoints, world)
     if manifest["backend"]["kind"] == "weights":
         raise ConfigError(f"{newest.path} contains only weights: use train.init_from={newest.path}")
+    folder.require(manifest, STATE)
     return Start(run_dir, folder, manifest, newest.step)
 
 
@@ -187,7 +195,10 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
     mine = rng_name(world.rank)
     own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [])
     if same:
-        rng.restore(rng.from_tensor(own[mine]))
+        try:
+            rng.restore(rng.from_tensor(own[mine]))
+        except Exception as error:  # it may contain anything
+            raise DamagedError(f"{folder} is damaged: {mine}: {first_line(error)}") from None
     else:
         seed_everything(rank_seed(trainer.cfg, world.rank) + manifest["step"] * world.size)
     for hook in trainer.hooks:

@@ -66,10 +66,14 @@ class Launcher:
     """The Python module that its processes run, if it is written in Python."""
     own_lines: ClassVar[str] = ""
     """Regular expression for the beginning of its lines on stderr."""
+    noise: ClassVar[str] = ""
+    """Regular expression for what it and its MPI print beside a failure, without adding to it; whole lines."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
     """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
+    may_die_of_input: ClassVar[bool] = False
+    """Whether SIGPIPE kills it if it forwards its input, or the end of it, when the ranks have just ended."""
     death_signal: ClassVar[signal.Signals] = signal.SIGKILL
     """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
     in_between: ClassVar[bool] = True
