@@ -15,6 +15,7 @@ from typing import IO, Any
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import PASSED_ON
+from wordrun.launch.meeting import Meeting
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
@@ -56,7 +57,12 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                 job = Supervisor(plan, child, status_dir)
                 if margin:
                     job.warn_before_end(margin)
+                meeting = Meeting(plan, child.pid)
+                meeting.begin()
                 status = _watch(job, arrived)
+                apart = meeting.end()
+                if apart and status == 0:
+                    say(apart)
                 job.repeat_what_failed()
                 if status == REQUEUE:
                     run_id = plan.env["WORDRUN_RUN_ID"]
