@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from wordrun import dist
+from wordrun import dist, interrupts
 from wordrun.dist.setup import shared_store
 from wordrun.errors import UserError
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     begin = time.perf_counter()
-    with dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
+    with interrupts.ending_at_once(), dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
         # One write including the newline: unbuffered, print makes two, which other ranks' output may split.
         sys.stdout.write(f"{world} {world.host}\n")
         sys.stdout.flush()

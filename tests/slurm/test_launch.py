@@ -39,7 +39,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    (path,) = (folder / "outputs" / "launches").glob("*.json")
+    (path,) = [*folder.glob("outputs/launches/*.json"), *folder.glob("state/wordrun/launches/*.json")]
     content: dict[str, Any] = json.loads(path.read_text())
     return content
 
@@ -103,7 +103,7 @@ def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, t
     run = json.loads((tmp_path / "four" / "run.json").read_text())
     assert run["world"]["size"] == 4
     assert run["world"]["nodes"] == 2
-    assert together.stdout.count("metrics (same names in metrics.jsonl") == 1
+    assert together.stdout.count("rank 0 of 4 on") == 1
 
 
 def test_the_smoke_check(cluster: Cluster) -> None:
@@ -201,7 +201,7 @@ def test_a_signal_to_launch_lets_ranks_finish(cluster: Cluster, tmp_path: Path, 
     assert text.count(f"got {number.name}") == 2, text
     assert text.count("finished") == 2, text
     assert record(tmp_path)["exit_status"] == 128 + number
-    assert not list(tmp_path.glob("outputs/launches/*.status"))
+    assert not list(tmp_path.glob(".wordrun-launch-*"))
 
 
 def test_scancel_ends_all_in_seconds(cluster: Cluster, tmp_path: Path) -> None:
@@ -267,6 +267,7 @@ def test_more_ranks_than_the_job_has_room_for(cluster: Cluster, tmp_path: Path) 
 
 
 def test_submit_takes_a_chain_through_sbatch_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "outputs/launches").mkdir(parents=True)
     words = ("-N", "2", "-n", "4", "--walltime", "0:05:00", "--job-name", "chained", "--chain", "2", "--", "sh", "-c")
     got = cluster.run("launch", "--submit", *words, WHO, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     assert got.returncode == 0, got.stderr

@@ -24,13 +24,15 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"version", "errors", "files", "slurm", "ports", "run_id", "log"}
+BASE = {"version", "errors", "files", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {"dist", "config", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "files": set(),
+    "cgroup": set(),
+    "interrupts": set(),
     "devices": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
@@ -44,21 +46,22 @@ MAY_USE: dict[str, set[str]] = {
     "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
-    "model": CONFIG,
+    "model": CONFIG | {"compat"},
     "track": CONFIG,
-    "compat": set(),
+    "compat": {"errors"},
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},
-    "train": PARALLEL | {"checkpoint", "backend", "prepare", "devices", "arguments", "compat"},
+    # A run that cannot fit is refused, by the plan's estimate.
+    "train": PARALLEL | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
     "arguments": {"errors", "config"},
     "generate": PARALLEL | {"arguments", "checkpoint", "backend"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
-    "cli": {"errors", "dist"},
-    "__main__": {"cli"},
+    "cli": {"errors", "dist", "interrupts", "version"},
+    "__main__": {"cli", "interrupts"},
     "": {"composer", "train", "version"},
 }
 

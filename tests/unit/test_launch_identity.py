@@ -14,7 +14,7 @@ import pytest
 
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.planner import choose_run, file_name
+from wordrun.launch.planner import choose_run, file_name, records_folder
 
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 ALONE = Job(hosts=("box",), cores=(8,), devices=(0,), slots=(1,))
@@ -101,3 +101,36 @@ def test_dry_run_shows_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"export WORDRUN_RUN_ID=begun  # {reason}\n" in text
     assert "export WORDRUN_RESUME=auto  # requeued: SLURM_RESTART_COUNT=1\n" in text
     assert f"{tmp_path}/outputs/launches/begun-2.json" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (["python", "train.py"], False),
+        (["python", "/home/u/wordrun/train.py"], False),
+        (["python", "-m", "wordrun.test_dist"], False),
+        (["python", "-m", "wordrun", "data=sample"], True),
+        (["/venv/bin/wordrun"], True),
+        (["sh", "-c", "exec python -m wordrun"], True),
+    ],
+)
+def test_only_wordruns_commands_leave_records_in_the_working_directory(
+    words: list[str], own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, state = f"{tmp_path}/outputs/launches", f"{tmp_path}/state/wordrun/launches"
+    assert records_folder(words, {"XDG_STATE_HOME": f"{tmp_path}/state"}) == (here if own else state)
+    home = {"HOME": str(tmp_path)}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert records_folder(["x"], home) == records_folder(["x"], {**home, "XDG_STATE_HOME": "not/absolute"})
+    assert records_folder(["x"], home) == f"{tmp_path}/.local/state/wordrun/launches"
+    os.makedirs(here)
+    assert records_folder(words, {}) == here
+
+
+def test_a_launch_leaves_nothing_in_the_working_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    subprocess.run([LAUNCH, "true"], cwd=folder, env=env, check=True)
+    assert list(folder.iterdir()) == []
+    assert len(list((tmp_path / "state/wordrun/launches").glob("*.json"))) == 1

@@ -47,6 +47,7 @@ def test_every_option_is_read() -> None:
         "none",
         "--launcher",
         "hydra",
+        "--oversubscribe",
         "--cpu-bind",
         "core",
         "--env",
@@ -65,9 +66,9 @@ def test_every_option_is_read() -> None:
     ]
     options = parse([*words, "--launcher-args", "-a 'b c'", "run"])
     assert options == Options(
-        np=4, nodes=1, ppn=4, hostfile="F", site="S", scheduler="none", launcher="hydra", cpu_bind="core",
-        env=(("A", "1"), ("B", "x=y"), ("C", "")), launcher_args=("-a", "b c"), dry_run=True, json=True, info=True,
-        idle_timeout=1.5, help=True, version=True, command=("run",),
+        np=4, nodes=1, ppn=4, hostfile="F", site="S", scheduler="none", launcher="hydra", oversubscribe=True,
+        cpu_bind="core", env=(("A", "1"), ("B", "x=y"), ("C", "")), launcher_args=("-a", "b c"), dry_run=True,
+        json=True, info=True, idle_timeout=1.5, help=True, version=True, command=("run",),
     )  # fmt: skip
 
 
@@ -135,6 +136,8 @@ def test_help_explains_every_option() -> None:
         (["-n", "4", "--ppn", "2", "true"], 2, "launch: -n 4 --ppn 2: 4 ranks fill 2 nodes of 2, and this"),
         (["-N", "2", "true"], 2, "launch: -N 2: this machine is 1 node; -N 1, or no -N, would fit"),
         (["-n", "2", "--launcher", "local", "true"], 2, "launch: --launcher local starts one process, not 2"),
+        (["-n", "100000", "true"], 2, "launch: -n 100000: 100000 ranks on "),
+        (["--dry-run", "-n", "100000", "true"], 2, "launch: -n 100000: 100000 ranks on "),
         (["--launcher", "srun", "true"], 2, "launch: --launcher srun: SLURM_JOB_ID is not set"),
         (["--launcher", "pals", "true"], 2, "launch: --launcher pals: no mpiexec of pals: none beside python"),
         (["--scheduler", "pbs", "true"], 2, "launch: --scheduler pbs: PBS_JOBID is not set"),

@@ -23,7 +23,7 @@ from wordrun.launch.job import Job, count_cores, count_devices, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV, find_command, flavour
 from wordrun.launch.plan import LaunchPlan, build, is_stale, threads
-from wordrun.launch.ranks import decide_ranks
+from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask, mask_words
 from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.schedulers import find_job
@@ -37,8 +37,8 @@ LAPTOP = Job(
 GPU_BOX = Job(hosts=("box",), cores=(64,), devices=(4,), slots=(4,), reasons=LAPTOP.reasons)
 TWO_NODES = Job(hosts=("a", "b"), cores=(8, 8), devices=(2, 1), slots=(2, 1), scheduler="pbs", id="7")
 DECIDED = Decided(
-    launch_id="1-aa", run=Identity("20260102-030405-abcd"), port=12345, cwd="/home/u", status_dir="/tmp/s",
-    own_bin="/venv/bin",
+    launch_id="1-aa", run=Identity("20260102-030405-abcd"), port=12345, cwd="/home/u",
+    folder="/home/u/outputs/launches", status_dir="/tmp/s", own_bin="/venv/bin",
     interfaces=("eth0", "lo"),
 )  # fmt: skip
 PATHS = {"hydra": "/opt/mpiexec", "openmpi": "/opt/mpirun", "torchrun": "/venv/bin/python", "local": ""}
@@ -70,6 +70,37 @@ def test_golden_openmpi() -> None:
     assert exported == sorted(plan("openmpi", env={"PYTHONUNBUFFERED": "1"}).env)
     assert argv[-4:] == RANK
     assert list(plan("openmpi", np=9).argv)[5:7] == ["--map-by", "slot:OVERSUBSCRIBE"]
+
+
+def crowd(words: Mapping[str, Any], memory: float | None = None, job: Job = LAPTOP) -> str:
+    options = Options(**words)
+    return check_crowd(options, job, decide_ranks(options, job), None if memory is None else int(memory))
+
+
+def test_ranks_that_share_cores_are_announced() -> None:
+    assert crowd({"np": 8}) == ""
+    assert crowd({"np": 9}) == "9 ranks share 8 cores: fine for a test, slow for training"
+    assert crowd({"np": 64}).startswith("64 ranks share 8 cores")
+    assert crowd({"ppn": 1000, "oversubscribe": True}, memory=1e9).startswith("1000 ranks share 8 cores")
+    assert crowd({}, memory=1e6) == crowd({"np": 5, "oversubscribe": True}, memory=1e6) == ""
+    crowded = Job(hosts=("a", "b"), cores=(8, 8), devices=(0, 0), slots=(100, 100), scheduler="slurm")
+    assert crowd({"np": 200}, job=crowded) == ""  # the scheduler has decided
+
+
+@pytest.mark.parametrize(
+    ("words", "memory", "message"),
+    [
+        ({"np": 65}, None, "-n 65: 65 ranks on 8 cores are more than 8 per core; -n 64 would fit, or --oversubscribe"),
+        ({"ppn": 65}, 1e12, "65 ranks on 8 cores are more than 8 per core; --ppn 64 would fit"),
+        ({"np": 8}, 3e9, "need about 3.2 GB of memory to import torch, and 3.0 GB are available; -n 7 would fit"),
+        ({"np": 2}, 1e8, "need about 0.8 GB of memory to import torch, and 0.1 GB are available; -n 1 would fit"),
+    ],
+)
+def test_more_ranks_than_the_machine_holds_are_refused(
+    words: dict[str, int], memory: float | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        crowd(words, memory)
 
 
 def test_golden_torchrun() -> None:
@@ -354,7 +385,7 @@ def test_launcher_is_chosen_with_reasons(tmp_path: Path, monkeypatch: pytest.Mon
     fake_mpiexec(tmp_path / "own/mpiexec", "HYDRA build details:")
     assert choose(None, 2, env, LAPTOP).path == f"{tmp_path}/own/mpiexec"  # the environment's own comes first
     assert choose("openmpi", 1, env, LAPTOP).path == f"{tmp_path}/b/mpiexec"
-    with pytest.raises(ConfigError, match="no mpiexec of openmpi: none beside python or in PATH; passed over"):
+    with pytest.raises(ConfigError, match="no mpiexec of openmpi: none beside python or in PATH\n  passed over"):
         choose("openmpi", 2, {"PATH": f"{tmp_path}/a"}, LAPTOP)
     monkeypatch.setattr("wordrun.launch.launchers.torchrun.has_torch", lambda: False)
     with pytest.raises(ConfigError, match="wordrun\\[mpich\\]"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from array import array
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,16 @@ def communicator() -> Any:
             "(pip install --no-binary=mpi4py --force-reinstall mpi4py)."
         ) from error
     return MPI.COMM_WORLD
+
+
+def broadcast(data: bytes) -> bytes:
+    """Return rank 0's ``data``; every rank must call this."""
+    comm = communicator()
+    size = array("q", [len(data)])
+    comm.Bcast(size, root=0)
+    buffer = bytearray(data) if comm.rank == 0 else bytearray(size[0])
+    comm.Bcast(buffer, root=0)
+    return bytes(buffer)
 
 
 def in_place() -> Any:

@@ -1,8 +1,15 @@
-"""``python -m wordrun.launch`` is the same as ``launch``."""
+"""``launch`` and ``python -m wordrun.launch``."""
 
-import sys
 
-from wordrun.launch.cli import main
+def main() -> int:
+    """Run the command line and return its exit status; Ctrl-C is quiet from here on."""
+    from wordrun.interrupts import end_at_once
+
+    end_at_once()  # before the other imports, which take longer
+    from wordrun.launch.cli import main as run
+
+    return run()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from wordrun import cgroup
 from wordrun.errors import ConfigError
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -37,9 +38,11 @@ def short(host: str) -> str:
 def count_cores() -> tuple[int, str]:
     """Return how many cores this process may use, and the source of that number."""
     try:
-        return len(os.sched_getaffinity(0)), "the CPU affinity of this process"
+        cores, why = len(os.sched_getaffinity(0)), "the CPU affinity of this process"
     except AttributeError:  # macOS
-        return os.cpu_count() or 1, "the cores of this machine"
+        cores, why = os.cpu_count() or 1, "the cores of this machine"
+    limit = cgroup.cores() or cores
+    return (limit, "the CPU limit of this process's control group") if limit < cores else (cores, why)
 
 
 def count_devices(env: Mapping[str, str], root: str = "/") -> tuple[int, str]:

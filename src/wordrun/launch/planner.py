@@ -10,13 +10,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from wordrun import cgroup
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address
 from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import choose
-from wordrun.launch.launchers.base import Launcher, find_command, own_bin
+from wordrun.launch.launchers.base import find_command, own_bin
 from wordrun.launch.plan import LaunchPlan, build
-from wordrun.launch.ranks import decide_ranks
+from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask_words
 from wordrun.launch.request import Decided, Identity, Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS, find_job
@@ -44,14 +45,17 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
         ConfigError: the options contradict each other or the machine.
         CommandError: the command does not exist or cannot be run.
     """
-    job, site, ranks, launcher = look_around(options, left_out)
+    job, site, ranks = look_around(options, left_out)
+    launcher = choose(options.launcher, ranks.np, os.environ, job, site, options)
+    if launcher.note:
+        job = replace(job, notes=(*job.notes, launcher.note))
     plan = build(job, options, ranks, launcher, _decide(options, job, ranks, site, same), os.environ, site)
     check_command(options.command[0], plan.environment(os.environ).get("PATH", os.defpath))
     return plan
 
 
-def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site, Ranks, Launcher]:
-    """Return the job, the site, the requested ranks, and the launcher that starts them."""
+def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site, Ranks]:
+    """Return the job, the site, and the requested ranks."""
     env = os.environ
     host = local_host(env)
     site, why = UNKNOWN, ""
@@ -69,31 +73,43 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
         name, n, have = shared[0]
         note = f"{n} ranks share {have} device{'s' * (have > 1)} on {name} ({ranks.why}); NCCL allows one rank each"
         job = replace(job, notes=(*job.notes, note))
-    launcher = choose(options.launcher, ranks.np, env, job, site, options)
-    if launcher.note:
-        job = replace(job, notes=(*job.notes, launcher.note))
-    return job, site, ranks, launcher
+    # Only Python programs are assumed to need torch's memory.
+    runs_python = re.search(r"python|\.py\b|wordrun", " ".join(options.command))
+    crowded = check_crowd(options, job, ranks, cgroup.memory() if runs_python else None)
+    if crowded:
+        job = replace(job, notes=(*job.notes, crowded))
+    return job, site, ranks
 
 
 def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity | None) -> Decided:
     """Decide what all ranks must agree on."""
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     asked = dict(options.env)
-    folder = os.path.join(os.getcwd(), "outputs", "launches")
+    folder = records_folder(options.command, os.environ)
     run = same or choose_run(os.environ, job, mask_words(options.command), folder)
     name = file_name(folder, run.run_id)
     master, why = ("", "") if "MASTER_ADDR" in asked else _address(options, job, ranks, site)
-    # Ranks on other hosts can report only through a shared folder.
+    # Ranks on other hosts can report only through a shared folder, which the working directory is.
     if ranks.nodes > 1 or not job.is_local:
-        status_dir = os.path.join(folder, f"{name}.status")
+        status_dir = os.path.join(os.getcwd(), f".wordrun-launch-{launch_id}")
     else:
         status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
-        launch_id=launch_id, run=run, name=name, cwd=os.getcwd(), status_dir=status_dir, own_bin=own_bin(),
+        launch_id=launch_id, run=run, name=name, cwd=os.getcwd(), folder=folder, status_dir=status_dir,
+        own_bin=own_bin(), master_addr=master, master_why=why, terminal=_terminal(),
         port=address.usable_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else address.free_port(),
-        master_addr=master, master_why=why, terminal=_terminal(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
     )  # fmt: skip
+
+
+def records_folder(command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return the folder for the records of launches: of wordrun's runs here, of others in the user's home."""
+    own = os.path.join(os.getcwd(), "outputs", "launches")
+    if os.path.isdir(own) or re.search(r"(^|[\s/])wordrun(\s|$)", " ".join(command)):
+        return own
+    state = env.get("XDG_STATE_HOME", "")
+    base = state if os.path.isabs(state) else os.path.expanduser("~/.local/state")
+    return os.path.join(base, "wordrun", "launches")
 
 
 def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from wordrun.launch.job import Job
 from wordrun.launch.site import UNKNOWN, Site
@@ -25,6 +26,7 @@ class Options:
     site: str | None = None
     scheduler: str | None = None
     launcher: str | None = None
+    oversubscribe: bool = False
     cpu_bind: str | None = None
     env: tuple[tuple[str, str], ...] = ()
     """(NAME, VALUE) pairs in the order given; the last value of a name wins."""
@@ -53,7 +55,15 @@ class Options:
     """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
     version: bool = False
+    typed: tuple[str, ...] = field(default=(), compare=False)
+    """The words before the command."""
     command: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether ``command`` is wordrun's training, which saves on SIGUSR1; it would kill most other programs."""
+        following = [after for word, after in pairwise([*self.command, ""]) if os.path.basename(word) == "wordrun"]
+        return bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
 
 
 def seconds(walltime: str) -> int:
@@ -117,6 +127,8 @@ class Decided:
     run: Identity
     port: int
     cwd: str
+    folder: str
+    """The folder for this launch's record and host file."""
     status_dir: str
     """Folder where ranks report a failing exit status; created when they start."""
     own_bin: str
@@ -129,11 +141,11 @@ class Decided:
     terminal: str = ""
     """COLUMNSxLINES of launch's terminal, if it writes to one."""
     name: str = ""
-    """Base name of this launch's files in outputs/launches; empty: the run's ID."""
+    """Base name of this launch's files; empty: the run's ID."""
 
     def path(self, suffix: str) -> str:
         """Return the path of one of this launch's files."""
-        return os.path.join(self.cwd, "outputs", "launches", f"{self.name or self.run.run_id}.{suffix}")
+        return os.path.join(self.folder, f"{self.name or self.run.run_id}.{suffix}")
 
     @property
     def step(self) -> str:

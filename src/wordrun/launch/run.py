@@ -10,74 +10,94 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
+from wordrun.launch.kills import Outcome
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.meeting import Meeting
+from wordrun.launch.oom import OomWatch
+from wordrun.launch.output import MOST_RANKS, PARTIAL_S, Output, Source
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
-from wordrun.launch.tail import Tail
 
 CANNOT_START = 126
 
 
-def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
-    """Run ``plan`` to completion and return its exit status.
+def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
+    """Run ``plan`` to completion and return how it ended.
 
     Args:
         plan: what to start.
-        last_lines: receives the last lines that the launcher and the ranks print on stderr.
+        keep_lines: whether to return the last lines that the launcher and the ranks print on stderr.
     """
     idle, margin = plan.options.idle_timeout is not None, plan.options.walltime_margin
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
     if status_dir:
         try:
-            os.makedirs(os.path.dirname(status_dir), exist_ok=True)
             os.mkdir(status_dir, 0o700)
         except OSError as error:
             remedy = "point TMPDIR to a folder of yours" if plan.job.is_local else "launch from a folder of yours"
             raise ConfigError(f"cannot create {status_dir}: {error.strerror}; {remedy}") from None
     try:
-        for path, text in plan.files.items():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "w") as file:
-                file.write(text)
+        _write_files(plan)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
+        memory, outcome = OomWatch(), Outcome(CANNOT_START)
+        launcher, alone = plan.launcher, plan.job.is_local and plan.ranks.nodes == 1
+        output = Output(launcher.noise, launcher.own_lines, status_dir if alone and plan.ranks.np <= MOST_RANKS else "")
+        if output.pipes:
+            output.open_pipes(plan.ranks.np)
+        passes = bool(output.pipes) or idle
         with _signals() as arrived:
             try:
-                child = _start(plan, env, stdout=idle, stderr=idle or plan.ranks.np > 1 or last_lines is not None)
+                child = _start(plan, env, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
-                status = CANNOT_START
+                output.close()
             else:
-                job = Supervisor(plan, child, status_dir)
+                for stream, sink in ((child.stdout, 1), (child.stderr, 2)):
+                    if stream is not None:
+                        with stream:
+                            output.add(Source(os.dup(stream.fileno()), sink, own=bool(output.pipes)))
+                job = Supervisor(plan, child, status_dir, output)
                 if margin:
                     job.warn_before_end(margin)
                 meeting = Meeting(plan, child.pid)
                 meeting.begin()
-                status = _watch(job, arrived)
+                outcome.status = _watch(job, arrived)
                 apart = meeting.end()
-                if apart and status == 0:
-                    say(apart)
-                job.repeat_what_failed()
-                if status == REQUEUE:
-                    run_id = plan.env["WORDRUN_RUN_ID"]
-                    say(f"stopped early, with its state saved (exit status {REQUEUE}): run {run_id} can be resumed")
-                if last_lines is not None and not job.stopped_by:
-                    last_lines += job.tail.lines()
+                say(apart if outcome.status == 0 else "")
+                job.explain(outcome.status)
+                if outcome.status not in (0, REQUEUE) and not job.stopped_by:
+                    outcome.failed = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
+                    outcome.memory = memory.killed_for_memory() or ""
+                    say(outcome.memory)
+                if keep_lines and not job.stopped_by:
+                    outcome.last_lines = [*output.folded, *output.tail.lines()]
     finally:
         if status_dir:
             shutil.rmtree(status_dir)
     if record:
         try:
-            record.end(status)
+            record.end(outcome.status, output.folded)
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
-    return status
+    return outcome
+
+
+def _write_files(plan: LaunchPlan) -> None:
+    for path, text in plan.files.items():
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            ) from None
 
 
 def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
@@ -98,7 +118,10 @@ def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool)
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
         stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
-        preexec_fn=processes.before_exec(own_group=own_group, death_signal=plan.launcher.death_signal),
+        preexec_fn=processes.before_exec(
+            own_group=own_group, death_signal=plan.launcher.death_signal,
+            ignored=(signal.SIGUSR1,) if plan.options.trains else (),
+        ),
     )  # fmt: skip
 
 
@@ -126,26 +149,25 @@ def _signals() -> Iterator[int]:
 
 def _watch(job: Supervisor, arrived: int) -> int:
     """Wait for the job to end, passing on signals and piped output; return its status."""
-    selector = selectors.DefaultSelector()
-    selector.register(arrived, selectors.EVENT_READ)
-    for source, sink in ((job.child.stdout, 1), (job.child.stderr, 2)):
-        if source is not None:
-            selector.register(source, selectors.EVENT_READ, sink)
+    output = job.output
+    output.selector.register(arrived, selectors.EVENT_READ)
     last_output, limit = time.monotonic(), job.plan.options.idle_timeout
+    waiting = False
     while job.returned is None:
-        for key, _ in selector.select(POLL_S):
+        for key, _ in output.selector.select(PARTIAL_S / 2 if waiting else POLL_S):
             if key.fd == arrived:
                 for number in os.read(arrived, 512):
                     if number != signal.SIGCHLD:
                         job.receive(number)
             else:
-                if key.data == 2:
+                if key.data.sink == 2 or key.data.own:
                     job.look_for_failure()  # before other ranks' output follows the failed rank's
-                _pump(selector, key, job.tail)
+                output.pump(key.data)
                 last_output = time.monotonic()
+        waiting = output.forward_partial()
         job.notice(processes.reap())
         if job.returned is not None:
-            _drain(selector, job.tail)  # so that the ranks' last output precedes launch's
+            output.drain()  # so that the ranks' last output precedes launch's
         if job.returned is not None or time.monotonic() >= job.next_look:
             job.look()
         if time.time() > job.warn_at and job.returned is None:
@@ -155,41 +177,13 @@ def _watch(job: Supervisor, arrived: int) -> int:
         now = time.monotonic()
         silent = limit is not None and not job.stopped_by and not job.idle and now - last_output > limit
         if silent and job.returned is None:
-            job.idle = True
+            job.idle = output.quiet = True
             say(f"no output for {limit:g} seconds (--idle-timeout)")
             job.show_stacks()
         elif now > job.deadline and job.returned is None:
             job.at_deadline()
     processes.end_all(LEFTOVER_PATIENCE_S)
-    _drain(selector, job.tail)
-    for stream in (job.child.stdout, job.child.stderr):
-        if stream is not None:
-            stream.close()
+    output.drain()
+    output.selector.unregister(arrived)
+    output.close()
     return job.status()
-
-
-def _drain(selector: selectors.BaseSelector, tail: Tail) -> None:
-    """Forward everything written so far."""
-    while keys := [key for key, _ in selector.select(0) if key.data is not None]:
-        for key in keys:
-            _pump(selector, key, tail)
-
-
-def _pump(selector: selectors.BaseSelector, key: selectors.SelectorKey, tail: Tail) -> None:
-    """Forward the job's output byte for byte; stop at its end, or when our own output is closed.
-
-    Stderr also goes to ``tail``.
-    """
-    stream: IO[bytes] = key.fileobj  # type: ignore[assignment]
-    chunk = os.read(key.fd, 65536)
-    if key.data == 2:
-        tail.add(chunk)
-    try:
-        rest = memoryview(chunk)
-        while rest:
-            rest = rest[os.write(key.data, rest) :]
-    except BrokenPipeError:
-        chunk = b""
-    if not chunk:
-        selector.unregister(stream)
-        stream.close()

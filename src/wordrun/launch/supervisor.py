@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from wordrun.errors import REQUEUE
+from wordrun.errors import REQUEUE, short_lines
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import STOPPING
+from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.launch.tail import Tail, lines_of
+from wordrun.launch.tail import lines_of
 
 IDLE_STATUS = 124
 # A job asked to stop gets time to finish its step and write its files. In a scheduler's job, which may save large
@@ -32,11 +34,13 @@ LAST_LINES_S = 2.0
 # Processes that outlive the command get this long to close their files.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
+# MPICH ends a rank that calls MPI_Abort before it can report.
+ABORTED = re.compile(r"Abort\(\d+\) on node (\d+) ")
 
 
 def say(message: str) -> None:
     """Print a message from launch on stderr."""
-    for line in message.splitlines():
+    for line in short_lines(message):
         print(f"launch: {line}", file=sys.stderr, flush=True)
 
 
@@ -47,6 +51,7 @@ class Supervisor:
     plan: LaunchPlan
     child: subprocess.Popen[bytes]
     status_dir: str
+    output: Output
     returned: int | None = None
     """Exit status of ``child``, once it has ended."""
     interrupts: int = 0
@@ -65,8 +70,6 @@ class Supervisor:
     """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
     asking: threading.Thread | None = None
     """The thread that asks the scheduler when the walltime ends."""
-    tail: Tail = field(default_factory=Tail)
-    """The end of stderr, if it passes through launch."""
     complaint: str = ""
     """How the first rank failed, for the user."""
     last_lines: list[str] = field(default_factory=list)
@@ -95,19 +98,21 @@ class Supervisor:
             return
         reports = []
         for entry in os.scandir(self.status_dir):
+            if not entry.name.isdigit():
+                continue  # a pipe
             with open(entry.path) as file:
                 text = file.read().strip()
             if text:  # otherwise it is still being written
                 code, _, host = text.partition(" ")
                 reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
         if any(status == REQUEUE for _, _, status, _ in reports):
-            self.saved = True  # whatever happens to other ranks as they exit
+            self.saved = self.output.quiet = True  # whatever happens to other ranks as they exit
             self.patience(STOP_PATIENCE_S, self.give_up)
             return
         if not reports or self.failed:
             return
         _, rank, status, host = min(reports)
-        self.failed = (rank, status)
+        self.failed, self.output.quiet = (rank, status), True
         if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
             self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
@@ -118,12 +123,18 @@ class Supervisor:
     def listen(self) -> None:
         """Keep the failed rank's last lines, which may arrive after its status."""
         if self.failed and self.complaint and not self.last_lines and time.monotonic() < self.listen_until:
-            self.last_lines = lines_of(self.failed[0], self.tail.lines())
+            self.last_lines = lines_of(self.failed[0], self.output.lines_of(self.failed[0]))
 
-    def repeat_what_failed(self) -> None:
-        """Repeat how the first rank failed, and its last lines, if other output has followed them."""
-        own = self.last_lines
-        if own and own != self.tail.lines()[-len(own) :]:
+    def explain(self, status: int) -> None:
+        """Repeat how the first rank failed, and its last lines, if other output has followed them.
+
+        If no rank reported a failure, show what the launcher said about it.
+        """
+        own, folded = self.last_lines, self.output.folded
+        if status and not self.output.quiet:
+            aborted = next(filter(None, map(ABORTED.match, folded)), None)
+            say(f"rank {aborted[1]} {_ending(status)}" if aborted else "\n".join(folded))
+        if own and own != self.output.tail.lines()[-len(own) :]:
             say("\n".join([f"{self.complaint}; its last lines:", *(f"  {line}" for line in own)]))
 
     def end_what_ranks_left(self) -> None:
@@ -150,7 +161,8 @@ class Supervisor:
             return
         self.interrupts += number == signal.SIGINT
         repeated = self.stopped_by and not self.interrupts
-        self.stopped_by = self.stopped_by or number
+        self.stopped_by, self.output.quiet = self.stopped_by or number, True
+        self.output.interrupted |= number == signal.SIGINT
         if repeated or self.interrupts > 2:
             self.kill()
             return
@@ -222,6 +234,9 @@ class Supervisor:
             return 128 + self.stopped_by
         if self.failed:
             return self.failed[1]
+        died_of_input = self.plan.launcher.may_die_of_input and self.child.returncode == -signal.SIGPIPE
+        if died_of_input and self.status_dir and len(self.plan.hosts) <= 1:
+            return 0  # no rank has reported a failure
         return self.returned if self.returned is not None else 1
 
 

@@ -19,9 +19,9 @@ TAIL_BYTES = 65536
 LAST_LINES = 15
 # torch prefixes each line of a traceback with "[rank3]: ", wordrun only the first with "[rank 3] ".
 PREFIX = re.compile(r"\[rank( ?)(\d+)\]")
-# Lines printed by launchers, and by the shells of ranks that they kill.
+# Lines printed by launchers, by torch's C++ code about other ranks, and by the shells of ranks that they kill.
 OWN_LINES = "|".join(launcher.own_lines for launcher in LAUNCHERS.values() if launcher.own_lines)
-OTHERS = re.compile(rf"({OWN_LINES})|(Terminated|Killed)$")
+OTHERS = re.compile(rf"({OWN_LINES})|\[[WE]\d{{4}} |(Terminated|Killed|Aborted|Segmentation fault)$")
 # A line's pattern, its meaning, and the group that names the host to leave out (0: none).
 PATTERNS: tuple[tuple[str, str, int], ...] = (
     *(fault for launcher in LAUNCHERS.values() for fault in launcher.faults),

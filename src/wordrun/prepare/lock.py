@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from wordrun import interrupts
 from wordrun.dist import World
 from wordrun.log import LOGGER
 from wordrun.prepare.writer import make_folder
@@ -64,7 +65,8 @@ def held(path: Path) -> Iterator[bool]:
     beat = threading.Thread(target=_beat, args=(path, done), daemon=True)
     beat.start()
     try:
-        yield True
+        with interrupts.raising():  # Ctrl-C should not leave the lock behind
+            yield True
     finally:
         done.set()
         beat.join()

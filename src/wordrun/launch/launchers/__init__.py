@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, Search
 from wordrun.launch.launchers.hydra import Hydra
@@ -41,4 +40,5 @@ def choose(
     if len(job.hosts) == 1:
         torchrun = Torchrun.find(search)
         return replace(torchrun, why="; ".join([torchrun.why, *passed_over]))
-    raise ConfigError(search.not_found(f"no launcher for several hosts ({' or '.join(names)})", passed_over))
+    remedy = " or ".join(filter(None, (LAUNCHERS[name].remedy for name in names)))
+    raise search.not_found(f"no launcher for several hosts ({' or '.join(names)})", passed_over, remedy)

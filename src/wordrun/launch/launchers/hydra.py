@@ -15,12 +15,18 @@ class Hydra(Launcher):
     anywhere = True
     file_names = ("hydra", "mpich")
     version_texts = ("HYDRA", "Intel(R) MPI")
-    remedy = "pip install 'wordrun[mpich]' installs one"
+    remedy = "pip install 'wordrun[mpich]'"
     stale = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_", "PMIX_")
     host_line = "{host}:{ranks}\n"
     daemons = ("hydra_", "pmi_proxy")
     own_lines = r"mpiexec: |\[mpiexec@|\[proxy:"
+    noise = (
+        r"^.*HYDU_sock_write.*\n|^\[mpiexec@.*\] (Sending|Press) Ctrl-C.*\n"
+        r"|^Abort\(\d+\) on node \d+ .*: application called MPI_Abort\(.*\n"
+        r"|^\n?=+\n=   BAD TERMINATION OF ONE (.*\n)+?.*FAQ page for debugging suggestions\n"
+    )
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
+    may_die_of_input = True
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return mpiexec's command line."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import mpi_type
-from wordrun.launch.launchers.base import Launcher, Search, find_command, rank_command
+from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, find_command, rank_command
 from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill
@@ -48,7 +48,9 @@ class Srun(Launcher):
             why = "--launcher srun" if search.wanted else "SLURM's own, in PATH"
             return cls(path, "; ".join(filter(None, (why, reason))), note, mpi)
         remedy = "launch outside of it, or use --launcher hydra, openmpi or torchrun"
-        raise ConfigError(f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}")
+        raise NoLauncherError(
+            f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}"
+        )
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return srun's command line."""

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from wordrun.errors import ConfigError
-from wordrun.launch.launchers.base import Launcher, Search, rank_command, refuse_binding
+from wordrun.launch import processes
+from wordrun.launch.job import Job
+from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, rank_command, refuse_binding
 from wordrun.launch.request import Request
 
 ALONE = "each rank of an MPI program is rank 0 of 1"
@@ -39,7 +41,12 @@ class Torchrun(Launcher):
             return cls(sys.executable, f"{why}; {ALONE}", note)
         why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
         remedy = "pip install 'wordrun[mpich]' installs an mpiexec"
-        raise ConfigError(f"no launcher for {search.np} ranks: {why} ({remedy})")
+        raise NoLauncherError(f"no launcher for {search.np} ranks: {why} ({remedy})")
+
+    def send(self, number: int, pid: int, job: Job, step: str) -> None:
+        """Forward a signal; until there are ranks, SIGTERM for SIGINT, which torch's imports may swallow."""
+        starting = number == signal.SIGINT and not processes.rank_groups(pid, self.daemons)
+        super().send(signal.SIGTERM if starting else number, pid, job, step)
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return torchrun's command line, without elastic restarts."""

@@ -1,0 +1,176 @@
+"""What ranks and launcher print, on its way through launch: in whole lines, and without what launch says better itself.
+
+On one machine each rank has two named pipes of its own, so that it is known who wrote what. Elsewhere everything
+arrives mixed, through the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from wordrun.launch.tail import Tail
+
+# The beginning of a line, such as a prompt, is forwarded on its own after this long.
+PARTIAL_S = 0.1
+# More ranks than this share the launcher's pipes: a process may have 1024 files open.
+MOST_RANKS = 200
+# The record keeps this many lines of what was not shown.
+MOST_FOLDED = 200
+TRACEBACK = re.compile(rb"^(Traceback \(most recent call last\)|Fatal Python error)", re.MULTILINE)
+
+
+@dataclass
+class Source:
+    """A pipe that ranks or the launcher write to."""
+
+    fd: int
+    sink: int
+    """1 or 2: where launch forwards it."""
+    rank: int | None = None
+    """The only rank that writes to it."""
+    own: bool = False
+    """Whether only the launcher writes to it."""
+    pending: bytes = b""
+    """The beginning of a line whose end has not arrived."""
+    since: float = 0.0
+    """When it began to wait."""
+    held: bytes | None = None
+    """After Ctrl-C, the rank's traceback and what follows it."""
+
+
+@dataclass
+class Output:
+    """All pipes of a launch."""
+
+    noise: str = ""
+    """Regular expression for what the launcher or MPI prints beside a failure, without adding to it."""
+    own_lines: str = ""
+    """Regular expression for the beginning of the launcher's lines."""
+    pipes: str = ""
+    """The folder for the ranks' own pipes; empty: they have none."""
+    tail: Tail = field(default_factory=Tail)
+    """The end of what was shown on stderr."""
+    tails: dict[int, Tail] = field(default_factory=dict)
+    """The end of each rank's stderr, if it has pipes of its own."""
+    folded: list[str] = field(default_factory=list)
+    """Lines that were not shown."""
+    quiet: bool = False
+    """Launch has said what happened: nothing that the launcher says on its own is shown from now on."""
+    interrupted: bool = False
+    """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
+
+    def __post_init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        noise = [self.noise] * bool(self.noise)
+        own = [f"^({self.own_lines}).*\n"] * bool(self.own_lines)
+        # In this order: not quiet, quiet.
+        self._patterns = [
+            re.compile("|".join(some or ["(?!)"]).encode(), re.MULTILINE) for some in (noise, noise + own)
+        ]
+
+    def open_pipes(self, ranks: int) -> None:
+        """Create the ranks' pipes, which rank_env.sh looks for."""
+        for rank in range(ranks):
+            self.tails[rank] = Tail()
+            for sink, name in ((1, "out"), (2, "err")):
+                path = os.path.join(self.pipes, f"{rank}.{name}")
+                os.mkfifo(path, 0o600)
+                # Open for writing as well, so that it does not end when a rank closes it.
+                self.add(Source(os.open(path, os.O_RDWR | os.O_NONBLOCK), sink, rank))
+
+    def add(self, source: Source) -> None:
+        """Forward ``source`` from now on."""
+        self.selector.register(source.fd, selectors.EVENT_READ, source)
+
+    def pump(self, source: Source) -> None:
+        """Forward what has arrived, in whole lines; stop at the end of the pipe, or when our own output is closed."""
+        chunk = os.read(source.fd, 65536)
+        data = source.pending + chunk
+        # A carriage return begins a line that overwrites the last one.
+        end = max(data.rfind(b"\n") + 1, data.rfind(b"\r")) if chunk else len(data)
+        if not source.pending or end:
+            source.since = time.monotonic()
+        source.pending = data[max(end, 0) :]
+        if not (self._show(source, data[: max(end, 0)]) and chunk):
+            self._close(source)
+
+    def forward_partial(self, *, at_once: bool = False) -> bool:
+        """Forward beginnings of lines that have waited long enough; return whether others still wait."""
+        waiting = False
+        for source in self._sources():
+            if source.pending and (at_once or time.monotonic() - source.since > PARTIAL_S):
+                part, source.pending = source.pending, b""
+                if not self._show(source, part):
+                    self._close(source)
+            waiting |= bool(source.pending)
+        return waiting
+
+    def drain(self) -> None:
+        """Forward everything written so far."""
+        while ready := [key.data for key, _ in self.selector.select(0) if isinstance(key.data, Source)]:
+            for source in ready:
+                self.pump(source)
+        self.forward_partial(at_once=True)
+
+    def close(self) -> None:
+        """Forward the rest and close all pipes."""
+        self.drain()
+        for source in self._sources():
+            held, source.held = source.held, None
+            if held and b"KeyboardInterrupt" in held:
+                self._fold(held)
+            elif held:
+                self.interrupted = False
+                self._show(source, held)
+            self._close(source)
+        self.selector.close()
+
+    def lines_of(self, rank: int) -> Iterable[str]:
+        """Return the last lines on stderr, of ``rank`` alone if it has pipes of its own."""
+        return (self.tails.get(rank) or self.tail).lines()
+
+    def _show(self, source: Source, text: bytes) -> bool:
+        """Write whole lines; return whether our own output is still open."""
+        if source.own and self.quiet:
+            self._fold(text)
+            return True
+        if source.sink == 2 or source.rank is None:
+            for match in self._patterns[self.quiet].finditer(text):
+                self._fold(match[0])
+            text = self._patterns[self.quiet].sub(b"", text)
+        if source.sink == 2 and source.rank is not None:
+            self.tails[source.rank].add(text)
+            if self.interrupted and source.held is None and (begin := TRACEBACK.search(text)):
+                text, source.held = text[: begin.start()], text[begin.start() :]
+            elif source.held is not None:
+                source.held += text
+                return True
+        if source.sink == 2:
+            self.tail.add(text)
+        return self._write(source.sink, text)
+
+    def _fold(self, text: bytes) -> None:
+        self.folded += [line for line in text.decode(errors="replace").splitlines() if line.strip()]
+        del self.folded[:-MOST_FOLDED]
+
+    @staticmethod
+    def _write(sink: int, text: bytes) -> bool:
+        try:
+            rest = memoryview(text)
+            while rest:
+                rest = rest[os.write(sink, rest) :]
+        except BrokenPipeError:
+            return False
+        return True
+
+    def _sources(self) -> list[Source]:
+        return [key.data for key in self.selector.get_map().values() if isinstance(key.data, Source)]
+
+    def _close(self, source: Source) -> None:
+        self.selector.unregister(source.fd)
+        os.close(source.fd)
