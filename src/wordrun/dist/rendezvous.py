@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -70,22 +71,19 @@ def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wa
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    try:
+    listen: dict[str, Any] = {}
+    with contextlib.suppress(socket.gaierror):  # a name of IPv6 alone
         at = socket.gethostbyname(address)
-    except OSError:
-        at = ""
-    if world.nodes > 1 and at.startswith("127."):
-        at = ""
-    try:
-        server = socket.create_server((at, port), backlog=2048)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        server = socket.create_server(("", port), backlog=2048)
+        try:
+            if world.nodes == 1 or not at.startswith("127."):
+                server = socket.create_server((at, port), backlog=2048)
+                port, listen = server.getsockname()[1], {"master_listen_fd": server.detach()}
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
     return TCPStore(
-        address, server.getsockname()[1], world.size, is_master=True, timeout=timeout, wait_for_workers=wait,
-        multi_tenant=True, master_listen_fd=server.detach(),
-    )  # fmt: skip
+        address, port, world.size, is_master=True, timeout=timeout, wait_for_workers=wait, multi_tenant=True, **listen
+    )
 
 
 def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:
