@@ -22,7 +22,7 @@ import pytest
 from forked import without_gloo
 
 if TYPE_CHECKING:
-    from conftest import Start
+    from conftest import Command, Start
 
 pytestmark = pytest.mark.mpi
 
@@ -47,6 +47,74 @@ while time.time() < end and not set(asked) & {signal.SIGINT, signal.SIGTERM}:
 time.sleep(0.5)
 print(f"rank {os.environ['RANK']} finished", flush=True)
 """
+# Ranks that meet, at a port of their own if one is named.
+MEET = """
+import os, sys
+os.environ.update({"MASTER_PORT": port for port in sys.argv[1:]})
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+MPI = "import time; from mpi4py import MPI; time.sleep(1)"
+APART = "launch: the 2 ranks never connected to each other, so COMMAND ran 2 times, separately"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "line"),
+    [
+        ("hydra", ["hostname"], ""),
+        ("hydra", [sys.executable, "-c", "import torch, time; time.sleep(1)"], f"{APART}. To work together"),
+        ("hydra", [sys.executable, "meet.py"], ""),
+        ("hydra", [sys.executable, "meet.py", "23457"], ""),
+        ("hydra", [sys.executable, "-c", MPI], ""),
+        ("torchrun", [sys.executable, "meet.py"], ""),
+        ("torchrun", [sys.executable, "-c", MPI], f"{APART}: each was rank 0 of 1 for its MPI library"),
+    ],
+    ids=["no library", "torch apart", "torch", "a port of its own", "MPI", "torchrun", "MPI under torchrun"],
+)
+def test_separate_runs_that_look_like_one_are_named(
+    command: Command, tmp_path: Path, launcher: str, words: list[str], line: str
+) -> None:
+    (tmp_path / "meet.py").write_text(MEET)
+    done = command(LAUNCH, "-n", "2", "--launcher", launcher, *words)
+    assert done.returncode == 0, done.stderr
+    assert (APART in done.stderr) == bool(line)
+    assert line in done.stderr
+
+
+def test_a_script_with_mpi_under_torchrun_is_named_before_it_starts(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mp.py").write_text("from mpi4py import MPI")
+    done = command(LAUNCH, "-n", "2", "--launcher", "torchrun", sys.executable, "mp.py")
+    assert done.stderr.startswith("launch: torchrun: each rank of an MPI program is rank 0 of 1\n")
+    shown = command(LAUNCH, "--dry-run", "-n", "2", "--launcher", "torchrun", "true").stdout
+    assert "# launcher: torchrun" in shown
+    assert "(--launcher torchrun; each rank of an MPI program is rank 0 of 1)" in shown
+
+
+# Ranks that have met over MPI, torch's store and gloo, and print where they listen, except at sockets of mpiexec.
+LISTEN = """
+import os, sys
+import torch
+from wordrun.dist import session
+from wordrun.launch.meeting import LISTENING, connections, sockets
+with session() as world:
+    torch.distributed.barrier()
+    own = set(sockets(os.getpid())) - set(sockets(os.getppid()))
+    listening = [here for state, here, _, inode in connections() if state == LISTENING and inode in own]
+    at = sorted({here.rpartition(":")[0] for here in listening})
+    sys.stdout.write(f"{world.launcher} {world.rank} listens at {at}\\n")
+    torch.distributed.barrier()
+"""
+
+
+def test_on_one_machine_ranks_listen_on_loopback_only(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "listen.py").write_text(LISTEN)
+    done = command(LAUNCH, "-n", "2", "--launcher", "hydra", sys.executable, "listen.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"hydra {rank} listens at ['0100007F']" for rank in range(2)]
+
+
 # A rank that nothing but SIGKILL ends, with a child that is the same, in a session of its own.
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -555,7 +623,7 @@ def test_an_mpiexec_that_dies_of_its_input_after_the_ranks(status: int, tmp_path
     imports = "import sys; from wordrun.launch import cli; from wordrun.launch.launchers import base"
     instead = f"base.own_bin = lambda: {str(tmp_path)!r}; sys.exit(cli.main())"
     command = [sys.executable, "-c", f"{imports}; {instead}", "-n", "2", "sh", "-c", f"exit {status}"]
-    run = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
     assert run.returncode == status, run.stderr
 
 

@@ -123,14 +123,24 @@ def test_a_bare_srun(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
     assert json.loads(path.read_text())["world"]["size"] == 4
 
 
+def test_a_bare_srun_shares_the_cores_among_the_ranks_of_a_node(cluster: Cluster) -> None:
+    words = ("srun", "-N1", "-n4", "env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "wordrun", *SMALL)
+    got = cluster.run(*words, "model.batch_size=2", timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert "threads: 1 per rank (4 ranks on" in got.stdout
+
+
 WHERE = "import sys, wordrun.dist as d; w = d.identify(); sys.stdout.write(f'{w.launcher} {w.rank} of {w.size}\\n')"
 
 
-@pytest.mark.parametrize("outer", [["salloc", "-N2", "-n2"], ["srun", "-n1"]], ids=["salloc", "interactive step"])
-def test_a_bare_mpiexec_in_a_job(cluster: Cluster, outer: list[str]) -> None:
-    """Hydra starts its daemons as tasks of srun."""
-    got = cluster.run(*outer, "mpiexec", "-n", "2", sys.executable, "-c", WHERE)
-    assert sorted(got.stdout.splitlines()) == ["hydra 0 of 2", "hydra 1 of 2"], got.stderr
+@pytest.mark.parametrize(
+    "words",
+    [["salloc", "-N2", "-n2", "mpiexec", "-ppn", "2"], ["srun", "-n1", "mpiexec", "-launcher", "fork"]],
+    ids=["daemons started by srun", "in an interactive step"],
+)
+def test_a_bare_mpiexec_in_a_job(cluster: Cluster, words: list[str]) -> None:
+    got = cluster.run(*words, "-n", "4", sys.executable, "-c", WHERE)
+    assert sorted(got.stdout.splitlines()) == [f"hydra {rank} of 4" for rank in range(4)], got.stderr
 
 
 def test_an_array_job(cluster: Cluster, tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ def test_environment_of_two_ranks() -> None:
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "UCX_NET_DEVICES": "lo",
+        "ACCELERATE_USE_CPU": "true",
     }
 
 

@@ -97,7 +97,7 @@ def test_slurms_counts(node: str, size: str) -> None:
     assert run.stdout.strip() == size
 
 
-def test_adds_five_names_and_changes_none() -> None:
+def test_adds_torchruns_names_and_changes_none() -> None:
     env = {**FAMILIES["hydra"][0], "PMI_FD": "9", "PMI_LOCAL_RANK": "7", "WORDRUN_LAUNCHER": "hydra", "X": "a\nb"}
     before = rank_env({**env, "WORDRUN_STATUS_DIR": "/nonexistent"}, "env", "-0").stdout.split("\0")
     added = {line.partition("=")[0] for line in before if line} - {
@@ -108,7 +108,12 @@ def test_adds_five_names_and_changes_none() -> None:
         "_",
         "SHLVL",
     }
-    assert added == {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
+    # Not TORCHELASTIC_RUN_ID, by which torch, Lightning and discover() recognise torchrun.
+    assert added == {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK",
+        "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    }  # fmt: skip
+    assert {"GROUP_RANK=1", "ROLE_RANK=5", "TORCHELASTIC_RESTART_COUNT=0", "TORCHELASTIC_MAX_RESTARTS=0"} <= set(before)
     assert {f"{name}={value}" for name, value in env.items()} <= set(before)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -47,10 +50,10 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
         wanted = int(os.environ.get("MASTER_PORT") or 0) if decided else 0
         for choice in dict.fromkeys((wanted, 0)):
             try:
-                store = TCPStore(address, choice, world.size, is_master=True, timeout=timeout, wait_for_workers=False)
+                store = _host_store(address, choice, world, timeout, wait=False)
                 port = store.port
                 break
-            except Exception as error:  # DistNetworkError or RuntimeError, depending on torch's version
+            except Exception as error:  # OSError; DistNetworkError or RuntimeError, depending on torch's version
                 port = first_line(error)
     port = mpi.communicator().bcast(port, root=0)
     if isinstance(port, str):
@@ -58,6 +61,29 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     if store is None:
         store = TCPStore(address, port, world.size, is_master=False, timeout=timeout)
     return store
+
+
+def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wait: bool) -> Any:
+    """Return a store that listens at ``address`` alone, since it takes any client's word; port 0: a free one.
+
+    torch by itself would listen on all interfaces. So does this store if ``address`` is not one of this host, or if
+    other hosts know it by another (a name may stand for 127.0.1.1 here). ``wait``: until all ranks have connected.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listen: dict[str, Any] = {}
+    with contextlib.suppress(socket.gaierror):  # a name of IPv6 alone
+        at = socket.gethostbyname(address)
+        try:
+            if world.nodes == 1 or not at.startswith("127."):
+                server = socket.create_server((at, port), backlog=2048)
+                port, listen = server.getsockname()[1], {"master_listen_fd": server.detach()}
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return TCPStore(
+        address, port, world.size, is_master=True, timeout=timeout, wait_for_workers=wait, multi_tenant=True, **listen
+    )
 
 
 def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:
@@ -88,6 +114,8 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
         raise WorldError(f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: name the first host")
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}  # which env:// reads
     try:
+        if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return _host_store(address, int(port), world, timeout, wait=True)
         store, _, _ = next(rendezvous("env://", rank=world.rank, world_size=world.size, timeout=timeout))
     except Exception as error:
         raise WorldError(

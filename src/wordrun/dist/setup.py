@@ -216,6 +216,7 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
     world = replace(world, device=str(chosen))
+    _limit_threads(world)
     _joined.world = world
     _joined.owns_group = not torch.distributed.is_initialized()
     if not _joined.owns_group:
@@ -230,6 +231,23 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     except Exception:
         _joined.world = None
         raise
+
+
+def _limit_threads(world: World) -> None:
+    """Under a bare srun, share the job's cores on this node among its ranks, unless the user has set threads."""
+    import torch
+
+    if world.launcher != "srun" or {"WORDRUN_LAUNCH_ID", "OMP_NUM_THREADS"} & {*os.environ}:
+        return
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Ranks that are not bound share all cores of the job, or of the machine; SLURM says how many the job has.
+    on_node = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    threads = max(1, min(own, (int(on_node) if on_node.isdigit() else own) // world.local_size))
+    if threads < torch.get_num_threads():
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for this rank's own processes
+        reason = f"{world.local_size} ranks on {world.host}, OMP_NUM_THREADS is not set"
+        LOGGER.info("threads: %d per rank (%s)", threads, reason)
 
 
 def _leave() -> None:

@@ -23,8 +23,8 @@ STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in l
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
 # Prefixes of variables that users export for the ranks; some launchers forward only the variables they are given.
 FOR_RANKS = (
-    "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_", "WANDB_",
-    "WORDRUN_",
+    "ACCELERATE_", "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_",
+    "WANDB_", "WORDRUN_",
 )  # fmt: skip
 # A value and its reason (may be empty).
 Setting = tuple[str, str]
@@ -133,8 +133,16 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
     if watched and "PYTHONFAULTHANDLER" not in env:
         yield "PYTHONFAULTHANDLER", ("1", "--idle-timeout: stuck ranks print their stacks")
     loopback = next((name for name in decided.interfaces if name in ("lo", "lo0")), "")
-    if request.ranks.nodes == 1 and request.ranks.np > 1 and loopback and "GLOO_SOCKET_IFNAME" not in env:
-        yield "GLOO_SOCKET_IFNAME", (loopback, "single host: the loopback interface needs no name resolution")
+    if request.ranks.nodes == 1 and request.ranks.np > 1 and loopback:
+        # The second is for MPICH; in a scheduler's job it would hide the fabric from UCX.
+        for name in ("GLOO_SOCKET_IFNAME", *(["UCX_NET_DEVICES"] if request.job.is_local else [])):
+            if name not in env:
+                yield name, (loopback, "single host: no other host can connect to the ranks")
+    if request.ranks.np > 1 and not request.devices and "ACCELERATE_USE_CPU" not in env:
+        yield (
+            "ACCELERATE_USE_CPU",
+            ("true", "no devices: otherwise each rank of an Accelerate program is one of its own"),
+        )
     if decided.terminal and (launcher.in_between or watched):
         yield "WORDRUN_TERMINAL", (decided.terminal, "ranks cannot see the terminal that launch writes to")
     if decided.own_bin not in env.get("PATH", "").split(os.pathsep):

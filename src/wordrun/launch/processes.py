@@ -72,8 +72,8 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
     found = {
         process.pid for process in table.values()
         if process.name.startswith(("python", "pypy"))
-        and not (own_module and own_module.encode() in _read(f"/proc/{process.pid}/cmdline"))
-        and (process.pid in mine or setting in _read(f"/proc/{process.pid}/environ").split(b"\0"))
+        and not (own_module and own_module.encode() in read(f"/proc/{process.pid}/cmdline"))
+        and (process.pid in mine or setting in read(f"/proc/{process.pid}/environ").split(b"\0"))
     }  # fmt: skip
 
     def is_below_another(process: Process) -> bool:
@@ -81,6 +81,14 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
         return above is not None and (above.pid in found or is_below_another(above))
 
     return [number for number in sorted(found) if not is_below_another(table[number])]
+
+
+def of_launch(pid: int, launch_id: str, *, is_step: bool) -> set[int]:
+    """Return the processes of a launch on this host: those below the launcher ``pid``, or those of its step (Linux)."""
+    if not is_step:
+        return {pid, *(process.pid for process in descendants(pid))}
+    setting = f"WORDRUN_LAUNCH_ID={launch_id}".encode()
+    return {each.pid for each in _table() if setting in read(f"/proc/{each.pid}/environ").split(b"\0")}
 
 
 def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
@@ -102,7 +110,7 @@ def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> 
             send(pid, signal.SIGCONT)
 
 
-def _read(path: str) -> bytes:
+def read(path: str) -> bytes:
     """Return the content of a file in /proc; empty if its process has ended or belongs to another user."""
     try:
         with open(path, "rb") as file:
@@ -119,7 +127,7 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
 
 def orphans(child: int) -> bool:
     """Return whether launch has adopted any processes, that is, has children other than ``child`` (Linux)."""
-    return any(int(pid) != child for pid in _read(f"/proc/self/task/{os.getpid()}/children").split())
+    return any(int(pid) != child for pid in read(f"/proc/self/task/{os.getpid()}/children").split())
 
 
 def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
@@ -206,7 +214,7 @@ def _table() -> Iterator[Process]:
         return
     for entry in filter(str.isdigit, os.listdir("/proc")):
         # The name is in parentheses and may itself contain spaces and parentheses.
-        begin, _, rest = _read(f"/proc/{entry}/stat").decode(errors="replace").rpartition(")")
+        begin, _, rest = read(f"/proc/{entry}/stat").decode(errors="replace").rpartition(")")
         state, parent, group, *_ = rest.split() or ["X", "0", "0"]  # empty: the process has just ended
         if state not in "ZX":
             yield Process(int(entry), int(parent), int(group), begin.partition("(")[2])

@@ -51,6 +51,9 @@ fi
 # If the launcher does not set it: correct for ranks laid out in even blocks.
 [ -n "$NODE_RANK" ] || NODE_RANK=$(((RANK - LOCAL_RANK) / LOCAL_WORLD_SIZE))
 export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
+# Others of torchrun's that scripts read; not TORCHELASTIC_RUN_ID, by which torch recognizes torchrun's own ranks.
+export GROUP_RANK="$NODE_RANK" ROLE_RANK="${ROLE_RANK:-$RANK}"
+export TORCHELASTIC_RESTART_COUNT="${TORCHELASTIC_RESTART_COUNT:-0}" TORCHELASTIC_MAX_RESTARTS="${TORCHELASTIC_MAX_RESTARTS:-0}"
 
 [ -d "${WORDRUN_STATUS_DIR-}" ] || exec "$@"
 

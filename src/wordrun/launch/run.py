@@ -16,6 +16,7 @@ from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.kills import Outcome
 from wordrun.launch.launchers.base import PASSED_ON
+from wordrun.launch.meeting import Meeting
 from wordrun.launch.oom import OomWatch
 from wordrun.launch.output import MOST_RANKS, PARTIAL_S, Output, Source
 from wordrun.launch.plan import LaunchPlan
@@ -49,7 +50,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         output = Output(launcher.noise, launcher.own_lines, status_dir if alone and plan.ranks.np <= MOST_RANKS else "")
         if output.pipes:
             output.open_pipes(plan.ranks.np)
-        passes = bool(output.pipes) or idle
+        passes = idle or bool(output.pipes or (status_dir and launcher.noise))
         with _signals() as arrived:
             try:
                 child = _start(plan, env, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
@@ -64,7 +65,11 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                 job = Supervisor(plan, child, status_dir, output)
                 if margin:
                     job.warn_before_end(margin)
+                meeting = Meeting(plan, child.pid)
+                meeting.begin()
                 outcome.status = _watch(job, arrived)
+                apart = meeting.end()
+                say(apart if outcome.status == 0 else "")
                 job.explain(outcome.status)
                 if outcome.status not in (0, REQUEUE) and not job.stopped_by:
                     outcome.failed = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None

@@ -41,6 +41,12 @@ class Local(Launcher):
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
         """Return the variables that rank_env.sh sets for other launchers."""
         ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
+        ours |= {
+            "GROUP_RANK": "0",
+            "ROLE_RANK": "0",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
         return {name: (value, "") for name, value in ours.items()}
 
     def keeps_terminal(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from wordrun.errors import ConfigError
@@ -11,6 +13,8 @@ from wordrun.launch import processes
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, rank_command, refuse_binding
 from wordrun.launch.request import Request
+
+ALONE = "each rank of an MPI program is rank 0 of 1"
 
 
 class Torchrun(Launcher):
@@ -32,7 +36,9 @@ class Torchrun(Launcher):
     def find(cls, search: Search) -> Launcher:
         """Return this environment's torchrun."""
         if has_torch():
-            return cls(sys.executable, "--launcher torchrun" if search.wanted else "no usable mpiexec")
+            why = "--launcher torchrun" if search.wanted else "no usable mpiexec"
+            note = f"torchrun: {ALONE}" if _uses_mpi(search.options.command) else ""
+            return cls(sys.executable, f"{why}; {ALONE}", note)
         why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
         remedy = "pip install 'wordrun[mpich]' installs an mpiexec"
         raise NoLauncherError(f"no launcher for {search.np} ranks: {why} ({remedy})")
@@ -54,6 +60,14 @@ class Torchrun(Launcher):
             "--master-addr", request.env["MASTER_ADDR"], "--master-port", request.env["MASTER_PORT"],
             *request.options.launcher_args, "--no-python", *rank_command(request.options),
         )  # fmt: skip
+
+
+def _uses_mpi(command: Sequence[str]) -> bool:
+    """Return whether ``command`` is a script that mentions mpi4py."""
+    for word in filter(os.path.isfile, (word for word in command if word.endswith(".py"))):
+        with open(word, "rb") as file:
+            return b"mpi4py" in file.read()
+    return False
 
 
 def has_torch() -> bool:

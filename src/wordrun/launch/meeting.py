@@ -1,0 +1,167 @@
+"""Watch whether the ranks ever connect to each other: N separate runs look like one that succeeded (Linux)."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from wordrun.launch import processes
+from wordrun.launch.plan import LaunchPlan
+
+# Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
+FIRST_S, LATER_S, DENSE_S = 0.1, 2.0, 30.0
+LIBRARIES = re.compile(rb"/(libtorch_python|libmpi\w*)\.so(\.\d+)?")
+# States of a connection in /proc/net/tcp.
+TIME_WAIT, LISTENING = "06", "0A"
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+# A rank connects to these ports of other hosts for downloads and logging.
+WEB = (80, 443, 3128, 8080)
+
+
+@dataclass
+class Meeting:
+    """What is seen of the ranks on this host until they have met."""
+
+    plan: LaunchPlan
+    launcher: int
+    """Process ID of the launcher."""
+    met: bool = False
+    libraries: set[str] = field(default_factory=set)
+    """The torch and MPI libraries that ranks have loaded."""
+    variables: set[str] = field(default_factory=set)
+    """Prefixes of the variables by which MPI libraries find the other ranks."""
+    _ranks: dict[int, str] = field(default_factory=dict)
+    """Ranks by process ID."""
+    _of_launcher: set[tuple[str, str]] = field(default_factory=set)
+    """Connections of the launcher's own processes."""
+    _listened: bool = False
+    """A rank has waited for connections, so it may have met others between two samples."""
+    _samples: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _watcher: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Watch, in a thread, until the ranks have met or ``end`` is called."""
+        if sys.platform == "linux" and self.plan.ranks.np > 1:
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
+            self._watcher.start()
+
+    def end(self) -> str:
+        """Return what the user should know if all ranks have ended well; empty: nothing."""
+        if self._watcher is None:
+            return ""
+        self._ended.set()
+        self._watcher.join()
+        mpi = {name for name in self.libraries if name.startswith("libmpi")}
+        if (
+            self.met
+            or not self.libraries
+            or self._was_connected()
+            or (self._has_started(mpi) if mpi else self._listened)
+        ):
+            return ""
+        np, launcher = self.plan.ranks.np, self.plan.launcher.name
+        apart = f"the {np} ranks never connected to each other, so COMMAND ran {np} times, separately"
+        if mpi:
+            return (
+                f"{apart}: each was rank 0 of 1 for its MPI library, which {launcher} does not start (launch --doctor)"
+            )
+        return (
+            f"{apart}. To work together, they have to join a process group: init_process_group() in torch, cpu=True in "
+            "Accelerate on CPUs, devices=N and num_nodes=N in Lightning"
+        )
+
+    def _watch(self) -> None:
+        begun, pause = time.monotonic(), FIRST_S
+        while not self.met and not self._ended.wait(pause):
+            before = time.monotonic()
+            self.sample()
+            took = time.monotonic() - before
+            pause = max(FIRST_S if before - begun < DENSE_S else LATER_S, 4 * took)
+
+    def sample(self) -> None:
+        """Look at the ranks' libraries and connections."""
+        owners: dict[str, str] = {}
+        for pid, rank in self._processes():
+            if rank and not (self.libraries and self._samples % 10):  # reading all maps takes milliseconds
+                maps = processes.read(f"/proc/{pid}/maps")
+                self.libraries |= {(name + version).decode() for name, version in LIBRARIES.findall(maps)}
+            for inode in sockets(pid):
+                # A rank inherits sockets of the launcher, whose processes come first.
+                owners.setdefault(inode, rank)
+        found = [(owners[inode], state, here, there) for state, here, there, inode in connections() if inode in owners]
+        self._samples += 1
+        self._listened |= any(rank and state == LISTENING for rank, state, _, _ in found)
+        ends = {(here, there): rank for rank, state, here, there in found if state != LISTENING}
+        self._of_launcher |= {ends_of for ends_of, rank in ends.items() if not rank}
+        self.met = any(rank and self._is_meeting(rank, *each, ends) for each, rank in ends.items())
+
+    def _is_meeting(self, rank: str, here: str, there: str, ends: dict[tuple[str, str], str]) -> bool:
+        """Return whether a connection of ``rank`` leads to another rank, or may do so."""
+        other = ends.get((there, here))
+        if other:
+            return other != rank
+        if self._port in (_port(here), _port(there)):
+            return True  # torchrun's own store, or a rank on another host
+        return len(self.plan.hosts) > 1 and not there.startswith(LOOPBACK) and _port(there) not in WEB
+
+    def _was_connected(self) -> bool:
+        """Return whether ranks have met between two samples, or after the last: the kernel keeps ends for a minute."""
+        return any(
+            state == TIME_WAIT and self._port in (_port(here), _port(there))
+            and not {(here, there), (there, here)} & self._of_launcher
+            for state, here, there, _ in connections()
+        )  # fmt: skip
+
+    def _has_started(self, mpi: set[str]) -> bool:
+        """Return whether the launcher may have started these libraries: its variables are those that they read."""
+        is_open = all(name in ("libmpi.so.20", "libmpi.so.40") for name in mpi)
+        return "PMIX_" in self.variables or ("PMI_" in self.variables and not is_open)
+
+    @property
+    def _port(self) -> int:
+        return int(self.plan.env["MASTER_PORT"])
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        """Yield this launch's processes on this host and their ranks, the launcher's own first."""
+        launcher = self.plan.launcher
+        found = processes.of_launch(self.launcher, self.plan.decided.launch_id, is_step=launcher.is_step)
+        for pid in found - {*self._ranks}:
+            words = processes.read(f"/proc/{pid}/environ").split(b"\0")
+            # rank_env.sh exports RANK to its command; its own shell does not have it.
+            rank = next((word[5:].decode() for word in words if word.startswith(b"RANK=")), "")
+            if rank:
+                self._ranks[pid] = rank
+                self.variables |= {
+                    name for name in ("PMI_", "PMIX_") if any(word.startswith(name.encode()) for word in words)
+                }
+        yield from ((pid, "") for pid in found - {*self._ranks})
+        yield from ((pid, self._ranks[pid]) for pid in found & {*self._ranks})
+
+
+def sockets(pid: int) -> Iterator[str]:
+    """Yield the inodes of a process's sockets."""
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if target.startswith("socket:["):
+                yield target[8:-1]
+    except OSError:
+        return  # it has ended
+
+
+def connections() -> Iterator[tuple[str, str, str, str]]:
+    """Yield the state, both ends (hexadecimal) and the inode of each TCP socket of this host."""
+    for name in ("tcp", "tcp6"):
+        for line in processes.read(f"/proc/net/{name}").decode().splitlines()[1:]:
+            _, here, there, state, _, _, _, _, _, inode, *_ = line.split()
+            yield state, here, there, inode
+
+
+def _port(end: str) -> int:
+    return int(end.rpartition(":")[2], 16)
