@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
 import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -64,7 +65,7 @@ def console() -> Console:
 class ScreenHandler(logging.Handler):
     """Prints records on a terminal, above a progress bar if there is one.
 
-    The terminal wraps long lines, so that a command or a path is copied as one line.
+    Lines are wrapped between words, but not those that are indented: a command is copied as one line.
     """
 
     def __init__(self, screen: Console) -> None:
@@ -76,7 +77,16 @@ class ScreenHandler(logging.Handler):
         style = next((style for level, style in STYLES.items() if record.levelno >= level), "")
         level = f"{record.levelname} " if style else ""
         clock = time.strftime("[%H:%M:%S] ", time.localtime(record.created))
-        self.screen.print(Text.assemble((clock, "dim"), (level, style), self.format(record)), soft_wrap=True)
+        lines = f"{clock}{level}{self.format(record)}".split("\n")
+        text = Text("\n".join(self._wrap(line) for line in lines))
+        text.stylize("dim", 0, len(clock))
+        text.stylize(style, len(clock), len(clock + level))
+        self.screen.print(text, soft_wrap=True)
+
+    def _wrap(self, line: str) -> str:
+        if line.startswith("  "):
+            return line
+        return textwrap.fill(line, self.screen.width, break_long_words=False, break_on_hyphens=False)
 
 
 class RaisingFileHandler(logging.FileHandler):

@@ -1,4 +1,4 @@
-"""What ``launch`` shows of ranks and launcher: whole lines, the failed rank's own, and no noise after Ctrl-C."""
+"""What ``launch`` shows of its ranks and their launcher: whole lines, the failed rank's own, and no noise."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wordrun.launch.launchers import LAUNCHERS
+from wordrun.launch.output import Output, Source
+
 if TYPE_CHECKING:
     from conftest import Command, Start
 
@@ -27,9 +30,13 @@ for i in range(40):
     os.write(1, f"line {i}\\n".encode())
 """
 FAILS = """
-import os, sys, time
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to the other ranks
 if os.environ["RANK"] == "1":
+    while not os.path.exists("ready"):
+        time.sleep(0.02)
     sys.exit("no such thing")
+pathlib.Path("ready").touch()
 while not any(name.isdigit() for name in os.listdir(os.environ["WORDRUN_STATUS_DIR"])):
     time.sleep(0.02)
 time.sleep(0.5)
@@ -94,7 +101,11 @@ def test_what_the_launcher_says_of_a_failure_is_only_in_the_record(
 
 def test_an_abort_is_one_line(command: Command, tmp_path: Path) -> None:
     done = command("launch", "-n", "2", "python", "-c", ABORTS)
-    assert (done.returncode, done.stdout, done.stderr) == (5, "", "launch: rank 1 ended with exit status 5\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        5,
+        "",
+        "launch: starting 2 ranks on 1 host with hydra\nlaunch: rank 1 ended with exit status 5\n",
+    )
     assert any(line.startswith("Abort(5) on node 1") for line in record(tmp_path)["not_shown"])
 
 
@@ -102,7 +113,25 @@ def test_what_only_the_launcher_knows_is_shown(command: Command) -> None:
     """No rank can report if its whole process group is killed."""
     done = command("launch", "-n", "2", "sh", "-c", "[ $RANK = 0 ] || kill -KILL 0; sleep 30")
     assert done.returncode == 9
-    assert "launch: =   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES" in done.stderr
+    assert "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES" in done.stdout
+
+
+def test_noise_among_the_ranks_lines_is_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    """As over several hosts, where all output comes through mpiexec."""
+    hydra = LAUNCHERS["hydra"]
+    output = Output(hydra.noise, hydra.own_lines)
+    lines = ["a rank's line", "[proxy:0@n1] HYDU_sock_write (lib/utils/sock.c:250): write error (Bad file descriptor)"]
+    block = ["=" * 83, "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", "=   PID 1 RUNNING AT n1", "=" * 83]
+    for quiet, show in ((False, [lines[0], *block]), (True, [lines[0]])):
+        output.quiet = quiet
+        reader, writer = os.pipe()
+        output.add(Source(reader, 2))
+        os.write(writer, "".join(f"{line}\n" for line in [*lines, *block]).encode())
+        os.close(writer)
+        output.drain()
+        assert capfd.readouterr().err.splitlines() == show
+    assert output.folded == [lines[1], lines[1], *block]
+    output.close()
 
 
 def interrupted(job: subprocess.Popen[str], after_s: float) -> tuple[int, list[str]]:
@@ -133,5 +162,5 @@ def test_ctrl_c_while_torch_is_imported_is_silent(start: Start, tmp_path: Path) 
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     job = start(sys.executable, "-m", "wordrun", "data=sample", env=env, start_new_session=True)
     assert job.stdout
-    assert "importing" in job.stdout.readline()
+    assert any("importing" in line for line in iter(job.stdout.readline, ""))
     assert interrupted(job, 0.2) == (-signal.SIGINT, [])

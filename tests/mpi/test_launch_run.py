@@ -622,7 +622,7 @@ def test_an_mpiexec_that_dies_of_its_input_after_the_ranks(status: int, tmp_path
     imports = "import sys; from wordrun.launch import cli; from wordrun.launch.launchers import base"
     instead = f"base.own_bin = lambda: {str(tmp_path)!r}; sys.exit(cli.main())"
     command = [sys.executable, "-c", f"{imports}; {instead}", "-n", "2", "sh", "-c", f"exit {status}"]
-    run = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
     assert run.returncode == status, run.stderr
 
 

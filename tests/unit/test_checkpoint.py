@@ -22,6 +22,7 @@ import torch
 import wordrun
 from wordrun import cli
 from wordrun.backend import precision
+from wordrun.backend.ddp import DDPBackend
 from wordrun.checkpoint import folder as folders, shards
 from wordrun.checkpoint.saved import find
 from wordrun.config import from_plain, to_plain
@@ -614,3 +615,29 @@ def test_a_run_that_skips_steps_can_be_stopped(small: Words, tmp_path: Path) -> 
     saved = find(tmp_path / "run")
     assert saved.manifest["position"] == 6 * 4
     assert all(torch.isfinite(weight).all() for weight in saved.weights().values())
+
+
+def test_padding_of_the_vocabulary_is_read_as_zeros(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a step that has spoilt it, from which train.on_nonfinite=rollback returns."""
+    monkeypatch.setattr("wordrun.train.language.vocab_multiple", lambda cfg, tp, on_cpu: 64)
+    run = tmp_path / "run"
+    with Trainer(wordrun.compose(small(f"hydra.run.dir={run}", "train.checkpoint_interval=4"))) as trainer:
+        trainer.train()
+        saved = find(run)
+        weight = saved.weights()["tokens.weight"]
+        backend = trainer.backend
+        assert isinstance(backend, DDPBackend)
+        state = [t for values in backend.optimizer.state.values() for t in values.values() if t.dim() == 2]
+        for tensor in (*backend.parameters, *state):
+            tensor.data.fill_(torch.nan)
+        backend.load(saved.folder, saved.manifest["backend"])
+        (padded,) = (p for name, p in backend.named_parameters() if name == "tokens.weight")
+        assert len(padded) == 64 > len(weight) == saved.vocab_size
+        assert padded[: len(weight)].equal(weight)
+        assert not padded[len(weight) :].any()
+        moments = backend.optimizer.state[padded]
+        assert moments["exp_avg"][: len(weight)].any()
+        assert not moments["exp_avg"][len(weight) :].any()
+        assert not moments["exp_avg_sq"][len(weight) :].any()

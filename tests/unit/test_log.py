@@ -10,13 +10,13 @@ import pytest
 from wordrun import log
 
 STYLE = re.compile(r"\x1b\[[\d;]*m")
-LONG = "paste: wordrun generate run=outputs/shakespeare/nano-DDP/20261122-161615-ed28 prompt='a 1,234 b' length=200"
+LONG = "  wordrun generate run=outputs/shakespeare/nano-DDP/20261122-161615-ed28 prompt='a 1,234 b' length=200"
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Log an information, a warning and an error; return the lines on the screen."""
     handle = log.start(0)
-    log.LOGGER.info(LONG)
+    log.LOGGER.info("to paste:\n%s", LONG)
     log.LOGGER.warning("look [out]")
     log.LOGGER.error("it failed")
     handle.close()
@@ -30,8 +30,9 @@ def test_a_terminal_shows_whole_lines_with_few_styles(
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORDRUN_TERMINAL", "40x20")
-    info, warning, error = shown(capsys)
-    assert re.fullmatch(r"\x1b\[2m\[\d\d:\d\d:\d\d\] \x1b\[0m" + re.escape(LONG), info)
+    info, command, warning, error = shown(capsys)
+    assert re.fullmatch(r"\x1b\[2m\[\d\d:\d\d:\d\d\] \x1b\[0mto paste:", info)
+    assert command == LONG
     assert warning.endswith("\x1b[33mWARNING \x1b[0mlook [out]")
     assert error.endswith("\x1b[1;31mERROR \x1b[0mit failed")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -41,7 +42,8 @@ def test_a_terminal_shows_whole_lines_with_few_styles(
 def test_a_file_shows_plain_lines_with_their_level(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys)
     assert not any(STYLE.search(line) for line in lines)
-    assert [line.split("] ", 1)[1] for line in lines] == [f"INFO {LONG}", "WARNING look [out]", "ERROR it failed"]
+    assert lines.pop(1) == LONG
+    assert [line.split("] ", 1)[1] for line in lines] == ["INFO to paste:", "WARNING look [out]", "ERROR it failed"]
 
 
 def test_records_from_before_the_file_are_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +55,16 @@ def test_records_from_before_the_file_are_in_it(tmp_path: Path, capsys: pytest.C
     text = (tmp_path / "log.txt").read_text()
     assert [line.split()[-1] for line in text.splitlines()] == ["early", "late"]
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_prose_is_wrapped_between_words_and_a_path_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORDRUN_TERMINAL", "40x20")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    path = "outputs/shakespeare/nano-DDP/20261122-161615-ed28/plots/loss.png"
+    handle = log.start(0)
+    log.LOGGER.info("these words fill more than one line: %s", path)
+    handle.close()
+    lines = STYLE.sub("", capsys.readouterr().out).splitlines()
+    assert [line.strip() for line in lines][1:] == ["one line:", path]

@@ -61,6 +61,8 @@ class Output:
     """Lines that were not shown."""
     quiet: bool = False
     """Launch has said what happened: nothing that the launcher says on its own is shown from now on."""
+    report: bytes = b""
+    """The launcher's own stdout, such as MPICH's account of a failure, which is shown at the end or not at all."""
     interrupted: bool = False
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
 
@@ -90,6 +92,9 @@ class Output:
     def pump(self, source: Source) -> None:
         """Forward what has arrived, in whole lines; stop at the end of the pipe, or when our own output is closed."""
         chunk = os.read(source.fd, 65536)
+        if chunk and source.own and source.sink == 1:
+            self.report += chunk
+            return
         data = source.pending + chunk
         # A carriage return begins a line that overwrites the last one.
         end = max(data.rfind(b"\n") + 1, data.rfind(b"\r")) if chunk else len(data)
@@ -120,6 +125,10 @@ class Output:
     def close(self) -> None:
         """Forward the rest and close all pipes."""
         self.drain()
+        if self.quiet:
+            self._fold(self.report)
+        else:
+            self._write(1, self.report)
         for source in self._sources():
             held, source.held = source.held, None
             if held and b"KeyboardInterrupt" in held:

@@ -50,7 +50,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         output = Output(launcher.noise, launcher.own_lines, status_dir if alone and plan.ranks.np <= MOST_RANKS else "")
         if output.pipes:
             output.open_pipes(plan.ranks.np)
-        passes = bool(output.pipes) or idle
+        passes = idle or bool(output.pipes or (status_dir and launcher.noise))
         with _signals() as arrived:
             try:
                 child = _start(plan, env, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)

@@ -86,7 +86,7 @@ class WandbTracker(Tracker):
         folder, url = Path(self._wandb_run.dir).parent, self._wandb_run.url if self.mode == "online" else None
         self._wandb_run.finish(exit_code=exit_status)
         if self.mode == "offline":
-            LOGGER.info("W&B recorded offline; to upload, on a machine with network access: wandb sync %s", folder)
+            LOGGER.info("W&B recorded offline; to upload, on a machine with network access:\n  wandb sync %s", folder)
         elif self.mode == "online":
             LOGGER.info("W&B: %s", url)
 

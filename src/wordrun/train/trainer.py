@@ -274,11 +274,12 @@ class Trainer(Training):
 
     def _announce(self, facts: dict[str, Any]) -> None:
         cfg, world = self.cfg, self.world
-        on = f"{world.host} ({facts['device_name']})" + (f", {world.nodes} nodes" if world.nodes > 1 else "")
-        LOGGER.info("rank 0 of %d on %s; launcher %s (%s)", world.size, on, world.launcher, world.source)
+        on = world.host + (f", {world.nodes} nodes" if world.nodes > 1 else "")
+        by = f"; launcher {world.launcher} ({world.source})" if world.launcher != "none" else ""
+        LOGGER.info("rank 0 of %d on %s%s", world.size, on, by)
         LOGGER.info(
-            "model %s: %s parameters, %s, %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
-            facts["dtype"],
+            "model %s: %s parameters, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
+            facts["dtype"], facts["device_name"],
         )  # fmt: skip
         ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(

@@ -19,11 +19,13 @@ class Hydra(Launcher):
     stale = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_", "PMIX_")
     host_line = "{host}:{ranks}\n"
     daemons = ("hydra_", "pmi_proxy")
-    own_lines = r"mpiexec: |\[mpiexec@|\[proxy:"
+    own_lines = (
+        r"mpiexec: |\[mpiexec@|\[proxy:|={83}$|=   (BAD TERM|PID |EXIT CODE|CLEANING UP|YOU CAN IGNORE)"
+        "|YOUR APPLICATION TERMINATED WITH|This typically refers to a problem with|Please see the FAQ page for d"
+    )
     noise = (
         r"^.*HYDU_sock_write.*\n|^\[mpiexec@.*\] (Sending|Press) Ctrl-C.*\n"
         r"|^Abort\(\d+\) on node \d+ .*: application called MPI_Abort\(.*\n"
-        r"|^\n?=+\n=   BAD TERMINATION OF ONE (.*\n)+?.*FAQ page for debugging suggestions\n"
     )
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
     may_die_of_input = True
