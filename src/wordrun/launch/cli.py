@@ -98,7 +98,8 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     while True:
         begun = time.monotonic()
         if plan.launcher.in_between:
-            say(f"starting {record.size(plan)} with {plan.launcher.name}")
+            caveat = f" ({plan.launcher.caveat})" if plan.launcher.caveat else ""
+            say(f"starting {record.size(plan)} with {plan.launcher.name}{caveat}")
         outcome = run(plan, keep_lines=bool(retries or may_move))
         status, last = outcome.status, outcome.last_lines
         met = time.monotonic() - begun > MEETING_S

@@ -54,6 +54,8 @@ class Launcher:
     """Parts of the real file's name (with a slash: of its path) that identify an mpiexec of this kind."""
     version_texts: ClassVar[tuple[str, ...]] = ()
     """Parts of the output of ``mpiexec --version`` that identify it."""
+    caveat: ClassVar[str] = ""
+    """What it does not do for its ranks."""
     remedy: ClassVar[str] = ""
     """How to install or load one."""
     stale: ClassVar[tuple[str, ...]] = ()

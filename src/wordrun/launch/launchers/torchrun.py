@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 from wordrun.errors import ConfigError
@@ -13,8 +11,6 @@ from wordrun.launch import processes
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, rank_command, refuse_binding
 from wordrun.launch.request import Request
-
-ALONE = "each rank of an MPI program is rank 0 of 1"
 
 
 class Torchrun(Launcher):
@@ -26,6 +22,7 @@ class Torchrun(Launcher):
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
         "TORCHELASTIC_",
     )  # fmt: skip
+    caveat = "each rank of an MPI program is rank 0 of 1"
     own_module = "torch.distributed.run"
     own_lines = r"[WE]\d{4} "
     # These would kill torchrun and leave the ranks running.
@@ -37,8 +34,7 @@ class Torchrun(Launcher):
         """Return this environment's torchrun."""
         if has_torch():
             why = "--launcher torchrun" if search.wanted else "no usable mpiexec"
-            note = f"torchrun: {ALONE}" if _uses_mpi(search.options.command) else ""
-            return cls(sys.executable, f"{why}; {ALONE}", note)
+            return cls(sys.executable, f"{why}; {cls.caveat}")
         why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
         remedy = "pip install 'wordrun[mpich]' installs an mpiexec"
         raise NoLauncherError(f"no launcher for {search.np} ranks: {why} ({remedy})")
@@ -60,14 +56,6 @@ class Torchrun(Launcher):
             "--master-addr", request.env["MASTER_ADDR"], "--master-port", request.env["MASTER_PORT"],
             *request.options.launcher_args, "--no-python", *rank_command(request.options),
         )  # fmt: skip
-
-
-def _uses_mpi(command: Sequence[str]) -> bool:
-    """Return whether ``command`` is a script that mentions mpi4py."""
-    for word in filter(os.path.isfile, (word for word in command if word.endswith(".py"))):
-        with open(word, "rb") as file:
-            return b"mpi4py" in file.read()
-    return False
 
 
 def has_torch() -> bool:
