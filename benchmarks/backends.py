@@ -138,9 +138,9 @@ def in_turns(first: Step, second: Step, rounds: int) -> tuple[float, float]:
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
-def trainer_of(world: dist.World, folder: str, *words: str) -> wordrun.Trainer:
+def trainer_of(world: dist.World, folder: str, *overrides: str) -> wordrun.Trainer:
     """Return a trainer whose run directory is never created."""
-    return wordrun.Trainer(wordrun.compose([*QUIET, *words, f"hydra.run.dir={folder}/run"]), world)
+    return wordrun.Trainer(wordrun.compose([*QUIET, *overrides, f"hydra.run.dir={folder}/run"]), world)
 
 
 def speed(world: dist.World, folder: str, rounds: int) -> list[str]:
@@ -163,8 +163,8 @@ def speed(world: dist.World, folder: str, rounds: int) -> list[str]:
 def memories(world: dist.World, folder: str) -> list[str]:
     """Return the rows of the table of memory."""
     rows = []
-    for words in (["DDP"], ["FSDP"], ["FSDP", "backend.reshard_after_forward=false"], ["TP"], ["PP"]):
-        backend, *more = words
+    for overrides in (["DDP"], ["FSDP"], ["FSDP", "backend.reshard_after_forward=false"], ["TP"], ["PP"]):
+        backend, *more = overrides
         with trainer_of(world, folder, *SMALL, f"train.backend={backend}", *more) as trainer:
             step = step_of(trainer)
             step()  # allocates the optimizer's state,
@@ -178,7 +178,7 @@ def memories(world: dist.World, folder: str) -> list[str]:
             if backend == "DDP":  # its gradients are in buckets that are allocated all the time
                 planned -= need.gradients
             rows.append(
-                f"| {' '.join(words)} | {measured / 1e6:.0f} | {planned / 1e6:.0f} | {planned / measured:.2f} |"
+                f"| {' '.join(overrides)} | {measured / 1e6:.0f} | {planned / 1e6:.0f} | {planned / measured:.2f} |"
             )
     return rows
 

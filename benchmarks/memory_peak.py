@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak(step: Callable[[], Any]) -> int:
     """Return the most bytes that ``step`` had allocated on the CPU at one time, by torch's profiler."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     events: list[tuple[int, int]] = []
 

@@ -5,7 +5,7 @@
 #
 # setup_python   loads the site's modules, finds or creates the Python environment (or uses the one given as argument),
 #                checks it, and puts it first in PATH
-# setup_job      prints the user, the machine, the time, and what launch detects
+# setup_job      prints the user, the machine, the time, and what launch detects (with its options, if any are given)
 #
 # Each returns non-zero, with the reason, if something is missing. Neither exits the shell, changes its options, or exports
 # a variable that would affect a python started later.
@@ -164,7 +164,7 @@ EOF
   printf 'python     %s (%s; %s)\n' "$python" "$("$python" --version 2>&1)" "$why"
 }
 
-# Print the user, machine, time, and what launch detects: scheduler, hosts, devices, launcher.
+# Print the user, machine, time, and what launch detects with the options "$@": scheduler, hosts, devices, launcher.
 setup_job() {
   local launch
   launch=$(command -v launch || true)
@@ -173,7 +173,7 @@ setup_job() {
     return 1
   fi
   printf '%-15s %s\n' user "$(id -un)" machine "$(uname -sm)" host "$(uname -n)" time "$(date '+%Y-%m-%d %H:%M:%S %Z')"
-  if ! "$launch" --info; then
+  if ! "$launch" --info "$@"; then
     _wordrun_say "launch --info failed (see above)"
     return 1
   fi

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.config import SCHEMAS, SEVERAL, documentation, value_text
-from wordrun.train.metrics import LEGEND
+from wordrun.track import LEGEND
 
 HEAD = """\
 # Reference

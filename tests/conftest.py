@@ -1,6 +1,6 @@
 """Tiers, and what every test may count on.
 
-A test belongs to the tier that its folder names: unit, dist, mpi, slurm or gpu. A tier whose means are missing is
+A test belongs to the tier that its folder names: unit, dist, mpi, slurm, pbs or gpu. A tier whose means are missing is
 skipped with what it needs; under ``CI=true`` a tier that ought to run and did not makes the whole run fail.
 """
 
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 import forked
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-TIERS = ("unit", "dist", "mpi", "slurm", "gpu")
-# What CI's machines have: none has a GPU.
+TIERS = ("unit", "dist", "mpi", "slurm", "pbs", "gpu")
+# What CI's machines have: none has a GPU or PBS.
 EXPECTED_IN_CI = ("unit", "dist", "mpi", "slurm")
 
 
@@ -36,6 +37,10 @@ def _missing(tier: str) -> str | None:
             if not shutil.which(daemon):
                 return f"{daemon}: apt-get install slurm-wlm munge"
         return None if os.geteuid() == 0 else "root, which starts the cluster's daemons"
+    if tier == "pbs":
+        if not os.path.exists("/etc/pbs.conf"):
+            return "OpenPBS, which no Debian has: build it from its sources, and run its pbs_postinstall"
+        return None if os.geteuid() == 0 else "root, which makes the hosts' namespaces"
     if tier == "gpu":
         import torch
 
@@ -60,10 +65,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = item.path.relative_to(ROOT / "tests").parts[0]
         item.add_marker(getattr(pytest.mark, tier))
-        # What one worker of pytest-xdist takes as a whole: a file, or all that use the one cluster or many ranks.
-        item.add_marker(pytest.mark.xdist_group(tier if tier in ("dist", "slurm") else item.path.name))
         if missing[tier]:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing[tier]}"))
+
+
+class OneAtATime(LoadFileScheduling):
+    """Gives whole files to the workers of pytest-xdist, and all files of a tier that needs the machine to one worker.
+
+    The marker ``xdist_group`` would do, but pytest-xdist 3.8 silently ignores it with pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        tier = nodeid.split("/")[1]
+        return tier if tier in ("dist", "slurm", "pbs") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneAtATime:
+    """Replace the scheduler that ``--dist`` names."""
+    return OneAtATime(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

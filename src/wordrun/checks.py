@@ -15,6 +15,9 @@ from wordrun.dist.mesh import Layout, resolve
 from wordrun.errors import ConfigError
 from wordrun.validation import one_of
 
+ALIGNED = 128
+"""Accelerators multiply matrices faster if the vocabulary size is a multiple of this."""
+
 
 def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) -> Layout:
     """Return the layout of the ranks, or raise a ConfigError that names every problem in ``cfg``.
@@ -106,6 +109,17 @@ def microbatches(cfg: Config, backend: PPConfig, pp: int) -> int:
     return backend.microbatches or math.gcd(cfg.model.batch_size, pp)
 
 
+def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
+    """Return the number whose multiple the vocabulary is padded to; 1: no padding.
+
+    Tensor parallelism divides the vocabulary by ``tp``, and accelerators prefer multiples of ``ALIGNED``. It is not
+    padded if model.vocab_size sets it, nor for DeepSpeed, whose checkpoints would contain the padding.
+    """
+    if cfg.model.vocab_size is not None or isinstance(cfg.backend, DeepSpeedConfig):
+        return 1
+    return math.lcm(tp, 1 if on_cpu else ALIGNED)
+
+
 def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
     batch, per_micro_step = cfg.train.global_batch_size, cfg.model.batch_size * dp
     if per_micro_step < 1:
@@ -163,10 +177,8 @@ def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:
         size = getattr(model, name) or 0
         if size % tp:
             fits = math.lcm(size, tp) if name == "n_kv_head" else math.ceil(size / tp) * tp
-            yield (
-                f"model.{name}={size} is not divisible by backend.tp={tp}: "
-                f"use model.{name}={fits}, or another backend.tp"
-            )
+            other = "omit it to have the vocabulary padded" if name == "vocab_size" else "another backend.tp"
+            yield f"model.{name}={size} is not divisible by backend.tp={tp}: use model.{name}={fits}, or {other}"
 
 
 def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TextIO
 
 from wordrun import dist, interrupts
 from wordrun.errors import ConfigError, nearest
+from wordrun.version import versions
 
 COMMANDS = {
     "train": ("wordrun.train.cli", "train a model (the default)"),
@@ -26,12 +28,21 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    if argv is None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        # A time limit's warning must not kill a command that does not handle it, nor a run that has just ended.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     arguments = list(sys.argv[1:] if argv is None else argv)
     first = arguments[0] if arguments else ""
     if first in COMMANDS:
         return _run(first, arguments[1:])
     if first in ("-h", "--help"):
-        _print(_overview())
+        if (second := next(iter(arguments[1:]), "")) in COMMANDS and second != "train":  # train is a config group, too
+            return _run(second, ["--help"])
+        if not second or second.startswith("-"):
+            _print(_overview())
+    elif first == "--version":
+        _print(versions())
+        return 0
     elif re.fullmatch(r"[A-Za-z][\w-]*", first):  # neither a flag nor an override
         known = ", ".join(COMMANDS)
         hint = f"{nearest(first, COMMANDS)} (commands: {known}; options are KEY=VALUE, see --help)"
@@ -55,4 +66,6 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(["Usage: wordrun [COMMAND] [KEY=VALUE ...]", "", "Commands (wordrun COMMAND --help):", *lines, ""])
+    title = "wordrun trains GPT-style language models with the same command on a laptop and on a cluster."
+    usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]"
+    return "\n".join([title, "", usage, "", "Commands (wordrun COMMAND --help):", *lines, ""])

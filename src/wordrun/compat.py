@@ -1,7 +1,7 @@
 """Private names of libraries that wordrun uses, each behind one function.
 
-Tried with torch 2.8.0 and 2.13.0, and DeepSpeed 0.19.8 on the latter. Each function documents its fallback for versions
-without the name; tests/unit/test_compat.py then fails and names the function to fix.
+Tried with torch 2.8 to 2.13, and DeepSpeed 0.19.8 with 2.8 and 2.13; a function that depends on the version says how.
+Each documents its fallback for versions without the name; tests/unit/test_compat.py then fails and names the function.
 """
 
 from __future__ import annotations
@@ -10,23 +10,35 @@ import contextlib
 import importlib
 import inspect
 import logging
+import traceback
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from wordrun.errors import UserError, unpickling_problem
 
 PRODUCTS = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
+CPU_SHARES_HEADS = torch.__version__ >= "2.9"
+"""Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materialises the weights instead."""
 DEEPSPEED = {
     "deepspeed.comm.torch": ("build_shm_op",),
     "deepspeed.comm.comm": ("cdb",),
     "deepspeed.utils.groups": ("_release_process_group_references",),
 }
 """DeepSpeed internals that ``quiet_deepspeed`` and ``restore_after_deepspeed`` replace or call, by module."""
+DEEPSPEED_STATE = {
+    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+"""The classes in DeepSpeed's checkpoints, by module; they only hold data."""
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:
@@ -40,9 +52,13 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
 
 
 def cpu_is_fast_at_bf16() -> bool:
-    """Return whether the processor has instructions for bf16; False if torch cannot tell, so that the run uses fp32."""
+    """Return whether the processor has instructions for bf16 and oneDNN uses them; False if torch cannot tell.
+
+    Without them, as with ``ONEDNN_MAX_CPU_ISA=AVX2``, products in bf16 take some hundred times as long.
+    """
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in names)
+    found = any(getattr(torch.cpu, name, bool)() for name in names)
+    return found and getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
 
 
 def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,19 +71,19 @@ def pipeline_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
 def pipeline_takes_tensor_parallel() -> bool:
     """Return whether a pipeline's gradients are right if its stages are tensor-parallel.
 
-    They are with torch 2.13. With 2.8 their norm was up to 3 % too high, with 2.10 the step failed; versions between
-    are untried.
+    They are with torch 2.11 to 2.13. With 2.8 their norm was up to 3 % too high; with 2.9 and 2.10 the step failed.
     """
-    return torch.__version__ >= "2.13"  # a TorchVersion, which compares numbers
+    return torch.__version__ >= "2.11"  # a TorchVersion, which compares numbers
+
+
+def zbv_runs_on_cpus() -> bool:
+    """Return whether ZBVZeroBubble runs over gloo: up to torch 2.11 a rank sends to itself there, which gloo cannot."""
+    return torch.__version__ >= "2.12"
 
 
 def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``tensors`` in place by ``factor``, all on one device; one by one if torch lacks the fused op."""
-    if hasattr(torch, "_foreach_mul_"):
-        torch._foreach_mul_(tensors, factor)
-    else:
-        for tensor in tensors:
-            tensor.mul_(factor)
+    """Multiply ``tensors`` in place by ``factor``, all on one device. No fallback: torch's optimizers use the name."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def is_compile_error(error: Exception) -> bool:
@@ -96,6 +112,11 @@ def quiet_deepspeed() -> None:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
+def is_op_build_error(error: Exception) -> bool:
+    """Return whether DeepSpeed failed to compile an op; False if its modules have moved: users see the traceback."""
+    return any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
 def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
     """Quieten DeepSpeed's log, and make ``undo`` revert the engine's global changes.
 
@@ -115,6 +136,30 @@ def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
     undo.callback(_replace, "deepspeed.comm.comm", "cdb", None)
     groups = importlib.import_module("deepspeed.utils.groups")
     undo.callback(getattr(groups, "_release_process_group_references", lambda: None))
+
+
+@contextlib.contextmanager
+def deepspeed_reads_data_only() -> Iterator[None]:
+    """Let torch.load read nothing but tensors, plain values and DeepSpeed's own state, whatever its arguments.
+
+    DeepSpeed asks for everything that a pickle may contain, including code. If a version keeps further classes in its
+    checkpoints, reading one fails with an error that names them; add them to ``DEEPSPEED_STATE``.
+    """
+    real: Any = torch.load
+    known = [getattr(importlib.import_module(module), n) for module, names in DEEPSPEED_STATE.items() for n in names]
+
+    def load(file: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return real(file, *args, **{**options, "weights_only": True})
+        except Exception as error:  # pickle, zip and the file system have their own
+            raise UserError(f"{file} cannot be read: {unpickling_problem(error)}") from None
+
+    _replace("torch", "load", load)
+    try:
+        with torch.serialization.safe_globals(known):
+            yield
+    finally:
+        _replace("torch", "load", real)
 
 
 def _replace(module: str, name: str, value: Any) -> None:

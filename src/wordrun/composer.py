@@ -56,6 +56,9 @@ def compose(
         ConfigError: if the config is invalid; the message names every problem.
     """
     tree = tree or Tree()
+    for flag, folder in (("--config-dir", tree.extra_dir), ("--config-path", tree.path)):
+        if folder and not os.path.isdir(folder):
+            raise ConfigError(f"{flag} {folder} is not a folder")
     for override in overrides:
         if (old := _name(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])

@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from wordrun.errors import UserError
 from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
@@ -53,7 +54,7 @@ class ModelConfig(Section):
     dropout: float = 0.0
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
-    """Vocabulary size (rows of the embedding); null: the tokenizer's."""
+    """Vocabulary size (rows of the embedding); null: the tokenizer's, padded for TP and on accelerators."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -146,6 +147,8 @@ class DataConfig(Section):
     """Expected SHA-256 of the file; a file with a different hash is rejected."""
     offline: str = "error"
     """What to do if the download fails: error, or sample (train on the built-in text and show a warning)."""
+    strict: bool = False
+    """Refuse a folder with an empty, unreadable or binary file among the others, instead of leaving that file out."""
     text_key: str = "text"
     """Field (.jsonl) or column (.parquet, hf) that contains the text."""
     dataset: str | None = None
@@ -574,6 +577,8 @@ class TrainConfig(Section):
     """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
     """Random seed for weights, data order, dropout and samples."""
+    check_memory: bool = True
+    """Refuse to start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
     """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
     checkpoint_interval: int = 1000
@@ -884,7 +889,7 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
     """Return the Config that ``to_plain`` converted; options that are newer have their defaults.
 
     Raises:
-        UserError: it has options that this version does not know.
+        UserError: it has options that this version does not know, or values of the wrong type.
     """
     cfg = Config()
     for section, values in plain.items():
@@ -909,5 +914,24 @@ def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
             f"the config has {', '.join(f'{prefix}.{name}' for name in sorted(unknown))}, which this version of "
             "wordrun does not know: use the one that wrote it, or a newer one"
         )
+    kinds = _types(cls)  # type: ignore[arg-type]
+    for name, value in values.items():
+        if not _fits(value, kinds[name]):
+            raise UserError(f"the config has {prefix}.{name}={value!r}, which should be {kinds[name]}")
     options: Section = cls(**values)
     return options
+
+
+@cache
+def _types(cls: type[Any]) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether ``value``, which was read from JSON, has the type ``kind``; types that JSON lacks all fit."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    kind = get_origin(kind) or kind
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind or kind not in (bool, int, str, list, dict, type(None))

@@ -1,5 +1,6 @@
 """User errors: shown as one message without a traceback, each kind with its own exit status."""
 
+import re
 from collections.abc import Iterable
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
@@ -24,6 +25,12 @@ class WorldError(UserError):
     exit_status = 2
 
 
+def short_lines(message: str, width: int = 120) -> list[str]:
+    """Return a message's lines; one longer than ``width`` becomes a line for each part before and after a semicolon."""
+    lines = message.splitlines()
+    return [part for line in lines for part in (line.replace("; ", "\n  ") if len(line) > width else line).split("\n")]
+
+
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
     import difflib  # imported here to keep launch fast
@@ -38,3 +45,9 @@ def first_line(error: BaseException | str, most: int = 200) -> str:
     """Return the first line of an error's message, cut to ``most`` characters; if there is no message, its type."""
     lines = str(error).strip().splitlines()
     return lines[0][:most] if lines else type(error).__name__
+
+
+def unpickling_problem(error: BaseException) -> str:
+    """Return why ``torch.load`` refused a file, without torch's advice to load it all the same."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it contains {refused[1]}, which is code rather than data" if refused else first_line(error)

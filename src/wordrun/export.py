@@ -91,7 +91,7 @@ def export(options: ExportConfig) -> Path:
                 write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
                 write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
         for file in draft.glob("*.safetensors"):  # the library makes them readable by the owner only
-            file.chmod((draft / "config.json").stat().st_mode)
+            file.chmod(draft.stat().st_mode & 0o666)
         draft.rename(out)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or draft}: {error.strerror or error}") from None
@@ -105,11 +105,10 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
     from safetensors.torch import save_file
 
     from wordrun.backend.precision import TORCH_DTYPES
-    from wordrun.model import meta_model
     from wordrun.model.huggingface import to_huggingface
 
     cfg, weights, kind = saved.config.model, saved.weights(), TORCH_DTYPES[dtype]
-    model = meta_model(cfg, saved.vocab_size)
+    model = saved.meta_model()
     shards: list[list[str]] = [[]]
     room = limit
     # Plan the files on the meta model first: each file name includes their number.
@@ -136,17 +135,20 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
 
 
 def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
-    """Write config.json and the tokenizer files."""
+    """Write config.json and, unless the vocabulary is missing, the tokenizer files."""
     from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.data.tokenizers import from_checkpoint
     from wordrun.data.tokenizers.huggingface import tokenizer_json
-    from wordrun.model import meta_model
     from wordrun.model.huggingface import huggingface_config
 
-    cfg = saved.config.model
-    facts = huggingface_config(cfg, meta_model(cfg, saved.vocab_size).vocab_size)
-    tokenizer, end = tokenizer_json(json.loads(saved.tokenizer_json))
+    cfg, ours = saved.config.model, from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
+    facts = huggingface_config(cfg, saved.meta_model().vocab_size)
+    tokenizer, end = (None, ours.eot) if ours.missing else tokenizer_json(json.loads(ours.to_json()))
     facts |= {"bos_token_id": end, "eos_token_id": end}
     _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})
+    if tokenizer is None:
+        print(f"exported without its tokenizer: {ours.missing}", file=sys.stderr)
+        return
     _write_json(folder / "tokenizer.json", tokenizer)
     _write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
@@ -161,7 +163,8 @@ def write_checkpoint(folder: Path, saved: Saved) -> None:
 
     weights = saved.weights()
     mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]
-    shards.write(folder, mine, None, alone=True)
+    shards.write(folder, mine)
+    shards.write_index(folder)
     (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
     files = folders.describe(folder, [path.name for path in folder.iterdir()])
     folders.write_manifest(folder, {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -112,7 +113,7 @@ def write(options: GenerateConfig) -> None:
     if dtype != TORCH_DTYPES.get(asked, dtype):
         _say(f"dtype={asked}: this {device.type} would emulate it, and computes in fp32 instead")
     saved = find(Path(options.run), options.checkpoint)
-    tokenizer = tokenizers.from_json(saved.tokenizer_json)
+    tokenizer = tokenizers.from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
     try:
         prompt = torch.from_numpy(tokenizer.encode(options.prompt))
     except ConfigError as error:
@@ -123,6 +124,7 @@ def write(options: GenerateConfig) -> None:
         f"{saved.folder}: {saved.config.model.name}, {model.num_parameters():,} parameters, "
         f"{str(dtype).removeprefix('torch.')} on {device}"
     )
+    _say(_training(saved))
     if options.num_samples > 1:
         print(_title(1, options))
     show = Screen(tokenizer.decode)
@@ -144,9 +146,7 @@ def write(options: GenerateConfig) -> None:
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transformer:
     """Return the checkpoint's model in evaluation mode, with weights in ``dtype`` on ``device``."""
-    from wordrun.model import meta_model
-
-    model = meta_model(saved.config.model, saved.vocab_size)
+    model = saved.meta_model()
     state = {name: tensor.to(device, dtype) for name, tensor in saved.weights().items()}
     if model.tied:
         state["head.weight"] = state["tokens.weight"]
@@ -174,6 +174,18 @@ class Screen:
     def end(self) -> None:
         """Print any held-back text, and end the line."""
         print(self.decode(self.held_back) if self.held_back else "", flush=True)
+
+
+def _training(saved: Saved) -> str:
+    """Return how much the model has been trained, and its loss beside that of a model that has learned nothing."""
+    tokens, metrics = saved.manifest.get("tokens"), saved.manifest.get("metrics", {})
+    name = next((name for name in ("val_loss", "loss") if metrics.get(name) is not None), "")
+    on = f" on {tokens:,} tokens" if tokens else ""
+    loss = ""
+    if name:
+        split = "validation" if name == "val_loss" else "training"
+        loss = f"; {split} loss {metrics[name]:.2f} (untrained: {math.log(saved.vocab_size):.2f})"
+    return f"trained for {saved.step:,} steps{on}{loss}"
 
 
 def _title(number: int, options: GenerateConfig) -> str:

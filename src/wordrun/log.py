@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import ClassVar
 
 from rich.console import Console
-from rich.logging import RichHandler
+from rich.text import Text
 
 LOGGER = logging.getLogger("wordrun")
 WARNINGS = logging.getLogger("py.warnings")  # Python's warnings, including torch's
@@ -22,6 +23,8 @@ FOR_FILES = {"for_files": True}
 # For a warning that is the same on all ranks: only rank 0 logs it.
 FIRST_RANK = {"first_rank": True}
 EARLY_RECORDS = 1000
+STYLES = {logging.ERROR: "bold red", logging.WARNING: "yellow"}
+"""Styles of levels on a terminal, highest first; other levels are not shown."""
 
 
 class RankFilter(logging.Filter):
@@ -56,6 +59,24 @@ def console() -> Console:
     terminal = sys.stdout.isatty() and os.environ.get("WORDRUN_LAUNCHER") != "srun"
     # In a pipe or a file, wrapping at 80 columns would break lines that people grep for.
     return Console(force_terminal=None if terminal else False, width=None if terminal else 200, highlight=False)
+
+
+class ScreenHandler(logging.Handler):
+    """Prints records on a terminal, above a progress bar if there is one.
+
+    The terminal wraps long lines, so that a command or a path is copied as one line.
+    """
+
+    def __init__(self, screen: Console) -> None:
+        super().__init__()
+        self.screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print ``record``; only the time and the level of a warning or an error are styled."""
+        style = next((style for level, style in STYLES.items() if record.levelno >= level), "")
+        level = f"{record.levelname} " if style else ""
+        clock = time.strftime("[%H:%M:%S] ", time.localtime(record.created))
+        self.screen.print(Text.assemble((clock, "dim"), (level, style), self.format(record)), soft_wrap=True)
 
 
 class RaisingFileHandler(logging.FileHandler):
@@ -103,11 +124,12 @@ class LogHandle:
         """Also send this rank's records to the file at ``path``, earlier ones included."""
         handler = RaisingFileHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+        self.add(handler)  # first, so that ``close`` closes the file even if writing to it fails
         if self._early is not None:
             self._early.setTarget(handler)
             self.remove(self._early)  # flushes its records to the target
             self._early = None
-        return self.add(handler)
+        return handler
 
     def remove(self, handler: logging.Handler) -> None:
         """Undo ``add``."""
@@ -137,7 +159,7 @@ def start(rank: int) -> LogHandle:
     handle = LogHandle(rank, screen)
     handler: logging.Handler
     if screen.is_terminal:
-        handler = RichHandler(console=screen, show_path=False, log_time_format="[%H:%M:%S]", markup=False)
+        handler = ScreenHandler(screen)
         handler.addFilter(lambda record: not hasattr(record, "for_files"))
     else:
         handler = logging.StreamHandler(sys.stdout)

@@ -27,6 +27,7 @@ def main(prefix: str) -> int:
         names = ("rank", "size", "local_rank", "local_size", "node", "launcher", "source")
         found |= {name: getattr(world, name) for name in names}
         found["mpi_size"] = _mpi_size(world, found["problems"])
+        found["mpi_unused"] = "" if mpi.in_use(world) else " ".join(mpi.library().split())
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         found["meets"], found["unreached"] = meet(world, address, port)
         if world.rank == 0:

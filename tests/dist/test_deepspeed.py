@@ -142,3 +142,67 @@ def test_an_operation_that_cannot_be_compiled_is_named(ranks: Command) -> None:
     assert "DeepSpeed failed to JIT-compile an op" in done.stderr
     assert "backend.config=ds.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+HOSTILE = """
+import json, sys
+from pathlib import Path
+from wordrun import dist
+
+world = dist.identify()
+import torch
+import wordrun
+from wordrun.checkpoint import folder as folders
+from wordrun.checkpoint.saved import find
+from wordrun.errors import UserError
+
+
+class Trap:
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+def said(read):
+    try:
+        read()
+    except UserError as error:
+        return str(error)
+
+
+with dist.guard(world):
+    for words in json.load(open(sys.argv[1])):
+        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+            trainer.train()
+            folder = folders.all_in(trainer.run.path)[-1].path
+            manifest = json.loads((folder / "manifest.json").read_text())
+            load = lambda: trainer.backend.load(folder, manifest["backend"], ["streams.0"])
+            convert = lambda: find(folder).weights()
+            load(), convert()
+            del manifest["crc32"]
+            messages = {}
+            for file in sorted((folder / "engine").glob("*.pt")):
+                content = file.read_bytes()
+                torch.save({"module": Trap()}, file)
+                facts = manifest["files"] | folders.describe(folder, [f"engine/{file.name}"])
+                folders.write_manifest(folder, manifest | {"files": facts})  # sizes and checksums are forged along
+                messages[file.name] = [said(load), said(convert)]
+                file.write_bytes(content)
+        sys.stdout.write("found " + json.dumps(messages) + "\\n")
+"""
+
+
+def test_a_hostile_file_of_the_engine_runs_nothing(ranks: Command) -> None:
+    Path("script.py").write_text(HOSTILE)
+    Path("text.txt").write_text(TEXT)
+    short = [*SMALL, *DEEPSPEED, "train.max_iters=1", "train.eval_interval=0", "train.global_batch_size=4"]
+    words = [[*short, f"backend.stage={stage}", f"hydra.run.dir=run_{stage}"] for stage in (1, 3)]
+    Path("runs.json").write_text(json.dumps(words))
+    done = ranks(1, "script.py", "runs.json", under="fork", timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert [len(messages) for messages in found] == [3, 3]
+    for messages in found:
+        for name, said in messages.items():
+            readers = said[:1] if name.startswith("rank-") else said  # its RNG states are not needed for the weights
+            assert all(f"{name} cannot be read: it contains io.open, which is code" in each for each in readers), said
+    assert not Path("ran").exists()

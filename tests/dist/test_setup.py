@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+
+from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -104,3 +108,29 @@ def test_one_process_ignores_what_an_earlier_job_left(command: Command) -> None:
     done = command(sys.executable, "-c", SETUP, MASTER_ADDR="10.255.255.1", MASTER_PORT="29500", timeout=30)
     assert done.stdout == "[cpu] [rank 0 of 1] [local rank 0 of 1] [node 0 of 1]\n", done.stderr
     assert done.returncode == 0
+
+
+VOCABULARY = """
+import os
+from wordrun import dist
+from wordrun.config import DataConfig, GPT2TokenizerConfig
+from wordrun.data.corpus import open_foreign
+
+world = dist.identify()
+with dist.guard(world):
+    os.environ["TIKTOKEN_CACHE_DIR"] = f"cache-{world.rank}"
+    tokenizer, *_ = open_foreign(DataConfig("theirs", "shards", path="shards"), GPT2TokenizerConfig(), world)
+    assert tokenizer.encode("a").tolist() == [97]
+"""
+
+
+def test_one_node_with_the_vocabulary_is_enough(ranks: Any, tmp_path: Path) -> None:
+    """Its shards are on a shared file system, tiktoken's cache is on each node's own."""
+    for folder in ("shards", "cache-0"):
+        (tmp_path / folder).mkdir()
+    np.save(tmp_path / "shards" / "train.npy", np.arange(100, dtype=np.uint16))
+    words = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "cache-0" / _cached_name(next(iter(GPT2_URLS)))).write_text(words)
+    (tmp_path / "script.py").write_text(VOCABULARY)
+    done = ranks(2, "script.py", under="fork")
+    assert done.returncode == 0, done.stdout + done.stderr

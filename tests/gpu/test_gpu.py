@@ -53,10 +53,9 @@ def test_compiled_model_gives_the_same_losses(model: list[str], more: list[str],
 @pytest.mark.parametrize("backend", ["DDP", "FSDP", "TP", "PP"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_devices_go_as_one(backend: str, dtype: str, tmp_path: Path) -> None:
-    one, _ = train(tmp_path / "one", f"train.dtype={dtype}", "train.global_batch_size=8", "model.batch_size=4",
-                   "model.vocab_size=128")  # fmt: skip
+    one, _ = train(tmp_path / "one", f"train.dtype={dtype}", "train.global_batch_size=8", "model.batch_size=4")
     words = [*SMALL, f"train.dtype={dtype}", f"train.backend={backend}", "train.global_batch_size=8",
-             "model.batch_size=4", "model.vocab_size=128", f"hydra.run.dir={tmp_path / 'two'}"]  # fmt: skip
+             "model.batch_size=4", f"hydra.run.dir={tmp_path / 'two'}"]  # fmt: skip
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wordrun"]
     done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,3 +81,17 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(dtype: str, tmp_path: Path) -> N
     on, record = train(tmp_path / "on", *words, f"train.resume={checkpoint}")
     assert record["resumed_from"]["step"] == 10
     assert [m["loss"] for m in on] == pytest.approx([m["loss"] for m in whole], rel=1e-5 if dtype == "fp32" else 1e-3)
+
+
+def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "wordrun", *SMALL, "model.batch_size=2000000", f"hydra.run.dir={tmp_path / 'run'}"]
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=170)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "not enough memory: this run needs about" in refused.stderr
+    assert "The largest model.batch_size that fits is" in refused.stderr
+    done = subprocess.run([*words, "train.check_memory=false"], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("out of memory on ")
+    assert "torch's allocator used" in lines[1]
+    assert "Traceback" not in done.stderr

@@ -82,8 +82,8 @@ def test_short_readme_command_runs_as_printed(line: str, command: Any, tmp_path:
 @pytest.mark.parametrize("line", NEED_A_RUN)
 def test_readme_command_on_a_run_has_valid_options(line: str, command: Any) -> None:
     done = command("sh", "-c", line)
-    assert (done.returncode, done.stdout) == (1, ""), "2 for an invalid option"
-    assert "outputs/latest" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "outputs/latest is not a folder" in done.stderr
 
 
 def test_the_command_of_the_talk_trains(command: Any) -> None:

@@ -142,6 +142,7 @@ def test_a_qstat_that_refuses(job: str, command: Command, tmp_path: Path) -> Non
     done = command(*LAUNCH, "--walltime-margin", "5", "sleep", "1")
     assert done.returncode == 0
     assert done.stderr == (
+        "launch: starting 4 ranks on 2 hosts with pals\n"
         "launch: --walltime-margin 5: cannot determine the job's end time, so ranks will not be warned\n"
     )
 

@@ -138,14 +138,13 @@ def test_a_signal_ends_the_run_after_a_whole_step(
 ) -> None:
     words = [*SMOKE, "train.max_iters=100000", "train.eval_interval=0", "profiler=pyinstrument"]
     job = start("launch", "-n", "2", "python", "-m", "wordrun", *words, stderr=subprocess.STDOUT)
-    assert job.stdout is not None
-    for line in job.stdout:
-        if "step 5/" in line:
-            break
+    while not ((found := run_dirs(tmp_path)) and '"step": 5,' in (found[0] / "metrics.jsonl").read_text()):
+        assert job.poll() is None
+        time.sleep(0.05)
     job.send_signal(number)
     rest, _ = job.communicate(timeout=60)
     assert job.returncode == status, rest
-    (run_dir,) = run_dirs(tmp_path)
+    (run_dir,) = found
     record = json.loads((run_dir / "run.json").read_text())
     assert record["exit_reason"] == f"stopped by {number.name}, saved"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -180,15 +179,17 @@ def test_a_signal_before_the_first_step_asks_for_another_start(
     (tmp_path / "slow.py").write_text(SLOW)
     job = start("launch", "-n", "2", "python", "slow.py", *SMOKE, stderr=subprocess.STDOUT)
     assert job.stdout is not None
-    begun = 0
-    for line in job.stdout:
-        begun += line.count("importing torch")
-        if begun == 2:
-            break
+    lines: list[str] = []
+    while "".join(lines).count("importing torch") < 2:
+        lines.append(job.stdout.readline())
+        assert lines[-1], lines
+    assert lines[0].startswith("launch: starting 2 ranks on 1 host with ")  # says at once what is waited for
+    assert "loading torch on 2 ranks" in "".join(lines)
     job.send_signal(number)
     rest, _ = job.communicate(timeout=60)
     assert job.returncode == 75, rest
-    assert "can be resumed" in rest  # launch's own; rank 0 may be ended by another before it says why
+    # launch's own; rank 0 may be ended by another before it says why
+    assert re.search(r"to continue:\n.*WORDRUN_RESUME=auto launch -n 2 python slow\.py", rest)
     assert "Traceback" not in rest
 
 

@@ -121,7 +121,8 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     minutes = (elapsed(cluster, jobs[0]) + 20) // 60 + 1
     cluster.run("scontrol", "update", f"jobid={jobs[0]}", f"timelimit={minutes}").check_returncode()
     wait(cluster, lambda: "saved: the next job of the chain resumes" in out(0), "the first link has been told")
-    assert f"launch: stopped early, with its state saved (exit status 75): run {run_id} can be resumed" in out(0)
+    assert "launch: stopped early, with its state saved (exit status 75)\n" in out(0)
+    assert "to continue from step " in out(0)
     assert "rank 0 ended" not in out(0)
 
     hold(25)
@@ -184,3 +185,14 @@ def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluste
     assert len(exit_reasons(run_dirs()[1])) == 1
     assert list(run_dirs()[1].glob(f"checkpoints/step-*{steps(run_dirs()[1])}")), list(run_dirs()[1].glob("*/*"))
     assert "saved: " not in outs[1].read_text()
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [("4", [2, 2]), ("5", [3, 2])])
+def test_ranks_lie_on_the_nodes_evenly(cluster: Cluster, tmp_path: Path, ranks: str, layout: list[int]) -> None:
+    """--ntasks alone would fill the first node's four cores."""
+    words = ("-N", "2", "-n", ranks, "--walltime", "0:05:00", "--job-name", "even", "--")
+    got = cluster.run("launch", "--submit", *words, "sh", "-c", "echo on $NODE_RANK", PATH=PATH)
+    assert got.returncode == 0, got.stderr
+    cluster.wait_idle(60)
+    text = next(tmp_path.glob("even-*.out")).read_text()
+    assert [text.count(f"on {node}\n") for node in (0, 1)] == layout, text

@@ -103,7 +103,7 @@ def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, t
     run = json.loads((tmp_path / "four" / "run.json").read_text())
     assert run["world"]["size"] == 4
     assert run["world"]["nodes"] == 2
-    assert together.stdout.count("metrics (same names in metrics.jsonl") == 1
+    assert together.stdout.count("rank 0 of 4 on") == 1
 
 
 def test_the_smoke_check(cluster: Cluster) -> None:
@@ -121,6 +121,16 @@ def test_a_bare_srun(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
     assert got.stdout.count("run directory:") == 2  # one at the start and one at the end
     (path,) = tmp_path.glob("outputs/**/run.json")
     assert json.loads(path.read_text())["world"]["size"] == 4
+
+
+WHERE = "import sys, wordrun.dist as d; w = d.identify(); sys.stdout.write(f'{w.launcher} {w.rank} of {w.size}\\n')"
+
+
+@pytest.mark.parametrize("outer", [["salloc", "-N2", "-n2"], ["srun", "-n1"]], ids=["salloc", "interactive step"])
+def test_a_bare_mpiexec_in_a_job(cluster: Cluster, outer: list[str]) -> None:
+    """Hydra starts its daemons as tasks of srun."""
+    got = cluster.run(*outer, "mpiexec", "-n", "2", sys.executable, "-c", WHERE)
+    assert sorted(got.stdout.splitlines()) == ["hydra 0 of 2", "hydra 1 of 2"], got.stderr
 
 
 def test_an_array_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -301,16 +311,51 @@ def test_doctor(cluster: Cluster) -> None:
     assert got.returncode == 0, got.stdout + got.stderr
     found = {finding["check"]: finding for finding in json.loads(got.stdout)}
     assert found["ranks"]["found"] == "all 4 ranks answered (1 host)"  # it is this machine twice
-    assert "not used: srun" in found["MPI"]["found"]
+    assert found["MPI"]["found"] == "sees 4 ranks, as many as srun started"
 
 
 def test_doctor_finds_an_mpi_that_does_not_speak_to_srun(cluster: Cluster) -> None:
-    # A PMI that nobody serves, as under the wrong --mpi type: each rank is alone in MPI.
-    words = ("salloc", "-N2", "-n2", "launch", "--env", "PMI_RANK=0", "--doctor", "--json")
+    # A PMI that nobody serves: each rank is alone in MPI.
+    none = ("--launcher-args", "--mpi=none")
+    words = ("salloc", "-N2", "-n2", "launch", *none, "--env", "PMI_RANK=0", "--doctor", "--json")
     got = cluster.run(*words, timeout=120)
     assert got.returncode == 1, got.stdout + got.stderr
     found = {finding["check"]: finding for finding in json.loads(got.stdout)}
     assert (found["MPI"]["state"], found["MPI"]["found"]) == ("wrong", "sees ['1'] where srun started 2")
+
+
+MPI_SUM = """
+import sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+sys.stdout.write(f"{world.rank} of {world.size}, sum {world.allreduce(world.rank)}\\n")
+"""
+
+
+def test_an_mpi_program_sees_all_ranks_though_mpidefault_is_none(cluster: Cluster) -> None:
+    got = cluster.run("salloc", "-N2", "-n4", "launch", sys.executable, "-c", MPI_SUM)
+    assert sorted(got.stdout.splitlines()) == [f"{rank} of 4, sum 6" for rank in range(4)], got.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "args", "env", "why"),
+    [
+        ((sys.executable, "x.py"), [], {}, r"--mpi=pmi2: python\S* loads MPICH \S+"),
+        (("wordrun",), [], {}, r"--mpi=pmi2: python\S* loads MPICH \S+"),
+        (("mpichversion",), [], {}, r"--mpi=pmi2: mpichversion is linked with MPICH \S+"),
+        (("true",), [], {"SLURM_MPI_TYPE": "none"}, "SLURM_MPI_TYPE=none was exported"),
+        (("true",), ["--launcher-args", "--mpi=cray_shasta"], {}, "--mpi as given"),
+    ],
+    ids=["python", "a Python script", "a compiled program", "exported", "given"],
+)
+def test_the_mpi_type_follows_from_the_program_unless_the_user_chooses_it(
+    cluster: Cluster, program: tuple[str, ...], args: list[str], env: dict[str, str], why: str
+) -> None:
+    got = cluster.run("salloc", "-N1", "-n2", "launch", "--dry-run", *args, *program, **env)
+    assert re.search(rf"^# launcher: srun .*; {why}\)$", got.stdout, re.MULTILINE), got.stdout + got.stderr
+    command = got.stdout.splitlines()[-1]
+    assert ("--mpi=pmi2" in command) == why.startswith("--mpi=pmi2")
+    assert ("--mpi=cray_shasta" in command) == bool(args)
 
 
 def test_a_spare_node_takes_the_place_of_one_that_failed(cluster: Cluster, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -76,7 +76,8 @@ def save_run() -> SaveRun:
         draft = folders.Draft(run, step)
         draft.begin(tokenizer.to_json())
         own = [shards.shard_of(f"model.{name}", p) for name, p in model.named_parameters()]
-        shards.write(draft.path, own, None, alone=True)
+        shards.write(draft.path, own)
+        shards.write_index(draft.path)
         draft.publish({
             "files": folders.describe(draft.path, os.listdir(draft.path)), "config": to_plain(cfg),
             "vocab_size": tokenizer.vocab_size, "backend": {"kind": "shards"},
@@ -84,3 +85,43 @@ def save_run() -> SaveRun:
         return model
 
     return save
+
+
+@pytest.fixture(scope="session")
+def seal() -> Callable[..., None]:
+    """Write a checkpoint's manifest anew, with the sizes and checksums of what is in its folder now."""
+    import json
+    import os
+
+    from wordrun.checkpoint import folder as folders
+
+    def write(folder: Path, **changes: Any) -> None:
+        manifest = json.loads((folder / folders.MANIFEST).read_text())
+        del manifest["crc32"]
+        names = [name for name in os.listdir(folder) if name != folders.MANIFEST]
+        folders.write_manifest(folder, {**manifest, "files": folders.describe(folder, names), **changes})
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def in_torchs_format(seal: Callable[..., None]) -> Callable[..., None]:
+    """Turn a checkpoint into one of format 2 or 1, whose tensors torch's own writer has written."""
+    import warnings
+
+    from torch.distributed.checkpoint import save
+
+    from wordrun.checkpoint import index, shards
+
+    def convert(folder: Path, without: str = " ", **manifest: Any) -> None:
+        tensors = {name: stored.empty() for name, stored in index.load(folder).items()}
+        shards.read(folder, tensors)
+        for file in [folder / index.INDEX, *folder.glob("shards-*")]:
+            file.unlink()
+        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it saves alone
+            save(kept, checkpoint_id=folder, no_dist=True)
+        seal(folder, **{"format": 2, **manifest})
+
+    return convert

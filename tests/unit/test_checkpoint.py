@@ -28,7 +28,7 @@ from wordrun.config import from_plain, to_plain
 from wordrun.errors import ConfigError, UserError
 from wordrun.track.jsonl import read
 from wordrun.train import rng
-from wordrun.train.hooks import Hook
+from wordrun.train.hooks import Hook, standard
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.trainer import Trainer
 
@@ -231,7 +231,7 @@ def test_with_few_lines_a_run_goes_on_too(copy: Path, small: Words) -> None:
 
 
 def test_checkpoints_of_a_past_that_is_no_more_go(copy: Path, small: Words) -> None:
-    spoil("truncated", copy / "checkpoints/step-00000012/.metadata")
+    spoil("truncated", copy / "checkpoints/step-00000012/tensors.json")
     words = small(*SAVING, "train.resume=auto", "train.keep_checkpoints=1")
     train(words, copy, Act(10, lambda trainer: trainer.save()))
     assert steps(copy) == [12]
@@ -311,15 +311,16 @@ def test_auto_is_the_default_after_a_requeue(
         monkeypatch.delenv(name)
 
 
-def test_the_log_has_no_step_twice(copy: Path, small: Words) -> None:
+def test_the_log_has_no_step_twice(copy: Path, small: Words, monkeypatch: pytest.MonkeyPatch) -> None:
     """But what else was said stays."""
+    monkeypatch.setattr(standard, "LINE_S", 0)
     shutil.rmtree(copy / "checkpoints/step-00000012")
     shutil.rmtree(copy / "checkpoints/step-00000009")
     before = (copy / "log.txt").read_text()
     train(small(*SAVING, "train.resume=auto"), copy)
     after = (copy / "log.txt").read_text()
     told = re.findall(r"INFO step (\d+)/12 +(loss|val_loss)", after)
-    assert [step for step, what in told if what == "loss"] == [str(step) for step in range(1, 13)]
+    assert [step for step, what in told if what == "loss"] == ["1", *map(str, range(7, 13))]
     assert [step for step, what in told if what == "val_loss"] == ["4", "8", "12"]
     assert before.count("INFO run directory") < after.count("INFO run directory")
     assert after.count("checkpoint at step 9:") == 2
@@ -334,31 +335,39 @@ def test_the_loss_scaler_goes_on(small: Words, tmp_path: Path, monkeypatch: pyte
     train(words, tmp_path / "whole")
     before, after = (find(tmp_path / "whole", str(step)) for step in (3, 6))
     assert before.manifest["backend"]["scaler"] != after.manifest["backend"]["scaler"]
-    shards.read(after.folder, {"optimizer.norm.weight.step": (step := torch.empty(()))}, alone=True)
+    shards.read(after.folder, {"optimizer.norm.weight.step": (step := torch.empty(()))})
     assert 0 < step < 6, "some steps have overflown, and were skipped"
     went_on = train([*words, f"train.resume={tmp_path / 'whole/checkpoints/step-00000006'}"], tmp_path / "on")
     assert went_on.backend.dtype == torch.float16
     assert figures(tmp_path / "on") == figures(tmp_path / "whole")
 
 
-def test_a_checkpoint_of_format_1_can_be_continued(whole: Path, small: Words, tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_can_be_continued(
+    whole: Path, small: Words, tmp_path: Path, in_torchs_format: Callable[..., None]
+) -> None:
     """It has one count of steps for all parameters, in its manifest, and no schedule in its options."""
-    now = find(whole, "6")
-    stored = {name: shards.empty_like(facts) for name, facts in shards.stored_in(now.folder).items()}
-    shards.read(now.folder, stored, alone=True)
     then = tmp_path / "then/step-00000006"
-    kept = [shards.shard_of(name, tensor) for name, tensor in stored.items() if not name.endswith(".step")]
-    assert len(stored) > len(kept) > 0
-    shards.write(then, kept, None, alone=True)
-    shutil.copy(now.folder / folders.TOKENIZER, then)
-    manifest = json.loads((now.folder / folders.MANIFEST).read_text())
-    del manifest["crc32"], manifest["config"]["schedule"], manifest["fixed"]["schedule.name"]
-    manifest |= {"format": 1, "backend": {"kind": "pieces", "optimizer": {"step": 6.0}, "scaler": {}}}
-    manifest["files"] = folders.describe(then, [path.name for path in then.iterdir()])
-    folders.write_manifest(then, manifest)
+    shutil.copytree(whole / "checkpoints/step-00000006", then)
+    manifest = json.loads((then / folders.MANIFEST).read_text())
+    del manifest["config"]["schedule"], manifest["fixed"]["schedule.name"]
+    backend = {"kind": "pieces", "optimizer": {"step": 6.0}, "scaler": {}}
+    in_torchs_format(
+        then, without=".step", format=1, config=manifest["config"], fixed=manifest["fixed"], backend=backend
+    )
     assert find(then).config.schedule.name == "cosine"
     with pytest.raises(ConfigError, match=r"schedule\.name is cosine in the checkpoint and constant here"):
         train(small(*SAVING, f"train.resume={then}", "schedule=constant"), tmp_path / "other")
+    train(small(*SAVING, f"train.resume={then}"), tmp_path / "run")
+    assert figures(tmp_path / "run") == [line for line in figures(whole) if line[0] > 6]
+
+
+def test_a_checkpoint_of_format_2_can_be_continued(
+    whole: Path, small: Words, tmp_path: Path, in_torchs_format: Callable[..., None]
+) -> None:
+    then = tmp_path / "then/step-00000006"
+    shutil.copytree(whole / "checkpoints/step-00000006", then)
+    in_torchs_format(then)
+    assert {path.name for path in then.iterdir()} == {".metadata", "__0_0.distcp", "tokenizer.json", "manifest.json"}
     train(small(*SAVING, f"train.resume={then}"), tmp_path / "run")
     assert figures(tmp_path / "run") == [line for line in figures(whole) if line[0] > 6]
 
@@ -413,7 +422,7 @@ def spoil(how: str, file: Path) -> None:
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["shards-00000.safetensors", "tensors.json", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
 def test_a_damaged_checkpoint_is_passed_over(
     copy: Path, small: Words, how: str, name: str, caplog: pytest.LogCaptureFixture
@@ -430,7 +439,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_where_none_is_whole_it_says_so(copy: Path, small: Words) -> None:
     for folder in folders.all_in(copy):
-        (folder.path / ".metadata").unlink()
+        (folder.path / "tensors.json").unlink()
     with pytest.raises(UserError, match="this run has no intact checkpoint"):
         Trainer(wordrun.compose(small(*SAVING, f"train.resume={copy}")))
 
@@ -456,8 +465,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
-# torch's writer complains once more when it is thrown away.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mode", ["true", "false"], ids=["background", "foreground"])
 def test_a_full_disk_leaves_the_checkpoint_before(
     full_disk: Path, small: Words, mode: str, capfd: pytest.CaptureFixture[str]
@@ -469,13 +476,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     said = captured.out + captured.err
     assert "the run is finished, but its last checkpoint could not be written; the newest is that of step 3" in said
     assert re.search(r"the checkpoint of step 6 could not be written \(rank 0: (no space|.*No space)", said)
-    assert "training continues" in said
+    reports = [line for line in captured.out.splitlines() if "could not be written (" in line]
+    assert ["training continues" in line for line in reports] == [True, True, False]  # after steps 6, 9 and 12
+    assert " ERROR the checkpoint of step 12 could not be written" in reports[-1]
+    assert re.search(r" ERROR SaveError: the run is finished, but .* \(after 12 steps\)", captured.out)
     assert steps(full_disk) == [3]
     assert find(full_disk).step == 3
     assert read(full_disk)[-1]["step"] == 12
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_may_stop_the_run(full_disk: Path, small: Words, capfd: pytest.CaptureFixture[str]) -> None:
     words = small(*SAVING, "model.n_embd=32", "train.on_save_error=stop", f"hydra.run.dir={full_disk}")
     with pytest.raises(SystemExit, match="1"):
@@ -567,7 +576,7 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     stop = StopSignal(torch.device("cpu"))
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for first, left in (
-        (signal.SIGINT, {signal.SIGUSR1}), (signal.SIGTERM, {signal.SIGUSR1}),
+        (signal.SIGINT, {signal.SIGUSR1}), (signal.SIGTERM, {signal.SIGUSR1, signal.SIGTERM}),
         (signal.SIGUSR1, {signal.SIGINT, signal.SIGTERM}),
     ):  # fmt: skip
         with stop.listen():
@@ -575,6 +584,22 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
             assert stop.signal == first
             assert {number for number in usual if signal.getsignal(number) != usual[number]} == left
         assert {number: signal.getsignal(number) for number in usual} == usual
+
+
+@pytest.mark.parametrize(("same_s", "killed"), [(60.0, 0), (0.0, 1)])
+def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch, same_s: float, killed: int) -> None:
+    """PBS sends SIGTERM to mpiexec and to launch, which both forward it."""
+    monkeypatch.setattr("wordrun.train.stop.SAME_S", same_s)
+    deaths: list[int] = []
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: deaths.append(number))
+    try:
+        stop = StopSignal(torch.device("cpu"))
+        with stop.listen():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (stop.signal, len(deaths)) == (signal.SIGTERM, killed)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def test_a_run_that_skips_steps_can_be_stopped(small: Words, tmp_path: Path) -> None:

@@ -30,7 +30,11 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
             3,
             "model.n_head=4 is not divisible by backend.tp=3: use model.n_head=6",
         ),
-        (["train.backend=TP", "model.vocab_size=65"], 2, "model.vocab_size=65 is not divisible by backend.tp=2"),
+        (
+            ["train.backend=TP", "model.vocab_size=65"],
+            2,
+            "model.vocab_size=65 is not divisible by backend.tp=2: use model.vocab_size=66, or omit it",
+        ),
         (["train.backend=TP", "model=llama_debug"], 4, "model.n_kv_head=2"),
         (["train.backend=PP"], 8, "a pipeline of 8 stages (backend.pp=8, backend.schedule=1F1B) needs as many blocks"),
         (["train.backend=PP", "backend.schedule=ZBVZeroBubble"], 4, "a pipeline of 8 stages"),

@@ -6,13 +6,18 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import fields
+from importlib import metadata
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import wordrun
 from wordrun import cli, config
+from wordrun.track import LEGEND
 from wordrun.track.jsonl import read
 from wordrun.train.cli import flags, sweep_points
 
@@ -30,44 +35,103 @@ def main(words: list[str]) -> int:
         return int(error.code or 0)
 
 
-@pytest.fixture(scope="module")
-def help_text() -> str:
-    """What --help prints."""
-    from contextlib import redirect_stdout
-    from io import StringIO
-
-    with redirect_stdout(StringIO()) as printed:
-        assert main(["--help"]) == 0
-    return printed.getvalue()
+def printed(*words: str) -> str:
+    """Return what the command prints."""
+    with redirect_stdout(StringIO()) as out:
+        assert main([*words]) == 0
+    return out.getvalue()
 
 
-def test_help_shows_every_option_with_its_meaning(help_text: str) -> None:
+def test_help_fits_a_screen_and_names_every_choice() -> None:
+    lines = printed("--help").splitlines()
+    assert 24 <= len(lines) <= 40
+    assert max(map(len, lines)) <= 105
+    words = set(" ".join(lines).split())
+    assert set(cli.COMMANDS) | set(config.BACKENDS) <= words
+    conf = Path(__file__).parents[2] / "conf"
+    for group in {*config.SCHEMAS, "experiment"} - {"backend"}:
+        assert {group, *(path.stem for path in (conf / group).glob("*.yaml"))} <= words
+    assert "  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in lines
+
+
+def test_help_shows_the_options_of_a_group_with_their_meaning() -> None:
     shown = [config.GPTConfig, config.DataConfig, config.DDPConfig, config.AdamWConfig, config.TrainConfig,
              config.WandbConfig]  # fmt: skip
-    flat = " ".join(help_text.split())  # long texts are wrapped
     for node in shown:
         docs = config.documentation(node)
         section = next(name for name, options in config.SCHEMAS.items() if node in options.values())
+        text = printed("--help", "train.backend" if section == "backend" else section)
+        assert max(map(len, text.splitlines())) <= 120
         section = "tracker.wandb" if node is config.WandbConfig else section
+        flat = " ".join(text.split())  # long texts are wrapped
         for field in fields(node):
             assert re.search(rf" {section}\.{field.name}=\S+ {re.escape(' '.join(docs[field.name].split()))}", flat)
+    assert set(LEGEND) <= set(printed("--help", "metrics").split())
+    assert "hooks.early_stop.patience=" in printed("--help", "hooks")
 
 
-def test_help_shows_every_choice_and_working_examples(help_text: str) -> None:
-    conf = Path(__file__).parents[2] / "conf"
-    words = set(help_text.split())
-    for group in (*config.SCHEMAS, "experiment"):
-        assert words & {group, f"{group}*"}
-        assert {path.stem for path in (conf / group).glob("*.yaml")} <= words
-    assert "launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in help_text
-    assert max(map(len, help_text.splitlines())) <= 120
+def test_help_shows_the_values_of_the_command_line() -> None:
+    text = printed("--help", "model=gpt2", "train.max_iters=7")
+    assert "model.n_layer=12" in text
+    assert "train.max_iters=7" in text
+    assert "optimizer.learning_rate" not in text
 
 
-def test_help_shows_the_values_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help", "model=gpt2", "train.max_iters=7"]) == 0
-    printed = capsys.readouterr().out
-    assert "model.n_layer=12" in printed
-    assert "train.max_iters=7" in printed
+def test_help_lists_the_users_own_files(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "tiny.yaml").write_text("defaults: [/schema/model/gpt@_here_]\nn_layer: 3\n")
+    assert re.search(r"^  model .*(\n   .*)* tiny", printed("--help", "--config-dir", "mine"), re.MULTILINE)
+    assert "model.n_layer=3" in printed("--help", "--config-dir", "mine", "model=tiny")
+
+
+def test_help_on_an_unknown_group_names_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "optimiser"]) == 2
+    assert "unknown group; did you mean 'optimizer'?" in capfd.readouterr().err
+
+
+def test_the_version_names_torchs_without_importing_it(command: Command) -> None:
+    script = (
+        "import sys; from wordrun import cli; cli.main(['--version']); print({'torch', 'hydra'} & set(sys.modules))"
+    )
+    expected = f"wordrun {wordrun.__version__} (torch {metadata.version('torch')})\n"
+    assert command(sys.executable, "-c", script).stdout == f"{expected}set()\n"
+    assert command("wordrun", "train", "--version").stdout == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max_iters", "5"], "unknown flag '--max_iters': write train.max_iters=5"),
+        (["--train.max_iters=5"], "unknown flag '--train.max_iters': write train.max_iters=5"),
+        (["data=sample", "--learning-rate"], "unknown flag '--learning-rate': write optimizer.learning_rate=VALUE"),
+        (["--model", "gpt2"], "unknown flag '--model': write model=gpt2"),
+        (["--max_iter=5"], "unknown flag '--max_iter'; did you mean 'max_iters'?"),
+    ],
+)
+def test_a_flag_that_is_an_option(
+    words: list[str], says: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(words) == 2
+    assert capfd.readouterr() == ("", f"{says}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=text", "data.path=nothing"], ["data=sample", "train.resume=nothing"],
+        ["data=sample", "train.init_from=nothing", "tracker=jsonl"], ["generate", "run=nothing"],
+        ["export", "run=nothing"], ["prepare", "data=text", "data.path=nothing"], ["--config-dir", "nothing"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_file_that_is_not_there_is_a_mistake_in_the_options(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    err = capfd.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "nothing" in err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train.max_iter=3"]])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,8 +16,16 @@ from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from wordrun import compat
+import wordrun
+from wordrun import backend, compat, dist
+from wordrun.backend import BackendSpec
+from wordrun.checks import check
 from wordrun.config import SCHEDULES
+from wordrun.errors import ConfigError
+from wordrun.model import meta_model
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in the module's docstring"
 
@@ -25,6 +36,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (DTensor, "__create_chunk_list__", "shard_offset"),
         (torch.cpu, "_is_avx512_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch.cpu, "_is_amx_tile_supported", "cpu_is_fast_at_bf16"),
+        (torch.ops.mkldnn, "_is_mkldnn_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch, "_foreach_mul_", "scale"),
         *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],
@@ -67,10 +79,7 @@ def test_an_error_of_the_compiler_is_recognised() -> None:
     assert not compat.is_compile_error(ValueError())
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_tensors_are_scaled_with_or_without_torchs_name(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not fused:
-        monkeypatch.delattr(torch, "_foreach_mul_")
+def test_tensors_are_scaled() -> None:
     tensors = [torch.ones(2), torch.full((1,), 4.0)]
     compat.scale(tensors, torch.tensor(0.5))
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [2.0]]
@@ -82,11 +91,16 @@ def test_without_the_names_a_processor_counts_as_slow_at_bf16(monkeypatch: pytes
     assert compat.cpu_is_fast_at_bf16() is False
 
 
+def test_a_limit_on_instructions_counts(ranks: Command, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("from wordrun import compat\nprint(compat.cpu_is_fast_at_bf16())\n")
+    assert ranks(1, "script.py", under="fork", ONEDNN_MAX_CPU_ISA="AVX2").stdout == "False\n"
+
+
 @pytest.mark.skipif(
     not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'"
 )
 def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
-    for module, names in compat.DEEPSPEED.items():
+    for module, names in (compat.DEEPSPEED | compat.DEEPSPEED_STATE).items():
         for name in names:
             found = hasattr(importlib.import_module(module), name)
             assert found, f"{module} has no {name} any more: mend wordrun.compat's functions for DeepSpeed"
@@ -97,9 +111,34 @@ def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
     assert F.linear is linear
 
 
-@pytest.mark.parametrize(("version", "fits"), [("2.8.0+cpu", False), ("2.10.0", False), ("2.13.1", True)])
-def test_tensor_parallel_pipelines_are_for_versions_that_were_right(
-    version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("version", "tensor_parallel", "zbv"),
+    [("2.8.0+cpu", False, False), ("2.10.0", False, False), ("2.11.0", True, False), ("2.13.1", True, True)],
+)
+def test_pipelines_are_for_versions_that_were_right(
+    version: str, tensor_parallel: bool, zbv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    assert compat.pipeline_takes_tensor_parallel() is fits
+    assert compat.pipeline_takes_tensor_parallel() is tensor_parallel
+    assert compat.zbv_runs_on_cpus() is zbv
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.backend=3D"], r"backend\.tp=2 in a pipeline needs torch 2\.11"),
+        (
+            ["train.backend=PP", "backend.schedule=ZBVZeroBubble"],
+            r"ZBVZeroBubble on CPUs needs torch 2\.12, not",
+        ),
+    ],
+)
+def test_what_an_older_torch_does_wrong_is_refused(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
+    model = ["model.n_layer=16", "model.vocab_size=64", "model.batch_size=8"]
+    cfg = wordrun.compose(["data=sample", *model, *words], ranks=8)
+    spec = BackendSpec(cfg, dist.World(size=8, device="cpu"), check(cfg, 8), partial(meta_model, cfg.model, 64), print)
+    with pytest.raises(ConfigError, match=says):
+        backend.build(spec)

@@ -216,17 +216,17 @@ def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pyt
     said = capsys.readouterr()
     assert "dtype=fp16: this cpu would emulate it" in said.err
     assert "step-00000200: llama_debug, " in said.err
-    assert "parameters, float32 on cpu\n2 tokens in " in said.err
+    assert "parameters, float32 on cpu\ntrained for 200 steps\n2 tokens in " in said.err
     assert len(said.out) == len("\n") + 2 + len("\n")
 
 
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["run=nowhere"], 1, "nowhere is not a folder: name a run directory"),
-        (["run=."], 1, "contains no checkpoint: it is not a run directory"),
-        (["checkpoint=150"], 1, "has no checkpoint 150: there are latest and those after 100, 200 steps"),
-        (["checkpoint=best"], 1, "has no checkpoint best"),
+        (["run=nowhere"], 2, "nowhere is not a folder: name a run directory"),
+        (["run=."], 2, "contains no checkpoint: it is not a run directory"),
+        (["checkpoint=150"], 2, "has no checkpoint 150: there are latest and those after 100, 200 steps"),
+        (["checkpoint=best"], 2, "has no checkpoint best"),
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
         (["prompt="], 2, "prompt= has no value"),
         (["lenght=3", "top_k=x"], 2, "unknown option 'lenght'; did you mean 'length'?\ntop_k=x should be a whole"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +17,7 @@ import pytest
 
 from wordrun import probe
 from wordrun.dist.world import World
-from wordrun.launch import doctor
+from wordrun.launch import doctor, record
 from wordrun.launch.address import free_port
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
@@ -81,6 +85,15 @@ def test_each_problem_has_its_remedy(
     assert remedy in bad[0].remedy
 
 
+@pytest.mark.parametrize(("library", "state"), [("MPICH Version: 5.0.2", "warning"), ("", "ok")])
+def test_mpi_is_called_unused_only_where_there_is_none(plan: LaunchPlan, library: str, state: str) -> None:
+    lines = [{**rank, "mpi_size": None, "mpi_unused": library} for rank in ranks()]
+    (finding,) = (finding for finding in doctor.of_ranks(plan, lines, 0, "") if finding.check == "MPI")
+    assert finding.state == state
+    assert ("not used" in finding.found) == (not library)
+    assert ("srun does not start MPICH Version: 5.0.2" in finding.found) == bool(library)
+
+
 def test_ranks_that_do_not_answer(plan: LaunchPlan) -> None:
     (finding,) = doctor.of_ranks(plan, ranks()[:3], 1, "line\nsrun: error: n2: task 3: Killed\n")
     assert finding.state == "wrong"
@@ -112,11 +125,10 @@ def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
     [
         (Site("far", internet=False), {}, "ok", "not reachable from compute nodes of far"),
         (Site("far", internet=False), {"WANDB_MODE": "online"}, "warning", "but WANDB_MODE=online"),
-        (Site("near"), {}, "ok", "reachable directly"),
         (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "through the site's proxies (https_proxy)"),
         (Site("near", proxies={"https_proxy": "http://p:1"}), {"https_proxy": ""}, "warning", "https_proxy empty"),
     ],
-    ids=["none", "none, but W&B is to be online", "direct", "by proxies", "a proxy that is taken away"],
+    ids=["none", "none, but W&B is to be online", "by proxies", "a proxy that is taken away"],
 )
 def test_the_way_to_the_internet(tmp_path: Path, site: Site, env: dict[str, str], state: str, found: str) -> None:
     options = Options(np=4, command=("probe",))
@@ -127,6 +139,48 @@ def test_the_way_to_the_internet(tmp_path: Path, site: Site, env: dict[str, str]
     assert finding.state == state
     assert found in finding.found
     assert bool(finding.remedy) == (state == "warning")
+
+
+def test_a_job_whose_launcher_is_missing(tmp_path: Path) -> None:
+    """--info printed nothing but a line of 500 characters."""
+    (tmp_path / "nodes").write_text("x3209c0s19b0n0\n")
+    env = {**os.environ, "PBS_JOBID": "640002.polaris-pbs-01", "PBS_NODEFILE": f"{tmp_path}/nodes", "PATH": "/usr/bin"}
+
+    def launch(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "wordrun.launch", *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    info, doctor_says, refused = launch("--info"), launch("--doctor", "--json"), launch("true")
+    assert info.returncode == 0, info.stderr
+    rows = {line.split()[0]: line.split()[1] for line in info.stdout.splitlines() if not line.startswith(" ")}
+    assert {name: rows[name] for name in ("hosts", "cores", "devices", "ranks")} == {
+        "hosts": "x3209c0s19b0n0", "cores": "64", "devices": "4", "ranks": "4"
+    }  # fmt: skip
+    why = [
+        "no mpiexec of pals: none beside python or in PATH",
+        "  nothing at /opt/cray/pals/default/bin/mpiexec, /opt/cray/pals/*/bin/mpiexec",
+        "  remedy: module load cray-pals",
+    ]
+    lines = [line for line in info.stdout.splitlines() if "passed over" not in line]
+    assert lines[-3:] == [f"launcher: {why[0]}", *why[1:]]
+    assert refused.returncode == 2
+    lines = [line for line in refused.stderr.splitlines() if "passed over" not in line]
+    assert lines == [f"launch: {line}" for line in why]
+    assert doctor_says.returncode == 1
+    (finding,) = json.loads(doctor_says.stdout)
+    assert (finding["check"], finding["state"], finding["remedy"]) == ("launcher", "wrong", "module load cray-pals")
+    assert finding["found"].startswith(why[0])
+
+
+def test_a_way_to_the_internet_that_nobody_has_tried(tmp_path: Path) -> None:
+    """Neither the doctor nor --info says that there is one."""
+    site = Site("near", scheduler="slurm")
+    options = Options(np=4, command=("probe",))
+    decided = Decided("1-aa", Identity("R"), 12345, str(tmp_path), "/s", "/venv/bin", "a")
+    ranks = decide_ranks(options, JOB)
+    plan = build(JOB, options, ranks, LAUNCHERS["srun"]("srun"), decided, {}, site)
+    assert "internet" not in [finding.check for finding in doctor.of_machine(plan, {}, site)]
+    assert json.loads(record.info(JOB, site, ranks, plan.launcher, as_json=True))["internet"] is None
 
 
 def test_devices_are_shared_where_there_are_too_few(plan: LaunchPlan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -152,3 +153,15 @@ def test_replaces_itself_by_the_command_without_a_status_folder() -> None:
 def test_shellcheck() -> None:
     run = subprocess.run(["shellcheck", RANK_ENV], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("ignores", [True, False])
+def test_a_rank_that_does_not_handle_sigusr1_yet(tmp_path: Path, reports: bool, ignores: bool) -> None:
+    """Only wordrun's own ignore it: other programs may look whether they do, and then never handle it."""
+    env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_STATUS_DIR": str(tmp_path if reports else "")}
+    run = rank_env(
+        {**env, **({"WORDRUN_IGNORE_USR1": "1"} if ignores else {})}, "sh", "-c", "kill -USR1 $$; echo alive"
+    )
+    assert run.stdout == ("alive\n" if ignores else "")
+    assert run.returncode == (0 if ignores else 138 if reports else -signal.SIGUSR1)

@@ -64,3 +64,45 @@ def test_ranks_of_a_schedulers_daemon_are_found(tmp_path: Path) -> None:
         finally:
             launcher.kill()
             os.killpg(pid, signal.SIGKILL)
+
+
+# Warnings that come before a process handles them, just after it has stopped doing so, and when it has almost ended.
+BESIDES = """
+import atexit, os, signal, sys
+warn = lambda: os.kill(os.getpid(), signal.SIGUSR1)
+def warned(function):
+    def call(*args, **named):
+        warn()
+        try:
+            return function(*args, **named)
+        finally:
+            warn()
+    return call
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+        kill(pid, number)
+sys.last = Last()  # deleted after Python has dropped its handlers
+"""
+
+
+@pytest.mark.parametrize("words", [["-n", "1", "true"], ["-n", "2", "--launcher", "hydra", "true"]])
+def test_warnings_around_a_launch_are_harmless(words: list[str]) -> None:
+    code = f"{BESIDES}\nfrom wordrun.launch import cli, run\ncli._launch = warned(cli._launch)\nsys.exit(cli.main())"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+def test_warnings_around_the_training_are_harmless(tmp_path: Path) -> None:
+    """SIGUSR1 reached a run that had finished and ended it with status 138."""
+    code = f"""{BESIDES}
+from wordrun import cli, dist
+dist.discover_or_exit = warned(dist.discover_or_exit)
+from wordrun.train.trainer import Trainer
+train = Trainer.train
+Trainer.train = lambda trainer: (train(trainer), warn())
+sys.exit(cli.main())
+"""
+    words = ["data=sample", "train=smoke", "tracker=jsonl", "train.max_iters=2", "hydra.run.dir=run"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "run.json").exists()

@@ -23,7 +23,7 @@ from wordrun.launch.launchers.pals import cpu_binding
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.request import Decided, Identity, Options
-from wordrun.launch.schedulers import find_job
+from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
 from wordrun.launch.site_files import SHAPES
 
@@ -93,6 +93,36 @@ def test_polaris(cluster: Cluster) -> None:
     assert plan.env["TMPDIR"] == "/tmp"
     assert plan.env["https_proxy"] == "http://proxy.alcf.anl.gov:3128"
     assert not [name for name in plan.env if name.startswith("PMI")]
+
+
+# Scheduler, variable, its value in a job of the id 8824786.srv, and who has set it.
+EXPORTS = [
+    ("pbs", "TMPDIR", "/var/tmp/pbs.8824786.srv", True),
+    ("pbs", "TMPDIR", "/var/tmp/pbs.8824786[4].srv", True),
+    ("pbs", "TMPDIR", "/local/scratch/pbs.8824786", True),
+    ("pbs", "TMPDIR", "/tmp", False),
+    ("pbs", "TMPDIR", "/home/u/pbs.tmp", False),
+    ("pbs", "TMPDIR", "/var/tmp/pbs.8824786.srv/mine", False),
+    ("pbs", "OMP_NUM_THREADS", "64", True),
+    ("pbs", "OMP_NUM_THREADS", "3", False),
+    ("pbs", "http_proxy", "http://mine", False),
+    ("slurm", "TMPDIR", "/tmp", True),
+    ("slurm", "TMPDIR", "/scratch/u/8824786", False),
+    ("slurm", "CUDA_VISIBLE_DEVICES", "0,1", True),
+    ("slurm", "OMP_NUM_THREADS", "64", False),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "name", "value", "own"), EXPORTS)
+def test_what_a_scheduler_sets_is_not_the_users(scheduler: str, name: str, value: str, own: bool) -> None:
+    env = {"NCPUS": "64", "PBS_JOBID": "8824786.srv", "SLURM_JOB_ID": "8824786", name: value}
+    assert SCHEDULERS[scheduler].has_set(name, env) == own
+
+
+@pytest.mark.parametrize(("tmpdir", "reaches"), [("/var/tmp/pbs.640002.polaris-pbs-01", "/tmp"), ("/scratch/me", None)])
+def test_pbs_own_tmpdir_gives_way_to_the_sites(cluster: Cluster, tmpdir: str, reaches: str | None) -> None:
+    env = cluster.pbs("polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov", POLARIS, TMPDIR=tmpdir)
+    assert cluster.plan(env, "x3209c0s19b0n0", "pals", devices=4).env.get("TMPDIR") == reaches
 
 
 def test_a_node_file_that_repeats_its_hosts(cluster: Cluster) -> None:
@@ -511,7 +541,7 @@ def test_a_conda_mpiexec_is_passed_over_for_pals(cluster: Cluster, tmp_path: Pat
     assert f"passed over {conda} (hydra" in found.why
     with pytest.raises(ConfigError) as caught:
         choose(None, 24, {**env, "PATH": str(conda.parent)}, job, known)
-    assert "no mpiexec of pals: none beside python or in PATH; nothing at /opt/cray/pals" in str(caught.value)
+    assert "no mpiexec of pals: none beside python or in PATH\n  nothing at /opt/cray/pals" in str(caught.value)
     assert "module load cray-pals" in str(caught.value)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import site_files
-from wordrun.launch.parser import parse
+from wordrun.launch.parser import OPTIONS, SUBMISSION, Option, parse
 from wordrun.launch.request import seconds
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
@@ -58,7 +58,7 @@ cd '/p/my runs' || exit
 module use /soft/modulefiles
 module load conda
 conda activate base
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 --env 'A=b c' --walltime-margin 200 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
@@ -97,7 +97,7 @@ def test_perlmutter() -> None:
 
 cd '/p/my runs' || exit
 module load pytorch/2.8.0
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 
@@ -154,7 +154,25 @@ SELECTS = {
 def test_pbs_is_asked_for_what_is_known_of_a_node(words: str, select: str) -> None:
     options = parse(["--submit", "--walltime", "2-01:30:00", *words.split(), "--", "true"])
     asked = directives(script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID))
-    assert asked == ["-N wordrun", f"-l select={select}", "-l walltime=49:30:00", "-j oe", "-r n"]
+    chunks = [f"-l select={select}", "-l walltime=49:30:00", "-l place=scatter"]
+    assert asked == ["-N wordrun", *chunks, "-j oe", "-r n"]
+
+
+PLACES = {
+    "": ["-l place=scatter"],
+    "submit: {directives: ['-l place=scatter:excl', -k doe]}": ["-l place=scatter:excl"],
+    "submit: {directives: [-k doe]}": ["-l place=scatter"],
+    "queues: {by-gpu: {device_per_rank: true}}": [],
+}
+
+
+@pytest.mark.parametrize(("text", "places"), PLACES.items())
+def test_pbs_chunks_lie_on_as_many_nodes(tmp_path: Path, text: str, places: list[str]) -> None:
+    """Without place=scatter PBS may put them all on one host; what a site's file says stays."""
+    (tmp_path / "mine.yaml").write_text(f"scheduler: pbs\n{text}\n")
+    words = ("-N", "2", "--ppn", "2", "--cores", "2", "--walltime", "1:00:00", "--queue", "by-gpu")
+    asked = directives(written(str(tmp_path / "mine.yaml"), *words))
+    assert [line for line in asked if "place" in line] == places
 
 
 def test_a_site_file_says_what_a_node_has(tmp_path: Path) -> None:
@@ -172,8 +190,11 @@ SHARES = {
     "-N 2 --gpus 4": ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"],
     "-N 2 --gpus 4 --cores 64": ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=16", "--gpus-per-node=4"],
     "-N 2 --ppn 1 --gpus 4": ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4"],
-    "-n 8 --gpus 4": ["--nodes=2", "--ntasks=8", "--gpus-per-node=4"],
-    "-n 4 --cores 8": ["--nodes=1", "--ntasks=4", "--cpus-per-task=2"],
+    "-n 8 --gpus 4": ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"],
+    "-N 2 -n 4": ["--nodes=2", "--ntasks-per-node=2"],
+    "-N 2 -n 5": ["--nodes=2", "--ntasks=5", "--ntasks-per-node=3"],
+    "-N 2": ["--nodes=2"],
+    "-n 4 --cores 8": ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=2"],
     "--cores 8": ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8"],
 }
 
@@ -255,6 +276,52 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
     assert f"python     {conda}/bin/python (Python 3.12.0; given as argument)" in lines
     found = f"{conda}/bin/python {'' if has_conda else conda} {'loaded' * bool(site_text)}"
     assert lines[-1] == f"--: {found}"
+
+
+# Options that --submit itself acts on or that exclude it; every other one must reach the job.
+NOT_FOR_JOBS = {"submit", "dry_run", "json", "info", "doctor", "help", "version"}
+VALUES = {
+    "--env": "A=b",
+    "--launcher-args": "-x y",
+    "--scheduler": "pbs",
+    "--launcher": "hydra",
+    "--walltime": "3:00:00",
+}
+
+
+@pytest.mark.parametrize("option", dict.fromkeys(OPTIONS.values()), ids=lambda option: option.field)
+def test_every_option_reaches_the_job(option: Option) -> None:
+    value = VALUES.get(option.names[-1], "2")
+
+    def job(*words: str) -> tuple[str, list[str]]:
+        options = parse(["--submit", "--walltime", "1:00:00", *words, "--", "hostname"])
+        text = script(options, UNKNOWN, SCHEDULERS["pbs"], ORIGIN, RUN_ID)
+        return text, [line for line in text.splitlines() if line.startswith(("launch ", "source "))]
+
+    text, lines = job(option.names[-1], *([value] if option.metavar else []))
+    plain = job()[0]
+    if option.field in NOT_FOR_JOBS:
+        assert text == plain
+    elif option in SUBMISSION:
+        assert text != plain  # a directive, or what happens at the end
+    else:
+        given = f" {shlex.join([option.names[0], *([value] if option.metavar else [])])} "
+        assert [line.count(given) for line in lines] == [1, 1], text  # setup_job and launch
+
+
+@pytest.mark.parametrize("how", ["--site FILE", "--site NAME", "recognised"])
+def test_the_users_own_site_is_the_jobs_too(tmp_path: Path, how: str) -> None:
+    """The job may run in another folder, without XDG_CONFIG_HOME, on hosts that the file does not recognise."""
+    sites = tmp_path / "config" / "wordrun" / "sites"
+    sites.mkdir(parents=True)
+    recognise = "recognise: {env: {WHERE: here}}" if how == "recognised" else ""
+    (sites / "mine.yaml").write_text(f"scheduler: pbs\n{recognise}\n")
+    words = {"--site FILE": ["--site", "sites/mine.yaml"], "--site NAME": ["--site", "mine"], "recognised": []}[how]
+    words = [LAUNCH, "--submit", "--dry-run", *words, "--walltime", "1:00:00", "hostname"]
+    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config"), "WHERE": "here"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=sites.parent)
+    assert f"\nlaunch --site {sites}/mine.yaml -- hostname\n" in done.stdout, done.stderr
+    assert f" && setup_job --site {sites}/mine.yaml || exit\n" in done.stdout
 
 
 MARGINS = {
@@ -448,5 +515,5 @@ def test_a_file_where_the_script_should_go(tmp_path: Path, name: str) -> None:
     assert re.fullmatch(
         rf"launch: cannot write the job script outputs/jobs/\S+: {name} is not a folder; move it away, or call launch "
         rf"from another folder \(this is {tmp_path}\)\n",
-        done.stderr,
+        done.stderr.replace("\nlaunch:   ", "; "),  # a long message is several lines
     )

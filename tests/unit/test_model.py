@@ -123,6 +123,40 @@ def test_the_vocabulary_may_be_larger_than_the_tokenizers(cfg: ModelConfig) -> N
     assert models.build(replace(cfg, vocab_size=64), V)(tokens(), at=-1).shape == (3, 64)
 
 
+@pytest.mark.parametrize("cfg", [GPT, LLAMA, replace(LLAMA, tie=True)], ids=["gpt", "llama", "tied llama"])
+def test_padding_of_the_vocabulary_changes_nothing(cfg: ModelConfig) -> None:
+    exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 16))
+    assert padded.head.weight.shape == (32, cfg.n_embd)
+    optimizers = [adamw(AdamWConfig(weight_decay=0.1), model.named_parameters()) for model in (exact, padded)]
+    for seed in range(5):
+        losses = [model.losses(Batch(tokens(seed=seed), tokens(seed=seed + 1), None)) for model in (exact, padded)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.mean().backward()
+            optimizer.step()
+    parameters = dict(exact.named_parameters())
+    for name, parameter in padded.named_parameters():
+        rows = padded.unpadded_rows.get(name, len(parameter))
+        torch.testing.assert_close(parameter[:rows], parameters[name], rtol=1e-4, atol=1e-6)
+        assert not parameter[rows:].any()
+        assert parameter.grad is not None
+        assert not parameter.grad[rows:].any()
+    logits = padded(tokens(), at=-1)
+    assert logits[:, V:].eq(-torch.inf).all()
+    torch.testing.assert_close(logits[:, :V], exact(tokens(), at=-1), rtol=1e-4, atol=1e-6)
+    assert padded.flops_per_token() - exact.flops_per_token() == 6 * (32 - V) * cfg.n_embd
+
+
+@BOTH
+def test_the_first_weights_do_not_depend_on_the_padding(cfg: ModelConfig) -> None:
+    exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 64))
+    state = padded.state_dict()
+    assert len(state["tokens.weight"]) == 64
+    for name, weight in exact.state_dict().items():
+        assert weight.equal(state[name][: len(weight)]), name
+
+
 # The rotary embedding
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
-from wordrun import log, model as models
+from wordrun import compat, log, model as models
 from wordrun.backend.native import prepare_blocks
 from wordrun.checks import check
 from wordrun.composer import compose
@@ -72,12 +72,6 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
     return peak(passes)
 
 
-older = pytest.mark.skipif(
-    torch.__version__.startswith("2.8."), reason="the RMSNorm of torch 2.8 keeps more on a CPU than that of 2.13"
-)
-
-
-@older
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,12 +81,10 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
         model = shapes_of(cfg.model, vocab_size)
         need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
-        # One process has buckets besides its gradients; both exist before.
-        planned = need.total - need.parameters - need.optimizer - need.gradients - 4 * model.parameters
+        planned = need.total - need.parameters - need.optimizer - need.gradients
         assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
 
 
-@older
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
 def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     """Without bf16 instructions oneDNN makes other copies, so the peak differs."""
@@ -102,7 +94,6 @@ def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     assert "4 passed" in done.stdout
 
 
-@older
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     cfg = Config(model=SHAPES[shape], backend=DDPConfig())
@@ -122,7 +113,9 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(torch.randn(B, T, C, requires_grad=True)).sum()
     kept = sum(4 * each.width for each in tensors if each.needed) + 4 * C
-    assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=0.02)
+    # Without grouped-query attention on CPUs (torch 2.8), each query head keeps its own key and value.
+    tolerance = 0.02 if compat.CPU_SHARES_HEADS else 0.06
+    assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b"])
@@ -204,11 +197,12 @@ def advice(*words: str) -> Advice:
 def test_bytes_sent_are_those_of_the_papers() -> None:
     rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
     sent = {name: row.memory["none"].sent for name, row in rows.items()}
-    count = models.meta_model(rows["DDP"].strategy.cfg.model, 50257).num_parameters()
-    ring = 7 / 8
+    cfg, ring = rows["DDP"].strategy.cfg.model, 7 / 8
+    # DeepSpeed's without padding.
+    count, unpadded = (models.meta_model(cfg, 50257, multiple=n).num_parameters() for n in (128, 1))
     assert sent["DDP"] == pytest.approx(2 * ring * 4 * count)  # a ring's all-reduce of fp32 gradients
-    assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * count)  # ZeRO, section 7.1: 2 psi
-    assert sent["ZeRO-3"] == pytest.approx(3 * ring * 2 * count)  # section 7.2: 3 psi
+    assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * unpadded)  # ZeRO, section 7.1: 2 psi
+    assert sent["ZeRO-3"] == pytest.approx(3 * ring * 2 * unpadded)  # section 7.2: 3 psi
     assert sent["FSDP, ZeRO-3"] == pytest.approx(ring * (2 * 2 + 4) * count)
     assert sent["FSDP like ZeRO-2"] == pytest.approx(ring * (2 + 4) * count)
 
@@ -320,7 +314,7 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
     class OtherModel(ModelConfig):
         pass
 
-    found = plan(["model=gpt2"])
+    found = plan(["model=gpt2", "model.vocab_size=50304"])
     row = found.planner.first_that_fits("new", [OtherBackend()])
     assert row == Unavailable("new", "no estimate for train.backend=DDP", "no estimate")
     show.show(log.console(), replace(found, rows=[row]))
@@ -395,8 +389,9 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["advice"]["command"] == [
         "launch", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
     ]  # fmt: skip
-    ddp = next(way for way in found["ways"] if way["name"] == "DDP")
-    assert ddp["memory"]["none"]["parameters"] == 4 * found["parameters"]
+    ddp = next(each for each in found["strategies"] if each["name"] == "DDP")
+    padding = (50304 - 50257) * 768
+    assert ddp["memory"]["none"]["parameters"] == 4 * (found["parameters"] + padding)
 
 
 def test_the_plan_as_text(command: Command) -> None:

@@ -352,6 +352,114 @@ def test_a_bad_file_among_good_ones_ends_the_preparation(texts: Path, tmp_path: 
     assert not manifests.is_complete(tmp_path / "out")
 
 
+# Files that cannot be used
+
+
+def good_and_bad(folder: Path) -> None:
+    """Write two texts, and one file of each kind that cannot be used."""
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"good{number}.txt").write_text(sample_text()[number * 3000 : (number + 1) * 3000])
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "blank.txt").write_bytes(b" \n\n")
+    (folder / "program.txt").write_bytes(b"\x7fELF\x02\x01\0\0\xff\xfe")
+    (folder / "a.jsonl.gz").write_bytes(b"no gzip")
+    (folder / "a.jsonl.zst").write_bytes(b"no zst, but long enough")
+    (folder / "a.parquet").write_bytes(b"no table")
+
+
+def test_a_file_that_cannot_be_used_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text(sample_text()[:3000])
+    (folder / "b.txt").write_text("")
+    words = ["data=text", f"data.path={folder}", "tokenizer=byte"]
+    line = f"WARNING data=text: left out a file that cannot be used: {folder / 'b.txt'} (empty)"
+    assert main(words) == 0
+    assert capfd.readouterr().out.count(line) == 1
+    cfg = config(folder)
+    first = len(obtain.obtain(cfg, World()).train)
+    (folder / "b.txt").write_text(sample_text()[:3000])  # now there is something in it
+    assert len(obtain.obtain(cfg, World()).train) > 1.8 * first
+
+
+def test_every_run_names_what_was_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good_and_bad(tmp_path / "in")
+    cfg = config(tmp_path / "in")
+    for _ in range(2):  # the second time, it is prepared
+        caplog.clear()
+        assert len(obtain.obtain(cfg, World()).train) == pytest.approx(5400, rel=0.01)
+        (found,) = [r.message for r in caplog.records if "left out" in r.message]
+        path = tmp_path / "in"
+        assert found == (
+            f"data=text: left out 6 files that cannot be used: {path / 'a.jsonl.gz'} (damaged), {path / 'a.jsonl.zst'} "
+            f"(damaged), {path / 'a.parquet'} (damaged) and 3 more"
+        )
+    kept = manifests.load(fingerprint.folder_of(locate(cfg.data), cfg.tokenizer)).left_out
+    assert [text.rpartition("/")[2] for text in kept[3:]] == [
+        "blank.txt (empty)",
+        "empty.txt (empty)",
+        "program.txt (binary)",
+    ]
+
+
+def test_strict_refuses_what_would_be_left_out(tmp_path: Path) -> None:
+    good_and_bad(tmp_path / "in")
+    strict = config(tmp_path / "in", "data.strict=true")
+    with pytest.raises(ConfigError, match=r"data\.strict=true, but files cannot be used: .*a\.jsonl\.gz \(damaged\)"):
+        obtain.obtain(strict, World())
+    obtain.obtain(config(tmp_path / "in"), World())
+    with pytest.raises(ConfigError, match=r"data\.strict=true"):  # although it is prepared
+        obtain.obtain(strict, World())
+    with pytest.raises(SystemExit) as caught:
+        main(["data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte", "data.strict=true"])
+    assert caught.value.code == 2
+
+
+def test_a_folder_of_which_nothing_can_be_used_is_refused(tmp_path: Path) -> None:
+    good_and_bad(tmp_path / "in")
+    for path in (tmp_path / "in").glob("good*"):
+        path.write_bytes(b"\0")
+    with pytest.raises(ConfigError, match=r"has no file that can be used: .*a\.jsonl\.gz \(damaged\).* and 5 more"):
+        made(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_file_that_becomes_readable_changes_the_fingerprint(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = locate(DataConfig("mine", path=str(texts)))
+    readable = source.state()
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("a.txt"))
+    assert source.state() != readable
+    opened = open
+
+    def refuse(path: Any, *args: Any) -> Any:
+        if str(path).endswith("a.txt"):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert locate(source.data).left_out() == [f"{texts / 'a.txt'} (cannot be read: Permission denied)"]
+
+
+def test_a_folder_is_listed_once_and_without_hidden_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing a large folder takes seconds, and each question about the files used to list it again."""
+    good_and_bad(tmp_path / "in")
+    for name in (".git", ".venv/lib", "deep/er"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "more.txt").write_text(sample_text()[:1000])
+    (tmp_path / "in" / "._good0.txt").write_text("hidden")
+    walks: list[Any] = []
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda folder: walks.append(folder) or walk(folder))
+    data = DataConfig("text", path=str(tmp_path / "in"), prepared=str(tmp_path / "out"))
+    source = locate(data)
+    run.execute(run.begin(source, BYTE, tmp_path / "out"), World())
+    assert source.single_text() is None
+    assert source.size()
+    assert [path.name for path in source.files() or []][-4:] == ["empty.txt", "good0.txt", "good1.txt", "program.txt"]
+    assert tmp_path / "in" / "deep" / "er" / "more.txt" in (source.files() or [])
+    assert walks == [str(tmp_path / "in")]
+
+
 # The command
 
 
@@ -390,6 +498,16 @@ def test_foreign_shards_are_rewritten(tmp_path: Path) -> None:
     cfg = wordrun.compose([*words, "model.block_size=16", f"data.stage={tmp_path / 'stage'}"])
     found = obtain.obtain(cfg, World())
     assert np.concatenate([found.train[:], found.val[:]]).tolist() == tokens.tolist()
+
+
+def test_shards_without_their_vocabulary_are_not_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    np.save(tmp_path / "train.npy", np.arange(100, dtype=np.uint16))
+    with pytest.raises(SystemExit):
+        main(["data=shards", f"data.path={tmp_path}", f"data.prepared={tmp_path / 'out'}"])
+    assert "GPT-2's vocabulary is not in tiktoken's cache" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -461,7 +579,7 @@ def test_a_killed_worker_ends_the_preparation_and_is_named(tmp_path: Path) -> No
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "abc"}\n' * 20)
     pipe = tmp_path / "c.jsonl.gz"
-    pipe.write_bytes(b"not empty")
+    pipe.write_bytes(b"\x1f\x8b")  # as gzip begins
     working = by_workers(tmp_path, tmp_path / "out")
     pipe.unlink()
     os.mkfifo(pipe)

@@ -256,6 +256,7 @@ case "$*" in
   *find_spec*) exit $NO_TORCH ;;
   "-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; echo "$*" >>"$CALLS" ;;
   *"pip install"*) echo "$* MPICC=$MPICC" >>"$CALLS" ;;
+  *importlib.metadata*) echo "torch==2.8.0+site" ;;
 esac
 """
 
@@ -276,6 +277,8 @@ def test_an_environment_on_a_cluster(tmp_path: Path, no_torch: str, over: str) -
         f"-m venv{over} {home}",
         "-m pip install --disable-pip-version-check --no-binary=mpi4py --no-cache-dir -e .[] MPICC=cc -shared",
     ]
+    assert (home / "constraints.txt").read_text() == "torch==2.8.0+site\n"
+    assert f"without replacing torch: {home}/bin/pip install -c {home}/constraints.txt NAME" in done.stderr
 
 
 @in_each_shell

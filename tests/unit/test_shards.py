@@ -21,6 +21,7 @@ from wordrun.data.corpus import open_foreign, open_prepared
 from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.shards import Shard, Tokens, examine
 from wordrun.data.tokenizers.char import ByteTokenizer
+from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.prepare import writer
 
@@ -228,7 +229,7 @@ def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> No
 
 def foreign(folder: Path, name: str = "byte", **options: object) -> tuple[list[int], list[int]]:
     data = DataConfig("theirs", "shards", path=str(folder), **options)  # type: ignore[arg-type]
-    _, train, val = open_foreign(data, TokenizerConfig(name))
+    _, train, val = open_foreign(data, TokenizerConfig(name), World())
     return train[:].tolist(), val[:].tolist()
 
 
@@ -254,11 +255,11 @@ def test_nanogpts_characters_are_found_beside_its_tokens(tmp_path: Path) -> None
     for name in ("train", "val"):
         np.array([characters.index(c) for c in text], dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     data = DataConfig("theirs", "shards", path=str(tmp_path))
-    words, train, _ = open_foreign(data, TokenizerConfig("char"))
+    words, train, _ = open_foreign(data, TokenizerConfig("char"), World())
     assert words.decode(train[:]) == text
     (tmp_path / "input.txt").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer=char is made from a text.*meta\.pkl is a pickle.*is not read"):
-        open_foreign(data, TokenizerConfig("char"))
+        open_foreign(data, TokenizerConfig("char"), World())
 
 
 def test_a_tokenizer_that_cannot_have_made_the_shards_is_refused(tmp_path: Path) -> None:

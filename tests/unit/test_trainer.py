@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -25,19 +26,23 @@ import yaml
 from matplotlib.image import imread
 
 import wordrun
-from wordrun import cli
+from wordrun import cli, compat, export, generate
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
+from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
-from wordrun.train.metrics import LEGEND
+from wordrun.track.plots import smooth
+from wordrun.train.hooks import Hook, standard
+from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
 
 if TYPE_CHECKING:
     from conftest import Start
 
 Words = Callable[..., list[str]]
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(words: list[str], folder: Path) -> tuple[Summary, list[dict[str, Any]]]:
@@ -144,10 +149,48 @@ def test_samples_come_at_their_steps(learned: tuple[Path, Summary, Config]) -> N
 
 def test_the_log_explains_and_reports(learned: tuple[Path, Summary, Config]) -> None:
     text = (learned[0] / "log.txt").read_text()
-    assert [name for name in LEGEND if not re.search(rf"^  {name} +\S", text, re.MULTILINE)] == []
+    assert "batch: 16 sequences = 1 rank x 16 x 1 accumulation" in text
     assert "step 250/250  loss" in text
     assert f"validation loss {learned[1].val_loss:.4f}" in text
     assert "plots/loss.png" in text
+
+
+def steps_shown(folder: Path) -> list[int]:
+    """Return the steps whose metrics a run's log shows."""
+    return [int(step) for step in re.findall(r"INFO step (\d+)/\d+  loss", (folder / "log.txt").read_text())]
+
+
+def test_the_log_has_a_line_of_metrics_every_few_seconds(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = small("train.max_iters=20", "train.log_interval=1")
+    monkeypatch.setattr(standard, "LINE_S", 1000)
+    _, lines = run(words, tmp_path / "rare")
+    assert steps_shown(tmp_path / "rare") == [1, 20]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 21))
+    monkeypatch.setattr(standard, "LINE_S", 0)
+    run(words, tmp_path / "all")
+    assert steps_shown(tmp_path / "all") == list(range(1, 21))
+
+
+def test_the_log_shows_the_last_step_of_a_run_that_stops_early(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Hook):
+        def __init__(self) -> None:
+            self.step = 0
+
+        def after_step(self, trainer: Any) -> None:
+            self.step = trainer.step
+
+        def stop_reason(self) -> str:
+            return "enough" if self.step == 7 else ""
+
+    monkeypatch.setattr(standard, "LINE_S", 1000)
+    words = small("train.max_iters=20", "train.log_interval=1", f"hydra.run.dir={tmp_path}/run")
+    with Trainer(wordrun.compose(words), hooks=[Enough()]) as trainer:
+        trainer.train()
+    assert steps_shown(tmp_path / "run") == [1, 7]
 
 
 @pytest.mark.parametrize("name", ["loss", "throughput"])
@@ -160,7 +203,65 @@ def test_plots_show_something(name: str, learned: tuple[Path, Summary, Config]) 
     assert counts[coloured].sum() > 300
 
 
+def test_the_smoothed_curve_begins_with_its_first_value() -> None:
+    assert smooth([3.0, 2.0, 1.0]) == [3.0, 2.0, 1.0]  # too few to smooth
+    assert smooth([2.0] * 400) == pytest.approx([2.0] * 400)
+    noisy = smooth([2.0 + (-1) ** i for i in range(400)])
+    assert noisy[0] == 3.0
+    assert max(abs(value - 2) for value in noisy[200:]) < 0.1
+
+
+# The sample in place of a text that cannot be downloaded
+
+
+def test_a_run_on_the_sample_is_called_so(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    titles = []
+    monkeypatch.setattr("wordrun.train.run.draw", lambda path, title: titles.append(title) or [])
+    monkeypatch.setattr("wordrun.prepare.sources.sample.sample_text", lambda: "To be or not to be.\n" * 200)
+    words = [*small("data=shakespeare", "data.url=http://127.0.0.1:1/none"), "data.path=missing.txt"]
+    assert cli.main(words) == 0
+    (file,) = tmp_path.glob("outputs/*/*/*/run.json")
+    folder = file.parent
+    assert folder.parent.parent.name == "sample"
+    assert titles == [f"sample: nano, DDP  ({folder.name})"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["name"] == "sample"
+    assert record(folder)["data"]["banner"].startswith("NOT TRAINING ON SHAKESPEARE")
+    assert "NOT TRAINING ON SHAKESPEARE" in capsys.readouterr().out
+    assert cli.main([*words, "train.max_iters=6", f"train.resume={folder.relative_to(tmp_path)}"]) == 0
+    assert record(folder)["steps"] == 6
+    assert cli.main([*words, "hydra.run.dir=chosen"]) == 0
+    assert (tmp_path / "chosen" / "run.json").exists()
+
+
 # From Python
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_many_epochs_are_a_warning_that_says_what_to_change(
+    dropout: float, small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = small(f"model.dropout={dropout}", "train.max_iters=2000", f"hydra.run.dir={tmp_path / 'run'}")
+    most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+    with Trainer(wordrun.compose(words)) as trainer:
+        for epochs in (most, 2 * most):
+            trainer.task.announce(epochs * trainer.task.sequences.per_epoch)
+    said = capfd.readouterr().out
+    change = "a larger model.dropout" if dropout else "model.dropout=0.2"
+    assert said.count("may memorize it") == 1
+    assert (
+        f"WARNING the run sees its training text {2 * most} times and may memorize it, so that the validation loss "
+        f"rises: use train.max_iters=1000 or fewer, more text, {change} or hooks=[early_stop]"
+    ) in said
+
+
+@pytest.mark.parametrize("name", [None, *sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))])
+def test_what_is_shipped_has_not_too_many_epochs(name: str | None) -> None:
+    cfg = wordrun.compose([f"experiment={name}"] if name else ["data=shakespeare"])
+    examples = cfg.train.max_iters * (cfg.train.global_batch_size or cfg.model.batch_size)
+    epochs = examples * cfg.model.block_size / (0.9 * 1_115_394)
+    assert epochs < (EPOCHS_WITH_DROPOUT if cfg.model.dropout else EPOCHS)
 
 
 def test_from_python(small: Words, tmp_path: Path) -> None:
@@ -321,14 +422,12 @@ def test_clipping_limits_what_a_step_changes(small: Words, tmp_path: Path, basel
     assert clipped[1:] != of(baseline, "grad_norm")[1:]
 
 
-BF16_INSTRUCTIONS = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # in torch.cpu
-
-
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
 def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
     flags = Path("/proc/cpuinfo").read_text()
     has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    assert any(getattr(torch.cpu, name)() for name in BF16_INSTRUCTIONS) == has_bf16
+    limited = "ONEDNN_MAX_CPU_ISA" in os.environ
+    assert compat.cpu_is_fast_at_bf16() == (has_bf16 and not limited)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
@@ -337,8 +436,7 @@ def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
     asked: str, has_bf16: bool, small: Words, tmp_path: Path,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for name in BF16_INSTRUCTIONS:
-        monkeypatch.setattr(torch.cpu, name, lambda: has_bf16)
+    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: has_bf16)
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
     computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"
@@ -467,3 +565,33 @@ def test_a_loss_that_is_not_a_number_is_still_json(small: Words, tmp_path: Path)
     lines = run([*words, "train.sample_tokens=0", "train.max_iters=1"], tmp_path / "run")[1]
     assert lines[-1]["val_loss"] is None
     json.loads((tmp_path / "run" / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+
+
+def test_training_needs_no_vocabulary(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's tokens train without the text that they stand for; samples need it."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    np.save(tmp_path / "train.npy", np.array([50256, *range(200)], dtype=np.uint16))
+    folder = tmp_path / "run"
+    words = small(
+        "data=shards", f"data.path={tmp_path}", "tokenizer=gpt2", "data.align=true", f"hydra.run.dir={folder}"
+    )
+    assert main(words, capfd)[0] == 0
+    missing = f"GPT-2's vocabulary is not in tiktoken's cache ({tmp_path / 'cache'})"
+    assert f"no samples: {missing}" in (folder / "log.txt").read_text()
+    assert not (folder / "samples.txt").exists()
+    assert record(folder)["data"]["vocab_size"] == 50257
+    assert generate.main([f"run={folder}", "length=1"]) == 1
+    assert missing in capfd.readouterr().err
+    assert export.main([f"run={folder}", "out=folder"]) == 0
+    assert f"exported without its tokenizer: {missing}" in capfd.readouterr().err
+    assert not Path("folder/tokenizer.json").exists()
+    assert json.loads(Path("folder/config.json").read_text())["eos_token_id"] == 50256
+
+    # Later, or elsewhere, it is there.
+    (tmp_path / "cache").mkdir()
+    words_of_bytes = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "cache" / _cached_name(next(iter(GPT2_URLS)))).write_text(words_of_bytes)
+    assert generate.main([f"run={folder}", "length=1", "prompt=Hello"]) == 0
+    assert capfd.readouterr().out.startswith("Hello")

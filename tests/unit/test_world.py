@@ -37,6 +37,10 @@ SLURM_TASK = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "3(x2),1",
     "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "7",
 }  # fmt: skip
+ONE_TASK = {
+    **SLURM_TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}  # fmt: skip
 OPENMPI = {  # F22
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "3", "PMIX_RANK": "3", "PMIX_NAMESPACE": "12@1",
@@ -83,6 +87,43 @@ RECORDED: dict[str, tuple[Env, Place]] = {
     "launch's mpiexec inside an srun step": (
         {**SLURM_TASK, **HYDRA, "WORDRUN_LAUNCHER": "hydra", "WORDRUN_LAUNCH_ID": "1-aa", "WORDRUN_WORLD_SIZE": "6"},
         (1, 6, 1, 3, 0, 2, "hydra"),
+    ),
+    "srun with pmi2": (
+        {**SLURM_TASK, "PMI_RANK": "4", "PMI_SIZE": "7", "PMI_FD": "10"},
+        (4, 7, 1, 3, 1, 3, "srun"),
+    ),
+    "srun with cray_shasta": (
+        {**SLURM_TASK, "PALS_RANKID": "4", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "4", "PMI_SIZE": "7"},
+        (4, 7, 1, 3, 1, 3, "srun"),
+    ),
+    "a bare srun in a script that exports its rank": (
+        {**SLURM_TASK, "RANK": "4", "WORLD_SIZE": "7"},
+        (4, 7, 1, 3, 1, 3, "srun"),
+    ),
+    "srun inside PALS": ({**SLURM_TASK, **AURORA, "PMIX_RANK": ""}, (4, 7, 1, 3, 1, 3, "srun")),
+    "mpiexec inside an interactive step": ({**ONE_TASK, **HYDRA}, (1, 6, 1, 3, 0, 2, "hydra")),
+    "mpiexec inside an interactive step with pmi2": (
+        {**ONE_TASK, "PMI_RANK": "0", "PMI_SIZE": "1", **OPENMPI},
+        (3, 4, 3, 4, 0, 1, "openmpi"),
+    ),
+    "mpiexec inside salloc, whose daemons srun starts": (
+        {
+            **SLURM_TASK,
+            **HYDRA,
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        },
+        (1, 6, 1, 3, 0, 2, "hydra"),
+    ),
+    "srun inside a single process of mpiexec": (
+        {**SLURM_TASK, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+        (4, 7, 1, 3, 1, 3, "srun"),
+    ),
+    "mpiexec of MPICH's gforker, which numbers no local ranks": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9"},
+        (0, 1, 0, 1, 0, 1, "mpi"),
     ),
     "F30 laptop": ({}, (0, 1, 0, 1, 0, 1, "none")),
     "stale MASTER_ADDR": ({"MASTER_ADDR": "gone", "MASTER_PORT": "1", "RANK": "3"}, (0, 1, 0, 1, 0, 1, "none")),
@@ -150,13 +191,38 @@ WRONG = {
         {**HYDRA, "WORDRUN_LAUNCHER": "hydra", "WORDRUN_WORLD_SIZE": "2"},
         ["launch started 2", "PMI_SIZE=6", "another launcher"],
     ),
-    "mpiexec inside an interactive step": (
-        {**SLURM_TASK, **HYDRA, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    "mpiexec inside a step of several tasks on a node": (
+        {**SLURM_TASK, **HYDRA},
         [
-            "srun says SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1",
+            "srun says SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=7",
             "hydra says PMI_RANK=1 PMI_SIZE=6 MPI_LOCALRANKID=1",
             "launch --scheduler none",
         ],
+    ),
+    "PALS without a local rank": (
+        {"PALS_RANKID": "13", "PALS_LOCAL_SIZE": "12", "PBS_NODEFILE": "/dev/null"},
+        ["pals says PALS_RANKID=13, but PALS_LOCAL_RANKID, PMI_SIZE are not set", "`launch`"],
+    ),
+    "a part of PALS beside another rank": (
+        {"PALS_RANKID": "13", "PALS_LOCAL_SIZE": "12", "RANK": "3", "WORLD_SIZE": "4"},
+        ["pals says PALS_RANKID=13 and the environment says RANK=3 WORLD_SIZE=4", "unset these variables"],
+    ),
+    "PALS beside another rank": (
+        {**POLARIS, "RANK": "3", "WORLD_SIZE": "4"},
+        ["pals says PALS_RANKID=5 PMI_SIZE=8", "the environment says RANK=3 WORLD_SIZE=4"],
+    ),
+    "PALS beside a size of 1": (
+        {**AURORA, "PMI_SIZE": "1"},
+        ["rank 0 of 1 (PALS_RANKID, PMI_SIZE", "local rank 0 of 4"],
+    ),
+    "a rank of PALS beside a rank of PMI": (
+        {**AURORA, "WORDRUN_WORLD_SIZE": "8", "PMI_RANK": "2"},
+        ["pals says PALS_RANKID=0", "hydra says PMI_RANK=2"],
+    ),
+    "a rank of no launcher": ({"RANK": "3", "WORLD_SIZE": "4"}, ["RANK=3 WORLD_SIZE=4, but LOCAL_RANK is not set"]),
+    "a part of Open MPI": (
+        {"OMPI_COMM_WORLD_RANK": "1"},
+        ["OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not set"],
     ),
     "the same rank, another local rank": (
         {**POLARIS, **OPENMPI, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"},
@@ -196,6 +262,20 @@ def test_contradictions_are_refused_by_name(env: Env, says: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         discover(env)
     assert [text for text in says if text not in str(caught.value)] == []
+
+
+def test_a_line_on_rank_0_says_which_of_two_launchers_counts(command: Command) -> None:
+    script = "import wordrun.dist; wordrun.dist.discover(); print(wordrun.dist.discover().launcher)"
+    lines = [
+        command(sys.executable, "-c", script, **{**ONE_TASK, **HYDRA, "PMI_RANK": rank, "MPI_LOCALRANKID": rank})
+        for rank in "01"
+    ]
+    assert [done.stdout for done in lines] == ["hydra\n"] * 2
+    assert lines[0].stderr == (
+        "hydra says PMI_RANK=0 PMI_SIZE=6 MPI_LOCALRANKID=0; srun says SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 "
+        "SLURM_LOCALID=0, but it only started hydra\n"
+    )
+    assert lines[1].stderr == ""
 
 
 def test_discovery_needs_neither_torch_nor_mpi(command: Command) -> None:

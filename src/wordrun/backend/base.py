@@ -14,7 +14,6 @@ from torch import Tensor
 from wordrun.backend.optimizer import remember_ratios
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checkpoint.shards import Group
 from wordrun.config import Config, part_of
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
@@ -70,10 +69,12 @@ class Save:
 
     facts: dict[str, Any]
     """What ``load`` needs besides the files, JSON-serialisable; ``kind`` names the files' format."""
-    write: Callable[[Path, Group], None]
-    """Writes this rank's files into a folder; every rank of the group must call it."""
+    write: Callable[[Path], None]
+    """Writes this rank's files into a folder; every rank must call it."""
     in_background: bool
-    """Whether another thread may call ``write`` while training continues."""
+    """Whether another thread may call ``write`` and ``finish`` while training continues."""
+    finish: Callable[[Path], list[str]] = lambda folder: []
+    """Called on rank 0 after every rank's ``write``; returns the names of the files that it adds."""
 
 
 class Backend(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from wordrun.backend.optimizer import set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.saved import ENGINE
-from wordrun.checkpoint.shards import Group
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
 from wordrun.dist import World
@@ -57,7 +55,7 @@ class DeepSpeedBackend:
                 optimizer = self._make_optimizer(model, shapes)
                 self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
             except Exception as error:
-                if not any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+                if not compat.is_op_build_error(error):
                     raise
                 raise UserError(
                     f"DeepSpeed failed to JIT-compile an op ({first_line(error)}): install a C++ compiler, or on GPUs "
@@ -139,7 +137,7 @@ class DeepSpeedBackend:
         facts = {"kind": "deepspeed", "ranks": self.spec.world.size, "stage": self.stage}
         return Save(facts, partial(self._write, own), in_background=False)
 
-    def _write(self, own: Mapping[str, Tensor], folder: Path, group: Group) -> None:
+    def _write(self, own: Mapping[str, Tensor], folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False)
         torch.save(dict(own), self._own_file(folder))
 
@@ -156,8 +154,9 @@ class DeepSpeedBackend:
                 f"continued only like that, not by stage {self.stage} on {self.spec.world.size}: change them, or use "
                 f"its weights only by train.init_from={folder}"
             )
-        self.engine.load_checkpoint(str(folder), tag=ENGINE)
-        found = torch.load(self._own_file(folder), weights_only=True) if own else {}
+        with compat.deepspeed_reads_data_only():
+            self.engine.load_checkpoint(str(folder), tag=ENGINE)
+            found = torch.load(self._own_file(folder)) if own else {}
         return {name: found[name] for name in own}
 
     def _own_file(self, folder: Path) -> Path:

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult
-from wordrun.backend.optimizer import Restored, set_learning_rate, tensors_of
+from wordrun.backend.optimizer import Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checkpoint import shards
+from wordrun.checkpoint import index, shards
 from wordrun.config import Config
 from wordrun.errors import ConfigError
 from wordrun.model import Model
@@ -43,6 +43,9 @@ class NativeBackend:
         # Stored as names, because a module may replace a buffer with another tensor.
         persistent = {name for part in parts for name, _ in part.weights()}
         self.buffer_names = persistent & {name for part in parts for name, _ in part.named_buffers()}
+        rows = {name: rows for part in parts for name, rows in part.unpadded_rows.items()}
+        # By name and shape, because optimizer state may have a different shape than its parameter.
+        self.unpadded_rows = {(name, p.shape): rows[name] for name, p in self.named_parameters() if name in rows}
         if spec.weights is not None:
             self._fill(spec.weights)
         self.optimizer = spec.optimizer(self.named_parameters())
@@ -157,10 +160,13 @@ class NativeBackend:
     def begin_save(self, own: Mapping[str, Tensor]) -> Save:
         """Copy the part of the training state that this rank writes to host memory."""
         state = self.model_state(once=True) | tensors_of(self.optimizer, self.named_parameters(once=True))
-        mine = shards.to_write(state, self.layout, self.rank)
+        mine = shards.to_write(state, self.layout, self.rank, self._rows_of(state))
         copies = self.copies.take([*mine, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
         facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
-        return Save(facts, lambda folder, group: shards.write(folder, copies, group), in_background=True)
+        return Save(
+            facts, lambda folder: shards.write(folder, copies, self.rank), in_background=True,
+            finish=lambda folder: shards.write_index(folder, self.layout.size),
+        )  # fmt: skip
 
     def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
         """Read this rank's shards and its ``own`` tensors."""
@@ -169,23 +175,32 @@ class NativeBackend:
                 f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
                 f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
             )
-        stored = shards.stored_in(folder)
-        restored = Restored(self.optimizer, self.named_parameters(), stored)
-        mine = {name: shards.empty_like(stored[name]) for name in own}
+        stored = index.load(folder)
+        restored = Restored(self.optimizer, self.named_parameters(), stored, self.unpadded_rows)
+        mine = {name: stored[name].empty() for name in own if name in stored}
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
-        shards.read(folder, weights | restored.tensors | mine)
+        tensors: dict[str, Any] = weights | restored.tensors | mine
+        unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
+        for name, shard in unpadded.items():
+            local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step spoils the padding too
+        shards.read(folder, tensors | unpadded, stored)
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
         return mine
+
+    def _rows_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return how many rows a checkpoint has of those ``tensors``, by name, whose parameter ends in padding."""
+        keys = {name: (parameter_of(name), tensor.shape) for name, tensor in tensors.items()}
+        return {name: self.unpadded_rows[key] for name, key in keys.items() if key in self.unpadded_rows}
 
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards of the initial ``weights``, reading one unsharded tensor at a time."""
         buffers = [(name, buffer) for name, buffer in self.buffers() if name in weights]
         for name, tensor in [*self.named_parameters(), *buffers]:
-            shard = shards.shard_of(name, tensor)
+            shard = shards.shard_of(name, tensor, self.unpadded_rows.get((name, tensor.shape)))
             window = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.data.shape, strict=True))
             shard.data.copy_(weights[name][window])
 

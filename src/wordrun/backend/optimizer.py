@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+
+from wordrun.checkpoint.index import StoredTensor
 
 TENSOR, NUMBER = "optimizer.", "number."
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -29,6 +30,12 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
     """Set the learning rate of this step; the parameter groups keep their ratios."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_ratio"]
+
+
+def parameter_of(stored: str) -> str:
+    """Return the parameter to which a checkpoint's tensor belongs: ``optimizer.name.key``, or ``model.name``."""
+    kind, _, name = stored.partition(".")
+    return name if kind == "model" else name.rpartition(".")[0]
 
 
 def tensors_of(optimizer: Optimizer, parameters: Named) -> dict[str, Tensor]:
@@ -55,29 +62,34 @@ class Restored:
     Args:
         optimizer: the optimizer; its parameter groups keep their options.
         parameters: this rank's parameters with their names.
-        stored: metadata of the checkpoint's tensors, by name.
+        stored: the checkpoint's tensors, by name.
+        unpadded_rows: the rows without padding, by name and shape, of parameters that end in padding.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Named, stored: Mapping[str, TensorStorageMetadata]) -> None:
-        self.optimizer, self.parameters = optimizer, list(parameters)
+    def __init__(
+        self, optimizer: Optimizer, parameters: Named, stored: Mapping[str, StoredTensor],
+        unpadded_rows: Mapping[tuple[str, torch.Size], int],
+    ) -> None:  # fmt: skip
+        self.optimizer, self.parameters, self.unpadded_rows = optimizer, list(parameters), unpadded_rows
         self.tensors: dict[str, Tensor] = {}
         self._keys: dict[str, list[tuple[str, str]]] = {}
         for full in stored:
             if full.startswith((TENSOR, NUMBER)):
-                name, _, key = full.partition(".")[2].rpartition(".")
-                self._keys.setdefault(name, []).append((key, full))
+                self._keys.setdefault(parameter_of(full), []).append((full.rpartition(".")[2], full))
         for name, parameter in self.parameters:
             for key, full in self._keys.get(name, ()):
-                self.tensors.setdefault(full, self._room(parameter, key, stored[full]))
+                self.tensors.setdefault(full, self._room(name, parameter, key, stored[full]))
 
-    def _room(self, parameter: nn.Parameter, key: str, facts: TensorStorageMetadata) -> Tensor:
+    def _room(self, name: str, parameter: nn.Parameter, key: str, facts: StoredTensor) -> Tensor:
         """Return the tensor to read a state into: the current one, or a new one sharded like the parameter."""
-        present = self.optimizer.state.get(parameter, {}).get(key)
-        if isinstance(present, Tensor) and present.shape == facts.size:
-            return present
+        rows = self.unpadded_rows.get((name, parameter.shape))
+        shape = parameter.shape if rows is None else torch.Size((rows, *parameter.shape[1:]))
         # State of a different shape than the parameter, such as a step count, is the same on every rank.
-        like = parameter.detach() if facts.size == parameter.shape else torch.empty(facts.size)
-        return torch.zeros_like(like, dtype=facts.properties.dtype)
+        like = parameter.detach() if facts.shape == shape else torch.empty(facts.shape)
+        present = self.optimizer.state.get(parameter, {}).get(key)
+        if isinstance(present, Tensor) and present.shape == like.shape:
+            return present
+        return torch.zeros_like(like, dtype=facts.dtype)
 
     def load(self, shared: Mapping[str, float]) -> None:
         """Load the state in ``tensors`` into the optimizer.

@@ -46,8 +46,11 @@ class PipelineBackend(FSDPBackend):
         cfg, options, pp = spec.cfg, spec.cfg.backend, spec.layout.pp
         assert isinstance(options, PPConfig)
         if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
-            wrong = f"in a pipeline needs torch 2.13; its gradients would be wrong with {torch.__version__}"
+            wrong = f"in a pipeline needs torch 2.11; its gradients would be wrong with {torch.__version__}"
             raise ConfigError(f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP")
+        if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not compat.zbv_runs_on_cpus():
+            wrong = f"on CPUs needs torch 2.12, not {torch.__version__}"
+            raise ConfigError(f"backend.schedule=ZBVZeroBubble {wrong}: use backend.schedule=InterleavedZeroBubble")
         self.count = stages(options, pp)
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")
@@ -153,7 +156,7 @@ class PipelineBackend(FSDPBackend):
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits at the last of ``tokens``, (B, V)."""
-        shape = (len(tokens), self.parts[0].vocab_size)
+        shape = (len(tokens), self.parts[0].padded_vocab_size)
         return self._forward(self.padded(tokens), shape, lambda part, x: part(x, at=tokens.shape[1] - 1), {})
 
     def _forward(

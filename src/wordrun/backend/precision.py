@@ -17,16 +17,19 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
         asked: fp32, bf16, fp16, or auto (bf16 if ``device`` is fast at it, else fp32).
         device: where the model runs.
     """
-    if asked == "auto":
-        return torch.bfloat16 if _is_fast(torch.bfloat16, device) else torch.float32
-    dtype = TORCH_DTYPES[asked]
-    if not _is_fast(dtype, device):
+    name = fast_dtype(asked, device)
+    if name != asked and asked != "auto":
         LOGGER.info(
             "train.dtype=%s: this %s has no fast %s and would emulate it, so the run computes in fp32",
             asked, "processor" if device.type == "cpu" else torch.accelerator.current_accelerator(), asked,
         )  # fmt: skip
-        return torch.float32
-    return dtype
+    return TORCH_DTYPES[name]
+
+
+def fast_dtype(asked: str, device: torch.device) -> str:
+    """Return the name of the compute dtype: fp32, bf16 or fp16; see ``choose_dtype``."""
+    name = "bf16" if asked == "auto" else asked
+    return name if _is_fast(TORCH_DTYPES[name], device) else "fp32"
 
 
 def _is_fast(dtype: torch.dtype, device: torch.device) -> bool:

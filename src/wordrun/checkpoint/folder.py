@@ -10,22 +10,25 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wordrun import files
-from wordrun.errors import UserError
+from wordrun.errors import ConfigError, UserError, first_line
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
 # Bytes per checksum, so that large files are verified without loading them into memory.
 CHUNK = 2**26
 NAME = re.compile(r"step-(\d{8,})")
+FIELDS = {"step": int, "files": dict, "config": dict, "backend": dict}
+"""What every manifest contains."""
 
 
 class DamagedError(UserError):
@@ -40,24 +43,43 @@ class Folder:
     step: int
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest after verifying its checksum.
+        """Return the manifest after verifying its checksum, and that it is one.
 
         Raises:
-            DamagedError: the manifest is missing, or is not valid JSON.
+            DamagedError: the manifest is missing, or is not valid.
             UserError: it was written by a newer wordrun.
         """
         try:
             manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
             is_intact = manifest.pop("crc32") == _crc(manifest)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{self.path} is damaged: {MANIFEST}: {error}") from None
         if not is_intact:
             raise DamagedError(f"{self.path} is damaged: {MANIFEST} does not match its checksum")
+        self.require(manifest, {"format": int})
         if manifest["format"] > FORMAT:
             raise UserError(
                 f"{self.path} has format {manifest['format']}, this wordrun reads up to {FORMAT}: use a newer wordrun"
             )
+        self.require(manifest, FIELDS)
+        self.require(manifest["backend"], {"kind": str})
+        for name, facts in manifest["files"].items():
+            path = PurePosixPath(name)
+            inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+            if not inside or not isinstance(facts, dict) or not facts.keys() >= {"size", "crc32"}:
+                raise DamagedError(f"{self.path} is damaged: {MANIFEST}: {name!r} does not describe a file in it")
         return manifest
+
+    def require(self, manifest: Mapping[str, Any], fields: Mapping[str, type]) -> None:
+        """Check that the manifest, or a part of it, has ``fields`` of these types.
+
+        Raises:
+            DamagedError: it lacks one, or has a value of another type.
+        """
+        for name, kind in fields.items():
+            if type(manifest.get(name)) is not kind:
+                what = f"{name} is {manifest.get(name)!r:.100}, not of type {kind.__name__}"
+                raise DamagedError(f"{self.path} is damaged: {MANIFEST}: {what}")
 
     def check_sizes(self) -> dict[str, Any]:
         """Return the manifest after checking all file sizes against it.
@@ -68,11 +90,12 @@ class Folder:
         manifest = self.manifest()
         for name, facts in manifest["files"].items():
             try:
-                size = (self.path / name).stat().st_size
-            except OSError as error:
-                raise DamagedError(f"{self.path} is damaged: {name}: {error.strerror}") from None
-            if size != facts["size"]:
-                raise DamagedError(f"{self.path} is damaged: {name} has {size:,} bytes, not {facts['size']:,}")
+                found = (self.path / name).stat()
+            except (OSError, ValueError) as error:
+                raise DamagedError(f"{self.path} is damaged: {name!r}: {first_line(error)}") from None
+            if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
+                what = f"{name} has {found.st_size:,} bytes, not {facts['size']}"
+                raise DamagedError(f"{self.path} is damaged: {what}")
         return manifest
 
     def check_content(self, names: Iterable[str], manifest: Mapping[str, Any]) -> str:
@@ -109,11 +132,11 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
         path: a run directory (all of its checkpoints), its ``checkpoints``, or one checkpoint.
 
     Raises:
-        UserError: there is no such folder, or no checkpoint in it.
+        ConfigError: there is no such folder, or no checkpoint in it.
     """
     path = Path(os.path.expanduser(path))
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
+        raise ConfigError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
     path = path.resolve()  # latest and best are links
     match = NAME.fullmatch(path.name)
     if match or (path / MANIFEST).exists():
@@ -122,7 +145,7 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     run_dir = path.parent if path.name == CHECKPOINTS else path
     found = all_in(run_dir)
     if not found:
-        raise UserError(
+        raise ConfigError(
             f"{run_dir} contains no checkpoint: it is not a run directory, or the run ended before its first save "
             "(train.checkpoint_interval)"
         )
@@ -137,7 +160,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         which: latest (older ones replace damaged ones), best, or a step number.
 
     Raises:
-        UserError: none matches; the message lists the available ones.
+        ConfigError: none matches; the message lists the available ones.
     """
     run_dir, found = locate(run_dir)
     if which == "latest":
@@ -151,7 +174,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         if chosen:
             return chosen
     steps = ", ".join(str(each.step) for each in found)
-    raise UserError(f"{run_dir} has no checkpoint {which}: there are latest and those after {steps} steps")
+    raise ConfigError(f"{run_dir} has no checkpoint {which}: there are latest and those after {steps} steps")
 
 
 class Draft:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from wordrun.checkpoint import folder as folders, shards
+from wordrun import compat
+from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
+from wordrun.checkpoint.index import StoredTensor
 from wordrun.config import Config, from_plain
-from wordrun.errors import UserError
+from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.model import meta_model
+from wordrun.model import Transformer, meta_model
 from wordrun.model.base import LazyWeights
 
 MODEL = "model."
@@ -38,6 +39,11 @@ class Saved:
     """The tokenizer's vocabulary size; the model's may be larger."""
     manifest: dict[str, Any]
 
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of ``tokenizer_json``."""
+        return self.folder / folders.TOKENIZER
+
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
@@ -46,11 +52,34 @@ class Saved:
         Raises:
             UserError: the engine wrote them, and DeepSpeed is not installed.
         """
-        if self.manifest["backend"]["kind"] == "deepspeed":
+        if self._is_engines:
             return self._engine_weights()
-        stored = shards.stored_in(self.folder)
+        stored = index.load(self.folder)
         names = [name for name in stored if name.startswith(MODEL)]
         return LazyWeights({name.removeprefix(MODEL): partial(_read, self.folder, name, stored) for name in names})
+
+    def meta_model(self) -> Transformer:
+        """Return the model on the meta device, after comparing it with the weights.
+
+        Raises:
+            DamagedError: the config and the weights are not of the same model.
+        """
+        stored = {} if self._is_engines else index.load(self.folder)
+        try:
+            if stored and self.config.model.n_layer > len(stored):  # building them could take forever
+                raise ValueError(f"model.n_layer={self.config.model.n_layer} with {len(stored)} tensors")
+            model = meta_model(self.config.model, self.vocab_size)
+            for name, weight in () if self._is_engines else model.weights():
+                if MODEL + name not in stored or stored[MODEL + name].shape != weight.shape:
+                    raise ValueError(f"{name} should have the shape {list(weight.shape)}, and does not")
+        except Exception as error:  # the config may contain anything
+            where = f"{self.folder} is damaged: {folders.MANIFEST}"
+            raise DamagedError(f"{where}: its config is not the model's: {first_line(error)}") from None
+        return model
+
+    @property
+    def _is_engines(self) -> bool:
+        return bool(self.manifest["backend"]["kind"] == "deepspeed")
 
     def _engine_weights(self) -> dict[str, Tensor]:
         try:
@@ -60,14 +89,20 @@ class Saved:
                 f"{self.folder} was written by DeepSpeed, which is needed to read it ({error}): "
                 "pip install 'wordrun[deepspeed]'"
             ) from None
-        state = convert(str(self.folder), tag=ENGINE)
-        return {name: state[name] for name, _ in meta_model(self.config.model, self.vocab_size).weights()}
+        try:
+            with compat.deepspeed_reads_data_only():
+                state = convert(str(self.folder), tag=ENGINE)
+            return {name: state[name] for name, _ in self.meta_model().weights()}
+        except UserError:
+            raise
+        except Exception as error:  # the files may contain anything
+            raise DamagedError(f"{self.folder / ENGINE} is damaged: {first_line(error)}") from error
 
 
-def _read(folder: Path, name: str, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
+def _read(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> Tensor:
     """Return one unsharded tensor on the CPU."""
-    tensor = shards.empty_like(stored[name])
-    shards.read(folder, {name: tensor}, alone=True)
+    tensor = stored[name].empty()
+    shards.read(folder, {name: tensor}, stored)
     return tensor
 
 
@@ -97,5 +132,14 @@ def _open(folder: Folder, check: bool) -> Saved:
     problem = folder.check_content(manifest["files"], manifest) if check else ""
     if problem:
         raise DamagedError(problem)
-    tokenizer = (folder.path / folders.TOKENIZER).read_text(encoding="utf-8")
-    return Saved(folder.path, folder.step, from_plain(manifest["config"]), tokenizer, manifest["vocab_size"], manifest)
+    folder.require(manifest, {"vocab_size": int})
+    name = folders.TOKENIZER
+    try:
+        tokenizer = (folder.path / name).read_text(encoding="utf-8")
+        name = folders.MANIFEST
+        config = from_plain(manifest["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{folder.path} is damaged: {name}: {first_line(error)}") from None
+    except UserError as error:
+        raise UserError(f"{folder.path}: {error}") from None
+    return Saved(folder.path, folder.step, config, tokenizer, manifest["vocab_size"], manifest)

@@ -1,31 +1,32 @@
-"""Writes and reads each rank's shards of the training state with ``torch.distributed.checkpoint``.
+"""Writes and reads each rank's shards of the training state.
 
 Tensors have the same names in every layout of ranks, and shards record their offsets, so that a checkpoint of any
-layout can be read into any other.
+layout can be read into any other. Each rank writes one safetensors file, then rank 0 the index of all.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from wordrun import compat
+from wordrun.checkpoint import index, torch_format
+from wordrun.checkpoint.folder import DamagedError, write_text
+from wordrun.checkpoint.index import INDEX, StoredShard, StoredTensor
 from wordrun.dist.mesh import Layout
+from wordrun.errors import first_line
 
-Group = dist.ProcessGroup | None
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -39,29 +40,33 @@ class Shard:
     """Where the shard begins in the full tensor."""
     data: Tensor
 
-    @property
-    def item(self) -> WriteItem:
-        """The shard's description for torch's writer."""
-        chunk = metadata.ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)
-        facts = TensorWriteData(chunk, metadata.TensorProperties(dtype=self.data.dtype), self.shape)
-        return WriteItem(metadata.MetadataIndex(self.name, chunk.offsets), WriteItemType.SHARD, tensor_data=facts)
+
+def file_of(rank: int) -> str:
+    """Return the name of the file that ``rank`` writes."""
+    return f"shards-{rank:05d}{SUFFIX}"
 
 
-def shard_of(name: str, tensor: Tensor) -> Shard:
-    """Return this rank's shard of ``tensor``, in the same memory."""
+def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> Shard:
+    """Return this rank's shard of ``tensor``, in the same memory; only of the first ``rows`` if the rest is padding."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return Shard(name, tensor.shape, (0,) * tensor.dim(), tensor)
-    return Shard(name, tensor.shape, compat.shard_offset(tensor), tensor.to_local())
+    shape, offset, data = tensor.shape, (0,) * tensor.dim(), tensor
+    if isinstance(tensor, DTensor):
+        offset, data = compat.shard_offset(tensor), tensor.to_local()
+    if rows is not None:
+        shape, data = torch.Size((rows, *shape[1:])), data[: max(0, rows - offset[0])]
+    return Shard(name, shape, offset, data)
 
 
-def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[Shard]:
+def to_write(
+    tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None
+) -> list[Shard]:
     """Return the shards that ``rank`` writes; ranks that hold the same shards divide them evenly.
 
     Args:
         tensors: this rank's tensors; ranks with the same shards must pass them in the same order.
         layout: ranks that differ only along axes over which a tensor is not sharded hold the same shard.
         rank: this rank.
+        rows: number of rows to write, by name, of tensors that end in padding.
     """
     coordinate = {axis: layout.index(rank, axis) for axis in ("replicate", "shard", "tp")}
     sizes = {"replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp}
@@ -81,8 +86,9 @@ def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> list[S
         writer = loads.index(min(loads))
         loads[writer] += tensor.numel()
         if writer == copy:
-            shard = shard_of(name, tensor)
-            if shard.data.numel():  # where there are more ranks than rows, some have none
+            shard = shard_of(name, tensor, (rows or {}).get(name))
+            # Where there are more ranks than rows, some have none.
+            if shard.data.numel() or not tensor.numel():
                 chosen.append(shard)
     return chosen
 
@@ -112,55 +118,115 @@ class HostCopies:
         return copies
 
 
-class _Planner(DefaultSavePlanner):
-    """Plans to save shards instead of a state dict."""
+def write(folder: Path, shards: Sequence[Shard], rank: int = 0) -> None:
+    """Write the shards of ``rank`` into ``folder``, and wait for the disk. Once all have, rank 0 calls ``write_index``.
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shards = shards
-
-    def create_local_plan(self) -> SavePlan:
-        items = [shard.item for shard in self._shards]
-        self._data = {item.index: shard.data for item, shard in zip(items, self._shards, strict=True)}
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._data[write_item.index]
-
-
-def write(folder: Path, shards: Sequence[Shard], group: Group, *, alone: bool = False) -> None:
-    """Write the shards of all ranks of ``group``, which all must call this, into ``folder`` and wait for the disk.
-
-    With ``alone``, this process has all shards and writes them without other ranks.
+    Raises:
+        OSError: they could not be written.
     """
-    writer = FileSystemWriter(os.fspath(folder), single_file_per_rank=True, sync_files=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # from torch 2.8's writer
-        state_dict_saver.save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=alone)
+    described = {
+        shard.name: {
+            "dtype": str(shard.data.dtype).removeprefix("torch."), "shape": shard.shape, "offset": shard.offset,
+            "size": shard.data.shape,
+        }
+        for shard in shards
+    }  # fmt: skip
+    path = folder / file_of(rank)
+    save_file(
+        {shard.name: shard.data.contiguous() for shard in shards}, path,
+        {"format": "pt", "shards": json.dumps(described)},
+    )  # fmt: skip
+    with path.open("rb") as file:
+        os.fchmod(file.fileno(), folder.stat().st_mode & 0o666)  # the library makes it readable by the owner only
+        os.fsync(file.fileno())
 
 
-def stored_in(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
-    """Return shape and type of each tensor in the checkpoint ``folder``, by name."""
-    found = FileSystemReader(os.fspath(folder)).read_metadata().state_dict_metadata
-    return {name: facts for name, facts in found.items() if isinstance(facts, metadata.TensorStorageMetadata)}
+def write_index(folder: Path, ranks: int = 1) -> list[str]:
+    """Write the index of what ``ranks`` ranks have written into ``folder``; return the name of its file."""
+    found: dict[str, Any] = {}
+    for rank in range(ranks):
+        with safe_open(folder / file_of(rank), framework="pt") as file:
+            described = json.loads(file.metadata()["shards"])
+        for name, facts in described.items():
+            tensor = found.setdefault(name, {"dtype": facts["dtype"], "shape": facts["shape"], "shards": {}})
+            shard = {"file": file_of(rank), "offset": facts["offset"], "shape": facts["size"]}
+            tensor["shards"].setdefault(tuple(facts["offset"]), shard)  # stages of a pipeline may have the same buffer
+    for tensor in found.values():
+        tensor["shards"] = list(tensor["shards"].values())
+    write_text(folder / INDEX, json.dumps(found))
+    index.load(folder)  # what could not be read is not published
+    return [INDEX]
 
 
-def empty_like(stored: metadata.TensorStorageMetadata) -> Tensor:
-    """Return an empty tensor on the CPU with the shape and type of a stored one."""
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
-
-
-def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
-    """Fill ``tensors``, or this rank's shards of distributed ones, with the values in ``folder``.
+def read(folder: Path, tensors: Mapping[str, Tensor | Shard], stored: Mapping[str, StoredTensor] | None = None) -> None:
+    """Fill ``tensors``, or shards, or this rank's shards of distributed tensors, with the values in ``folder``.
 
     Args:
         folder: a checkpoint.
         tensors: tensors to fill, by their names in the checkpoint; ranks may read different ones.
-        alone: read without other ranks; otherwise all ranks must call this.
+        stored: the index of the checkpoint, if it has been read.
+
+    Raises:
+        DamagedError: the checkpoint lacks a tensor, has it with another shape, or a file is damaged.
     """
-    wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        state_dict_loader.load(wanted, storage_reader=FileSystemReader(os.fspath(folder)), no_dist=alone)
+    stored = index.load(folder) if stored is None else stored
+    by_file: dict[str, list[_Part]] = {}
+    for name, tensor in tensors.items():
+        shard = tensor if isinstance(tensor, Shard) else shard_of(name, tensor)
+        found = stored.get(name)
+        if found is None or found.shape != shard.shape:
+            there = "is missing" if found is None else f"has the shape {list(found.shape)}"
+            raise DamagedError(f"{folder} is damaged: {name} {there}, and should have {list(shard.shape)}")
+        for source in found.shards:
+            if windows := _overlap(source, shard):
+                part = _Part(name, found.dtype, source, windows[0], shard.data[windows[1]])
+                by_file.setdefault(source.file, []).append(part)
+    for file, parts in by_file.items():
+        try:
+            (_read_safetensors if file.endswith(SUFFIX) else _read_torchs)(folder / file, parts)
+        except Exception as error:  # each library has its own
+            raise DamagedError(f"{folder} is damaged: {file}: {first_line(error)}") from None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a stored shard, and the memory to read it into."""
+
+    name: str
+    dtype: torch.dtype
+    source: StoredShard
+    window: tuple[slice, ...]
+    """The part's place in the stored shard."""
+    into: Tensor
+
+
+def _overlap(source: StoredShard, shard: Shard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where the elements that both have are in ``source`` and in ``shard``, or None if there are none."""
+    there, here = [], []
+    for from_, n, to, m in zip(source.offset, source.shape, shard.offset, shard.data.shape, strict=True):
+        start, stop = max(from_, to), min(from_ + n, to + m)
+        if start >= stop:
+            return None
+        there.append(slice(start - from_, stop - from_))
+        here.append(slice(start - to, stop - to))
+    return tuple(there), tuple(here)
+
+
+def _read_safetensors(path: Path, parts: Iterable[_Part]) -> None:
+    with safe_open(path, framework="pt") as file:  # maps it into memory: only the windows are read
+        for part in parts:
+            stored = file.get_slice(part.name)
+            _copy(part, stored[part.window], stored.get_shape())
+
+
+def _read_torchs(path: Path, parts: Iterable[_Part]) -> None:
+    for part in parts:
+        stored = torch_format.read(path, part.source.span, part.source.shape, part.dtype)
+        _copy(part, stored[part.window], stored.shape)
+
+
+def _copy(part: _Part, values: Tensor, shape: Sequence[int]) -> None:
+    """Copy ``values``, a window of a stored tensor of ``shape``, after comparing that tensor with the index."""
+    if tuple(shape) != part.source.shape or values.dtype != part.dtype:
+        raise ValueError(f"{part.name} is {values.dtype} {list(shape)}, not {part.dtype} {list(part.source.shape)}")
+    part.into.copy_(values)

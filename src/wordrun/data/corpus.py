@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from wordrun import files
-from wordrun.config import DataConfig, TokenizerConfig
+from wordrun import dist, files
+from wordrun.config import DataConfig, GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.data.tokenizers.subword import gpt2_if_present
 from wordrun.errors import ConfigError
 
 EXAMINED = 2**20
@@ -24,7 +25,7 @@ COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_f
 
 
 @dataclass(frozen=True)
-class Part:
+class MixPart:
     """One data set in a mix."""
 
     train: shards.Tokens
@@ -44,7 +45,7 @@ class Corpus:
     """Origin of the text, for the log and run.json."""
     banner: str | None = None
     """A warning to show with all results if this is not the requested text."""
-    mix: Sequence[Part] = ()
+    mix: Sequence[MixPart] = ()
     """The parts of a mix; ``train`` and ``val`` concatenate their tokens."""
 
 
@@ -66,6 +67,7 @@ def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *,
     """
     manifest = manifests.load(folder)
     compare(folder, manifest, data, tokenizer)
+    manifests.check_left_out(manifest.left_out, data)
     train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
     return manifests.tokenizer(folder, manifest), train, val
 
@@ -88,13 +90,17 @@ def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokeni
         raise ConfigError("\n".join(problems))
 
 
-def open_foreign(data: DataConfig, tokenizer: TokenizerConfig) -> Opened:
-    """Return the contents of the folder data.path: llm.c shards, nanoGPT files, .npy files, or our own shards."""
+def open_foreign(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World) -> Opened:
+    """Return the contents of the folder data.path: llm.c shards, nanoGPT files, .npy files, or our own shards.
+
+    Every rank must call this, and has rank 0's tokenizer: other nodes may lack the vocabulary.
+    """
     folder = files.absolute(str(data.path))
     if manifests.is_complete(folder):
         return open_prepared(folder, data, tokenizer)
     train, val = find_foreign(folder, data)
-    found = foreign_tokenizer(folder, tokenizer)
+    saved = dist.share(foreign_tokenizer(folder, tokenizer).to_json() if world.rank == 0 else None, world)
+    found = tokenizers.from_json(saved)
     for split, tokens in zip(manifests.SPLITS, (train, val), strict=True):
         for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
             check_range(part, found, f"the {split} shards in {folder}")
@@ -127,7 +133,7 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer of the shards in ``folder``, which has no manifest."""
     saved, text = folder / manifests.TOKENIZER, folder / "input.txt"
     if saved.exists() and not getattr(cfg, "path", None):
-        return tokenizers.from_json(saved.read_text(encoding="utf-8"))
+        return tokenizers.from_json(saved.read_text(encoding="utf-8", errors="replace"), saved)
     if cfg.name == "char" and text.exists():  # nanoGPT leaves it next to train.bin
         return CharTokenizer(text.read_text(encoding="utf-8"))
     if tokenizers.needs_text(cfg):
@@ -137,7 +143,7 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
             f"tokenizer={cfg.name} is made from a text, and {folder} holds tokens: put the tokenizer.json that wordrun "
             f"saved, or for tokenizer=char the text as input.txt, beside them{pickle}, or choose another tokenizer"
         )
-    return tokenizers.build(cfg)
+    return gpt2_if_present(cfg) if isinstance(cfg, GPT2TokenizerConfig) else tokenizers.build(cfg)
 
 
 def check_range(tokens: NDArray[np.integer], tokenizer: Tokenizer, what: str) -> None:

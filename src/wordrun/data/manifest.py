@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wordrun.config import DataConfig
 from wordrun.data import shards
 from wordrun.data.tokenizers import from_json
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.errors import ConfigError
+from wordrun.log import FIRST_RANK, LOGGER
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -49,6 +52,8 @@ class Manifest:
     tokenizer_sha256: str
     train: list[Entry] = field(default_factory=list)
     val: list[Entry] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Files of the source that could not be used, each with the reason."""
 
     def tokens(self, split: str) -> int:
         """Return the number of tokens in a split."""
@@ -57,6 +62,25 @@ class Manifest:
     def documents(self, split: str) -> int:
         """Return the number of documents that begin in a split."""
         return sum(entry.documents for entry in getattr(self, split))
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return a list of up to ``most`` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def check_left_out(names: Sequence[str], data: DataConfig) -> None:
+    """Log which files of the source could not be used.
+
+    Raises:
+        ConfigError: there are some, and data.strict is set.
+    """
+    if names and data.strict:
+        raise ConfigError(f"data.strict=true, but files cannot be used: {few(names)}. Repair or remove them")
+    if names:
+        count = f"{len(names)} files" if len(names) > 1 else "a file"
+        LOGGER.warning("data=%s: left out %s that cannot be used: %s", data.name, count, few(names), extra=FIRST_RANK)
 
 
 def is_complete(folder: Path) -> bool:
@@ -74,6 +98,7 @@ def load(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = {split: [Entry(**entry) for entry in content[split]] for split in SPLITS}
+        content = {"left_out": []} | content  # until 0.1 such files were refused
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)} | entries)
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no {NAME}: its preparation did not finish; run it again") from None
@@ -98,7 +123,7 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
             f"{path} is not the tokenizer of the shards beside it (sha256 {found[:12]}, the manifest says "
             f"{manifest.tokenizer_sha256[:12]}): copy the right one there, or prepare the data again"
         )
-    return from_json(content.decode())
+    return from_json(content.decode(errors="replace"), path)
 
 
 def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) -> shards.Tokens:

@@ -1,6 +1,9 @@
-"""Reductions of small tensors over ranks. Every rank of the group must call these."""
+"""Collectives for small tensors and plain values. Every rank of the group must call these."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,3 +19,29 @@ def all_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
 def all_mean(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the mean of ``values`` over the ranks of ``group``, the same on all of them."""
     return all_sum(values, group) / dist.get_world_size(group)
+
+
+def all_min(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the minimum of each of ``values`` over the ranks of ``group``, the same on all of them."""
+    least = values.detach().clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return least
+
+
+def gather_json(value: Any, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the ``value`` of every rank of ``group``, by rank; torch's own collectives for objects unpickle them.
+
+    Args:
+        value: JSON-serialisable.
+        device: a device on which the group communicates.
+        group: the ranks; None: all.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(text)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [json.loads(bytes(each[: int(n)].cpu().numpy())) for each, n in zip(found, sizes, strict=True)]

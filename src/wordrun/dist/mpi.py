@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from array import array
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -41,11 +42,36 @@ def communicator() -> Any:
     return MPI.COMM_WORLD
 
 
+def broadcast(data: bytes) -> bytes:
+    """Return rank 0's ``data``; every rank must call this."""
+    comm = communicator()
+    size = array("q", [len(data)])
+    comm.Bcast(size, root=0)
+    buffer = bytearray(data) if comm.rank == 0 else bytearray(size[0])
+    comm.Bcast(buffer, root=0)
+    return bytes(buffer)
+
+
 def in_place() -> Any:
     """Return mpi4py's IN_PLACE, for reductions whose input and output are one buffer."""
     from mpi4py import MPI
 
     return MPI.IN_PLACE
+
+
+def library() -> str:
+    """Return the version of mpi4py's MPI library, without starting MPI; empty: there is none.
+
+    Only for processes that do not use MPI: mpi4py will not start it later.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return ""
+    return MPI.Get_library_version().strip("\0 \n").partition("\n")[0]
 
 
 def verify(world: World) -> World:
@@ -65,6 +91,11 @@ def verify(world: World) -> World:
             "Use the mpiexec that comes with the library (under srun: --mpi=pmi2, pmix or cray_shasta, "
             "as `srun --mpi=list` offers), or rebuild mpi4py against the launcher's MPI."
         )
+    if world.launcher == "srun":
+        # Its variables are complete. MPI's view is not: with --distribution=arbitrary, SLURM's pmi2 makes MPICH take
+        # each rank for a node of its own.
+        names = dict(sorted(comm.allgather((world.node, socket.gethostname()))))
+        return replace(world, hosts=tuple(names.values()), source=f"{world.source}, verified by MPI")
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = shared.rank, shared.size
     # The first rank is part of a node's identity: names alone would merge nodes of the same name.

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import os
-import pickle
 import random
 import sys
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from wordrun.dist import mpi
+from wordrun.dist import mpi, values
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError, WorldError
@@ -75,17 +74,18 @@ def shared_store(world: World, timeout_s: int = 1800) -> Any:
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
-    For small, picklable objects. Uses MPI if it is in use, else the rendezvous store.
+    For plain values, paths and dataclasses (``wordrun.dist.values``). Uses MPI if it is in use, else the rendezvous store.
     """
     if world.size == 1:
         return value
+    data = values.dumps(value) if world.rank == 0 else b""
     if mpi.in_use(world):
-        return mpi.communicator().bcast(value, root=0)
+        return values.loads(mpi.broadcast(data))
     store = shared_store(world, timeout_s)
     key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
     if world.rank == 0:
-        store.set(key, pickle.dumps(value))
-    return pickle.loads(store.get(key))  # only this job uses the store
+        store.set(key, data)
+    return values.loads(store.get(key))
 
 
 def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> World:

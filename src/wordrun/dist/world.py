@@ -1,15 +1,17 @@
 """Determine which rank this process is from the environment alone, without torch or MPI.
 
-Only the first family of variables in ``FAMILIES`` that is present is read: if families were mixed, a nested process
-would take itself for rank 0 of everything.
+Only one family of variables in ``FAMILIES`` is read: if families were mixed, a nested process would take itself for
+rank 0 of everything.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from wordrun.errors import WorldError
@@ -76,6 +78,20 @@ class Family:
             return False
         return self.launcher != "srun" or is_task(env)
 
+    def contradicts(self, other: Family, env: Mapping[str, str]) -> bool:
+        """Return whether both identify the rank, differently."""
+        pairs = [(env.get(mine), env.get(theirs)) for mine, theirs in zip(self.identity, other.identity, strict=True)]
+        return any(mine != theirs for mine, theirs in pairs if mine and theirs)
+
+    def is_single(self, env: Mapping[str, str]) -> bool:
+        """Return whether its launcher started one process: a shell, or a step that holds one."""
+        return env.get(self.size) == "1"
+
+    def says(self, env: Mapping[str, str]) -> str:
+        """Return its values, for a message."""
+        values = " ".join(f"{name}={env[name]}" for name in self.identity if env.get(name))
+        return f"{'launch' if self is LOCAL else self.launcher} says {values}"
+
 
 TORCHRUN = Family(
     "torchrun",
@@ -83,6 +99,8 @@ TORCHRUN = Family(
     rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="GROUP_RANK",
 )  # fmt: skip
 LOCAL = replace(TORCHRUN, launcher="local", needs=("WORDRUN_LAUNCHER", *TORCHRUN.needs[:4]), node="NODE_RANK")
+# What scripts export for init_process_group("env://"); too little to be a family.
+PLAIN = Family("the environment", needs=(), rank="RANK", size="WORLD_SIZE", local_rank="", local_size="")
 FAMILIES = (
     Family(
         "srun",
@@ -133,28 +151,76 @@ def discover(env: Mapping[str, str] | None = None) -> World:
         return _read(TORCHRUN, env)
     named = env.get("WORDRUN_LAUNCHER", "")
     by_launch = [family for family in (LOCAL, *FAMILIES) if family.launcher == named]
-    for family in (*by_launch, *FAMILIES):
-        if family.present(env):
-            _check_others(family, env)
-            return _read(family, env)
+    present = [family for family in (*by_launch, *FAMILIES) if family.present(env)]
+    if present:
+        chosen = present[0] if present[0] in by_launch else _innermost(present, env)
+        _check_others(chosen, env)
+        return _read(chosen, env)
     traces = [name for name in MPI_TRACES if env.get(name)]
     if traces:
         return World(hosts=(socket.gethostname(),), launcher="mpi", source=f"MPI ({', '.join(traces)} set)")
+    _check_parts(env)
     return World(hosts=(socket.gethostname(),))
 
 
+def _is_inside(inner: Family, outer: Family, env: Mapping[str, str]) -> bool:
+    """Return whether ``inner`` was clearly started in a process of ``outer``."""
+    if outer.is_single(env) or (inner.launcher, outer.launcher) == ("srun", "pals"):  # no PALS runs in a SLURM job
+        return True
+    # In a SLURM job, an mpiexec has its daemons started by srun, one on each node.
+    one_each = outer.launcher == "srun" and set(expand_counts(env.get(outer.local_size, ""), outer.local_size)) == {1}
+    return one_each and not inner.is_single(env)
+
+
+def _innermost(present: list[Family], env: Mapping[str, str]) -> Family:
+    """Return the family whose launcher was started by all others, else the first."""
+    for family in present:
+        outer = [other for other in present if family.contradicts(other, env)]
+        if all(_is_inside(family, other, env) for other in outer):
+            if outer and env.get(family.rank) == "0" and env is os.environ:
+                _say(f"{family.says(env)}; {outer[0].says(env)}, but it only started {family.launcher}")
+            return family
+    return present[0]
+
+
+@cache
+def _say(line: str) -> None:
+    """Print a line, once per process: logging may not have started."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _check_parts(env: Mapping[str, str]) -> None:
+    """Refuse a rank that is not known completely, rather than take it for a single process."""
+    parts = _parts(env)
+    if parts:
+        needs = dict.fromkeys(name for family in parts for name in (*family.needs, family.size))
+        missing = [name for name in needs if not env.get(name)] or ["LOCAL_RANK"]
+        lacking = f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not set"
+        found = " and ".join(family.says(env) for family in parts)
+        raise WorldError(f"{found}, but {lacking}: start the ranks with `launch`, or unset these variables")
+
+
+def _parts(env: Mapping[str, str]) -> list[Family]:
+    """Return the families of which only a part is set."""
+    parts = [family for family in FAMILIES if env.get(family.rank) and not family.present(env)]
+    plain = [PLAIN] if env.get("RANK") and env.get("WORLD_SIZE") not in (None, "", "1") else []
+    return [family for family in parts if family.launcher != "srun"] + plain  # srun's rank is 0 in a job's shell, too
+
+
 def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
-    """Refuse variables that contradict ``chosen``, because one launcher runs inside another."""
-    by_launch = env.get("WORDRUN_LAUNCHER") == chosen.launcher
-    others = [family for family in FAMILIES if family is not chosen and family.present(env)]
-    if by_launch and env.get("WORDRUN_LAUNCH_ID"):
+    """Refuse variables that contradict ``chosen``: one launcher runs inside another, or has left them behind."""
+    present = [family for family in FAMILIES if family.present(env)]
+    if env.get("WORDRUN_LAUNCHER") == chosen.launcher and env.get("WORDRUN_LAUNCH_ID"):
         # launch has removed all others, except a SLURM step's if it was called in one. rank_env.sh has exported the
         # launcher's values, which a launcher inside this rank would have overwritten.
-        others = [LOCAL, *(family for family in others if family.launcher != "srun")]
+        others = [LOCAL, *(family for family in present if family.launcher != "srun")]
+    else:
+        others = [family for family in present if not _is_inside(chosen, family, env)]
+        # A part may belong to a complete family: srun sets PMI_RANK, too.
+        others += [part for part in _parts(env) if all(part.contradicts(family, env) for family in present)]
     for other in others:
-        for mine, theirs in zip(chosen.identity, other.identity, strict=True):
-            if env.get(mine) and env.get(theirs) and env[mine] != env[theirs]:
-                raise WorldError(_both(chosen, other, env))
+        if chosen.contradicts(other, env):
+            raise WorldError(_both(chosen, other, env))
 
 
 def _check_agents(env: Mapping[str, str]) -> None:
@@ -167,13 +233,9 @@ def _check_agents(env: Mapping[str, str]) -> None:
 
 
 def _both(one: Family, other: Family, env: Mapping[str, str]) -> str:
-    def says(family: Family) -> str:
-        values = " ".join(f"{name}={env[name]}" for name in family.identity if env.get(name))
-        return f"{'launch' if family is LOCAL else family.launcher} says {values}"
-
     return (
-        f"{says(one)}, but {says(other)}: one of them runs inside the other. Start the ranks with `launch` alone (inside a "
-        "step or job: launch --scheduler none), or unset the variables of the one that did not start this process."
+        f"{one.says(env)}, but {other.says(env)}: one of them runs inside the other. Start the ranks with `launch` alone "
+        "(inside a step or job: launch --scheduler none), or unset the variables of the one that did not start this process."
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wordrun.errors import REQUEUE, UserError
+from wordrun.errors import REQUEUE, UserError, short_lines
 from wordrun.launch import record
 from wordrun.launch.job import short
+from wordrun.launch.launchers import choose
+from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan
@@ -24,10 +27,13 @@ MEETING_S = 600.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``launch`` with ``argv`` (default: the command line) and return its exit status."""
+    warnings = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in warnings:  # a handler is not inherited by the ranks, as ignoring would be
+        signal.signal(number, lambda number, frame: None)
     try:
         return _launch(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        for line in str(error).splitlines():
+        for line in short_lines(str(error)):
             print(f"launch: {line}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:  # before anything was started
@@ -35,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # launch --help | head -1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    finally:
+        for number in warnings:  # Python drops its handlers before the process ends
+            signal.signal(number, signal.SIG_IGN if argv is None else signal.SIG_DFL)
 
 
 def _launch(options: Options) -> int:
@@ -61,11 +70,19 @@ def _launch(options: Options) -> int:
     if options.dry_run:
         print(record.dry_run(plan, as_json=options.json))
         return 0
-    return _run(options, plan)
+    from wordrun.launch.supervisor import say
+
+    status = _run(options, plan)
+    what, _, command = record.how_to_continue(plan, status).partition("\n")
+    say(what)
+    if command:
+        print(command, file=sys.stderr)  # without the prefix, to be pasted
+    return status
 
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once if the port was taken, and up to --retries times without failed hosts."""
+    from wordrun.launch.kills import Kills
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
     from wordrun.launch.tail import classify, port_taken
@@ -75,20 +92,23 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     if plan.decided.run.resume:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     left_out: frozenset[str] = frozenset()
-    retries = options.retries
+    retries, kills = options.retries, Kills()
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
     while True:
-        last: list[str] | None = [] if retries or may_move else None
         begun = time.monotonic()
-        status = run(plan, last)
+        if plan.launcher.in_between:
+            say(f"starting {record.size(plan)} with {plan.launcher.name}")
+        outcome = run(plan, keep_lines=bool(retries or may_move))
+        status, last = outcome.status, outcome.last_lines
         met = time.monotonic() - begun > MEETING_S
-        if status not in (0, REQUEUE) and last and may_move and not met and port_taken(last, plan.decided.port):
+        if status not in (0, REQUEUE) and may_move and not met and port_taken(last, plan.decided.port):
             may_move = False
             say(f"port {plan.decided.port} was taken in the meantime: launching again with another")
         else:
-            fault = classify(last or (), status)
+            fault = classify(last, status) or kills.fault(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
             if fault is None or retries == 0:
+                say(kills.refusal if options.retries else "")
                 return status
             retries -= 1
             left_out |= set(map(short, fault.hosts))
@@ -103,11 +123,15 @@ def _run(options: Options, plan: LaunchPlan) -> int:
 
 
 def _info(options: Options) -> int:
-    job, site, ranks, launcher = look_around(options)
+    job, site, ranks = look_around(options)
+    try:
+        launcher, missing = choose(options.launcher, ranks.np, os.environ, job, site, options), ""
+    except NoLauncherError as error:
+        launcher, missing = None, str(error)
     if job.ends_at is None:
         scheduler = SCHEDULERS[job.scheduler]
         end = scheduler.end_time(job.id, within_s=3)
         if end is not None:
             job = replace(job, ends_at=end, reasons={**job.reasons, "time_left": scheduler.end_query[0]})
-    print(record.info(job, site, ranks, launcher, as_json=options.json))
+    print(record.info(job, site, ranks, launcher, missing, as_json=options.json))
     return 0

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wordrun.launch import site_files
+from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.plan import LaunchPlan, is_stale
 from wordrun.launch.planner import make_plan
 from wordrun.launch.request import Options
@@ -43,7 +44,11 @@ def main(options: Options) -> int:
     """Run the checks, print the findings, and return 1 if something is wrong."""
     command = (sys.executable, "-m", "wordrun.probe", PREFIX)
     probe = replace(options, command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None)
-    plan = make_plan(probe)
+    try:
+        plan = make_plan(probe)
+    except NoLauncherError as error:
+        found, _, remedy = str(error).partition("\n  remedy: ")
+        return _report([Finding("launcher", "wrong", found, remedy)], options)
     words = [sys.executable, "-m", "wordrun.launch", *inner(probe, SCHEDULERS[plan.job.scheduler])[1:]]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -53,6 +58,11 @@ def main(options: Options) -> int:
     ranks = [json.loads(line.partition(PREFIX)[2]) for line in output.splitlines() if PREFIX in line]
     known, _ = site_files.find(options.site, socket.gethostname(), os.environ)
     findings = [*of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known)]
+    return _report(findings, options)
+
+
+def _report(findings: Sequence[Finding], options: Options) -> int:
+    """Print the findings; return 1 if something is wrong."""
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -79,7 +89,7 @@ def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) 
         Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
         _check("variables", left, remedy, "none left over from another launcher", "warning"),
     ]
-    if known.name:
+    if known.way_out:
         findings.append(_internet(plan, env, known))
     scratch = plan.env.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
@@ -148,7 +158,12 @@ def of_ranks(
 def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     sizes, count, launcher = {rank["mpi_size"] for rank in ranks}, plan.ranks.np, plan.launcher.name
     if sizes == {None}:
-        return Finding("MPI", "ok", f"not used: {launcher} starts ranks that connect through MASTER_ADDR")
+        unused = next((rank["mpi_unused"] for rank in ranks if rank["mpi_unused"]), "")
+        wrong = f"{launcher} does not start {unused}: each rank of an MPI program is rank 0 of 1" if unused else ""
+        own = "choose an --mpi type that the library supports (srun --mpi=list): launch --launcher-args --mpi=TYPE"
+        remedy = own if launcher == "srun" else "for MPI programs, --launcher hydra or openmpi"
+        ok = "a single rank needs none" if unused else "not used: no MPI library found"
+        return _check("MPI", wrong if count > 1 else "", remedy, ok, "warning")
     wrong = "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}"
     remedy = (
         "the launcher and the MPI library that mpi4py loads do not match: use the library's own mpiexec, "

@@ -113,7 +113,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--cpu-bind",), "cpu_bind", "CPU binding, in the launcher's own syntax", "S"),
         Option(("--launcher-args",), "launcher_args", "extra arguments for mpiexec, srun or torchrun", '"..."', _words),
         Option(("--idle-timeout",), "idle_timeout", "stop the job after S seconds without output", "S", _seconds),
-        Option(("--retries",), "retries", "relaunch up to N times after a node or network failure", "N", _count),
+        Option(
+            ("--retries",),
+            "retries",
+            "relaunch up to N times after a node or network failure or a SIGKILL",
+            "N",
+            _count,
+        ),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _margin),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
@@ -213,7 +219,7 @@ def parse(words: Sequence[str]) -> Options:
         values[option.field] = (*values.get(option.field, ()), read) if option.repeat else read
     if problems:
         raise ConfigError("\n".join(problems))
-    options = Options(**values, command=tuple(rest))
+    options = Options(**values, typed=tuple(words[: len(words) - len(rest)]), command=tuple(rest))
     if options.json and not (options.dry_run or options.info or options.doctor or options.submit):
         raise ConfigError("--json goes with --dry-run, --info, --doctor or --submit")
     if not options.submit:

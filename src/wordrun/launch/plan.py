@@ -17,6 +17,7 @@ from wordrun.launch.site import UNKNOWN, Site, fill
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
+    "WORDRUN_IGNORE_USR1",
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
@@ -82,7 +83,7 @@ def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | N
     given = env.get("OMP_NUM_THREADS")
     if given is None:
         return str(cores), "cores per rank"
-    if SCHEDULERS[scheduler].sets_threads(env):
+    if SCHEDULERS[scheduler].has_set("OMP_NUM_THREADS", env):
         return str(cores), f"cores per rank, instead of {scheduler.upper()}'s {given}"
     return None, f"kept: OMP_NUM_THREADS={given} was exported"
 
@@ -125,6 +126,8 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
     """Yield defaults that make ranks behave as expected, unless the user has exported these variables."""
     decided, watched = request.decided, request.options.idle_timeout
     yield "WORDRUN_LAUNCHER", (launcher.name, "")
+    if request.options.trains and launcher.in_between:
+        yield "WORDRUN_IGNORE_USR1", ("1", "harmless until wordrun handles it, and after the last step")
     if launcher.in_between and "PYTHONUNBUFFERED" not in env:
         yield "PYTHONUNBUFFERED", ("1", "ranks write to a pipe; the lines before a crash should not be lost")
     if watched and "PYTHONFAULTHANDLER" not in env:
@@ -140,8 +143,8 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
 
 
 def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the site's variables, except any that the user exported."""
-    site = request.site
+    """Return the site's variables, except any that the user, rather than the scheduler, exported."""
+    site, scheduler = request.site, SCHEDULERS[request.job.scheduler]
     words = {"devices": str(request.devices), "devices_reversed": ",".join(map(str, reversed(range(request.devices))))}
     proxies = {name: (value, "compute nodes reach the internet by it") for name, value in site.proxies.items()}
     asked = {**site.env, **proxies}
@@ -150,6 +153,5 @@ def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
     return {
         name: (fill(value, **words), f"site {site.name}: {why}")
         for name, (value, why) in asked.items()
-        # A device list comes from the scheduler, not from the user.
-        if name not in env or name == "CUDA_VISIBLE_DEVICES"
+        if name not in env or scheduler.has_set(name, env)
     }

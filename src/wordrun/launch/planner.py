@@ -15,7 +15,7 @@ from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address
 from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import choose
-from wordrun.launch.launchers.base import Launcher, find_command, own_bin
+from wordrun.launch.launchers.base import find_command, own_bin
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask_words
@@ -45,14 +45,17 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
         ConfigError: the options contradict each other or the machine.
         CommandError: the command does not exist or cannot be run.
     """
-    job, site, ranks, launcher = look_around(options, left_out)
+    job, site, ranks = look_around(options, left_out)
+    launcher = choose(options.launcher, ranks.np, os.environ, job, site, options)
+    if launcher.note:
+        job = replace(job, notes=(*job.notes, launcher.note))
     plan = build(job, options, ranks, launcher, _decide(options, job, ranks, site, same), os.environ, site)
     check_command(options.command[0], plan.environment(os.environ).get("PATH", os.defpath))
     return plan
 
 
-def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site, Ranks, Launcher]:
-    """Return the job, the site, the requested ranks, and the launcher that starts them."""
+def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site, Ranks]:
+    """Return the job, the site, and the requested ranks."""
     env = os.environ
     host = local_host(env)
     site, why = UNKNOWN, ""
@@ -75,7 +78,7 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     crowded = check_crowd(options, job, ranks, cgroup.memory() if runs_python else None)
     if crowded:
         job = replace(job, notes=(*job.notes, crowded))
-    return job, site, ranks, choose(options.launcher, ranks.np, env, job, site)
+    return job, site, ranks
 
 
 def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity | None) -> Decided:

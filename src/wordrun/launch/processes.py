@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -168,12 +168,17 @@ def adopt_orphans() -> None:
         _prctl()(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def before_exec(*, own_group: bool, death_signal: int) -> Callable[[], None]:
-    """Return a function for a child to call before exec: it leaves launch's process group, and dies with launch."""
+def before_exec(*, own_group: bool, death_signal: int, ignored: Iterable[int] = ()) -> Callable[[], None]:
+    """Return a function for a child to call before exec: it leaves launch's process group, and dies with launch.
+
+    ``ignored`` are signals that it ignores until it handles them.
+    """
     prctl = _prctl() if sys.platform == "linux" else None
     parent = os.getpid()
 
     def prepare() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         if own_group:
             os.setpgid(0, 0)
         if prctl:

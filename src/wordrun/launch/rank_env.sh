@@ -1,9 +1,12 @@
 #!/bin/sh
 # Runs a command as one rank, with torchrun's variables set from the launcher's.
-# usage: rank_env.sh COMMAND...   (launch exports WORDRUN_LAUNCHER, WORDRUN_WORLD_SIZE and WORDRUN_STATUS_DIR)
+# usage: rank_env.sh COMMAND...   (launch exports WORDRUN_LAUNCHER, WORDRUN_WORLD_SIZE and WORDRUN_STATUS_DIR, and
+# WORDRUN_IGNORE_USR1 for a COMMAND that handles SIGUSR1: it would otherwise die of one before it does)
 #
 # Reads only one family of variables, never writes PMI_* (MPI would fail), and needs only sh. The same families
 # are in dist/world.py, in the same order; a test compares them.
+
+[ -z "${WORDRUN_IGNORE_USR1-}" ] || trap '' USR1
 
 case ${WORDRUN_LAUNCHER-} in
   torchrun) # sets the other four itself
@@ -53,7 +56,8 @@ export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 
 # mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, including the 9 of ranks it killed), so this
 # shell stays to report its rank's. Signals reach the entire group; it waits for the command to act on them.
-trap : HUP INT TERM USR1 USR2 ABRT
+trap : HUP INT TERM USR2 ABRT
+[ -n "${WORDRUN_IGNORE_USR1-}" ] || trap : USR1
 if [ -p "$WORDRUN_STATUS_DIR/$RANK.err" ]; then # pipes of its own, so that lines of different ranks do not mix
   "$@" >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err"
 else

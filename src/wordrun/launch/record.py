@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from wordrun.errors import REQUEUE, short_lines
 from wordrun.files import replace
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
@@ -46,6 +48,7 @@ def mask_words(words: Sequence[str]) -> list[str]:
 def facts(plan: LaunchPlan) -> dict[str, Any]:
     """Return everything known about a launch before it starts, ready for JSON."""
     return {
+        "launch": ["launch", *mask_words(plan.options.typed)],
         "command": mask_words(plan.options.command),
         "argv": mask_words(plan.argv),
         "np": plan.ranks.np,
@@ -104,14 +107,36 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def how_to_continue(plan: LaunchPlan, status: int) -> str:
+    """Return what to tell the user after a launch that ended with ``status``; empty: nothing."""
+    words = [*facts(plan)["launch"], *mask_words(plan.options.command)]
+    again = f"  WORDRUN_RUN_ID={plan.env['WORDRUN_RUN_ID']} WORDRUN_RESUME=auto {shlex.join(words)}"
+    record = plan.env.get("WORDRUN_LAUNCH_RECORD", "")
+    # A wordrun run moves the record into its directory and leaves a link.
+    run_dir = Path(os.path.realpath(record)).parent if os.path.islink(record) else None
+    if status == REQUEUE:
+        saved = f"stopped early, with its state saved (exit status {REQUEUE})"
+        return saved if run_dir else f"{saved}; to continue:\n{again}"
+    if status == 0 or run_dir is None or not (run_dir / "checkpoints" / "latest").exists():
+        return ""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if json.loads((run_dir / "run.json").read_text())["exit_reason"].startswith("stopped by"):
+            return ""  # the run has said it
+    return f"to continue from the last checkpoint:\n{again}"
+
+
+def size(plan: LaunchPlan) -> str:
+    """Return the number of ranks and hosts, for people to read."""
+    return f"{plan.ranks.np} rank{'s' * (plan.ranks.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
+
+
 def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     """Return what would run: as JSON, or as shell commands that can be pasted, with the reasons as comments."""
     if as_json:
         return json.dumps(facts(plan), indent=2)
-    ranks = f"{plan.ranks.np} rank{'s' * (plan.ranks.np > 1)} on {len(plan.hosts)} host{'s' * (len(plan.hosts) > 1)}"
     launcher = f"{plan.launcher.name} {plan.launcher.path}".strip()
     lines = [
-        f"# {ranks}: {plan.reasons['ranks']}",
+        f"# {size(plan)}: {plan.reasons['ranks']}",
         f"# site: {plan.site.name or 'unknown'} ({plan.reasons.get('site', 'not one of the known sites')})",
         f"# scheduler: {plan.job.scheduler} {plan.job.id} ({plan.reasons['scheduler']})".replace("  ", " "),
         f"# hosts: {' '.join(plan.hosts[:SHOWN])}{' ...' * (len(plan.hosts) > SHOWN)} ({plan.reasons['hosts']})",
@@ -133,12 +158,12 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
     return "\n".join([*lines, shlex.join(mask_words(plan.argv))])
 
 
-def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: bool) -> str:
-    """Return the detected job, hosts, devices, launcher and python, as JSON or a table."""
+def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher | None, missing: str = "", *, as_json: bool) -> str:
+    """Return the detected job, hosts, devices, launcher (or why there is none) and python, as JSON or a table."""
     path = os.pathsep.join(filter(None, (own_bin(), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
         "site": f"{site.name}: {site.description}" if site.name else None,
-        "internet": site.way_out if site.name else None,
+        "internet": site.way_out or None,
         "scheduler": job.scheduler,
         "job": job.id or None,
         "queue": job.queue or None,
@@ -147,14 +172,15 @@ def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher, *, as_json: boo
         "cores": list(job.cores),
         "devices": list(job.devices),
         "ranks": ranks.np,
-        "launcher": launcher.name,
-        "launcher_path": launcher.path or None,
+        "launcher": launcher.name if launcher else None,
+        "launcher_path": launcher.path or None if launcher else None,
+        "launcher_missing": short_lines(f"launcher: {missing}") if missing else [],
         "python": sys.executable,
         "python_version": sys.version.split()[0],
         "python_in_path": find_command("python", os.environ.get("PATH", path))[0] or None,
         "wordrun": __version__,
         "notes": list(job.notes),
-        "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why},
+        "reasons": {**job.reasons, "ranks": ranks.why, "launcher": launcher.why if launcher else ""},
     }
     return json.dumps(found, indent=2) if as_json else _table(found)
 
@@ -164,11 +190,13 @@ def _table(found: dict[str, Any]) -> str:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")  # paths are to be read in full
     for name, value in found.items():
-        if name != "reasons" and value not in (None, []):
+        if name not in ("reasons", "launcher_missing") and value not in (None, []):
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             table.add_row(name, text, found["reasons"].get(name, ""))
     console = Console(highlight=False, markup=False)
     with console.capture() as capture:
         console.print(table)
-    return capture.get().rstrip("\n")
+    return "\n".join([capture.get().rstrip("\n"), *found["launcher_missing"]])

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from wordrun.launch.job import Job
 from wordrun.launch.site import UNKNOWN, Site
@@ -54,7 +55,15 @@ class Options:
     """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
     version: bool = False
+    typed: tuple[str, ...] = field(default=(), compare=False)
+    """The words before the command."""
     command: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether ``command`` is wordrun's training, which saves on SIGUSR1; it would kill most other programs."""
+        following = [after for word, after in pairwise([*self.command, ""]) if os.path.basename(word) == "wordrun"]
+        return bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
 
 
 def seconds(walltime: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
+from wordrun.launch.kills import Outcome
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.oom import OomWatch
 from wordrun.launch.output import MOST_RANKS, PARTIAL_S, Output, Source
@@ -24,12 +25,12 @@ from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, s
 CANNOT_START = 126
 
 
-def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
-    """Run ``plan`` to completion and return its exit status.
+def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
+    """Run ``plan`` to completion and return how it ended.
 
     Args:
         plan: what to start.
-        last_lines: receives the last lines that the launcher and the ranks print on stderr.
+        keep_lines: whether to return the last lines that the launcher and the ranks print on stderr.
     """
     idle, margin = plan.options.idle_timeout is not None, plan.options.walltime_margin
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
@@ -43,7 +44,7 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
         _write_files(plan)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
-        memory = OomWatch()
+        memory, outcome = OomWatch(), Outcome(CANNOT_START)
         launcher, alone = plan.launcher, plan.job.is_local and plan.ranks.nodes == 1
         output = Output(launcher.noise, launcher.own_lines, status_dir if alone and plan.ranks.np <= MOST_RANKS else "")
         if output.pipes:
@@ -51,10 +52,9 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
         passes = idle or bool(output.pipes or (status_dir and launcher.noise))
         with _signals() as arrived:
             try:
-                child = _start(plan, env, stdout=passes, stderr=passes or plan.ranks.np > 1 or last_lines is not None)
+                child = _start(plan, env, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
-                status = CANNOT_START
                 output.close()
             else:
                 for stream, sink in ((child.stdout, 1), (child.stderr, 2)):
@@ -64,24 +64,23 @@ def run(plan: LaunchPlan, last_lines: list[str] | None = None) -> int:
                 job = Supervisor(plan, child, status_dir, output)
                 if margin:
                     job.warn_before_end(margin)
-                status = _watch(job, arrived)
-                job.explain(status)
-                if status not in (0, REQUEUE) and not job.stopped_by and (evidence := memory.killed_for_memory()):
-                    say(evidence)
-                if status == REQUEUE:
-                    run_id = plan.env["WORDRUN_RUN_ID"]
-                    say(f"stopped early, with its state saved (exit status {REQUEUE}): run {run_id} can be resumed")
-                if last_lines is not None and not job.stopped_by:
-                    last_lines += [*output.folded, *output.tail.lines()]
+                outcome.status = _watch(job, arrived)
+                job.explain(outcome.status)
+                if outcome.status not in (0, REQUEUE) and not job.stopped_by:
+                    outcome.failed = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
+                    outcome.memory = memory.killed_for_memory() or ""
+                    say(outcome.memory)
+                if keep_lines and not job.stopped_by:
+                    outcome.last_lines = [*output.folded, *output.tail.lines()]
     finally:
         if status_dir:
             shutil.rmtree(status_dir)
     if record:
         try:
-            record.end(status, output.folded)
+            record.end(outcome.status, output.folded)
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
-    return status
+    return outcome
 
 
 def _write_files(plan: LaunchPlan) -> None:
@@ -114,7 +113,10 @@ def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool)
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
         stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
-        preexec_fn=processes.before_exec(own_group=own_group, death_signal=plan.launcher.death_signal),
+        preexec_fn=processes.before_exec(
+            own_group=own_group, death_signal=plan.launcher.death_signal,
+            ignored=(signal.SIGUSR1,) if plan.options.trains else (),
+        ),
     )  # fmt: skip
 
 

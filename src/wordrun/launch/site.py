@@ -63,11 +63,11 @@ class Site:
 
     @property
     def way_out(self) -> str:
-        """How compute nodes reach the internet, for messages."""
+        """How compute nodes reach the internet according to the site's file; empty: nothing is known but by trying."""
         if not self.internet:
             return f"not reachable from compute nodes of {self.name}"
         proxies = [name for name in self.proxies if name != "no_proxy"]
-        return f"through the site's proxies ({', '.join(proxies)})" if proxies else "reachable directly"
+        return f"through the site's proxies ({', '.join(proxies)})" if proxies else ""
 
     def matches(self, host: str, env: Mapping[str, str]) -> bool:
         """Return whether ``host`` or a variable of ``env`` identifies this site."""

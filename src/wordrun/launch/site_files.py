@@ -50,6 +50,12 @@ def site_files(env: Mapping[str, str]) -> dict[str, str]:
     return {os.path.basename(path).removesuffix(".yaml"): path for path in paths}
 
 
+def own_file(wanted: str, env: Mapping[str, str]) -> str:
+    """Return the absolute path of the user's own file for a site, given by name or path; empty: it is not theirs."""
+    path = site_files(env).get(wanted, wanted)
+    return os.path.abspath(path) if wanted and os.path.dirname(path) != OWN else ""
+
+
 def own_folder(env: Mapping[str, str]) -> str:
     """Return the folder of the user's own site files."""
     config = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", os.path.expanduser("~")), ".config")

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
 from wordrun.launch import planner, site_files
@@ -76,8 +75,9 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
     activation, home = _environment(origin.prefix, bool(site.modules))
     lines += [*site.modules, *activation]
     if origin.setup:
+        setup_job = ["setup_job", *passed_on(options, scheduler)]
         setup_python = f"setup_python {shlex.quote(home)}" if home else "setup_python"
-        lines.append(f"source {shlex.quote(origin.setup)} && {setup_python} && setup_job || exit")
+        lines.append(f"source {shlex.quote(origin.setup)} && {setup_python} && {shlex.join(setup_job)} || exit")
     lines += [f"export WORDRUN_RUN_ID={shlex.quote(run_id)}", "export WORDRUN_RESUME=auto"]
     return "\n".join([*lines, "", *_ending(options, scheduler), ""])
 
@@ -102,13 +102,8 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
 
 
 def margin(options: Options) -> float | None:
-    """Return --walltime-margin, or its default for wordrun's training; None for commands that may not handle SIGUSR1.
-
-    SIGUSR1 kills a program that does not handle it.
-    """
-    following = [after for word, after in pairwise([*options.command, ""]) if os.path.basename(word) == "wordrun"]
-    trains = bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
-    if options.walltime_margin is not None or options.walltime is None or not trains:
+    """Return --walltime-margin, or its default for wordrun's training; None: other commands may not handle SIGUSR1."""
+    if options.walltime_margin is not None or options.walltime is None or not options.trains:
         return options.walltime_margin
     return min(MARGIN_S, seconds(options.walltime) // MARGIN_PART)
 
@@ -131,7 +126,12 @@ def _ending(options: Options, scheduler: Scheduler) -> list[str]:
 
 def inner(options: Options, scheduler: Scheduler) -> list[str]:
     """Return the launch command that the script runs: with all options except the submission's."""
-    words = ["launch"]
+    return ["launch", *passed_on(options, scheduler), "--", *options.command]
+
+
+def passed_on(options: Options, scheduler: Scheduler) -> list[str]:
+    """Return the options of the launch inside the job."""
+    words: list[str] = []
     for option in INNER:
         value = getattr(options, option.field)
         if not value or (option.field == "walltime_margin" and scheduler.sends_warning(options)):
@@ -143,7 +143,7 @@ def inner(options: Options, scheduler: Scheduler) -> list[str]:
         else:
             text = f"{value:.15g}" if isinstance(value, float) else f"{value}"
             words += [option.names[0], shlex.join(value) if isinstance(value, tuple) else text]
-    return [*words, "--", *options.command]
+    return words
 
 
 def write(path: str, text: str) -> None:
@@ -241,6 +241,9 @@ def main(options: Options) -> int:
     """Write a job script and submit it, or print it; return the exit status."""
     site, why = site_files.find(options.site, socket.gethostname(), os.environ)
     scheduler = _choose(options, site)
+    # In the job, a file of the user's own may be neither found by its name nor recognise the host.
+    own = site_files.own_file(options.site or site.name, os.environ)
+    options = replace(options, site=own or options.site)
     root = os.path.abspath(__file__).removesuffix(os.path.join("src", "wordrun", "launch", "submit.py"))
     setup = os.path.join(root, "bin", "setup.sh")
     origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")

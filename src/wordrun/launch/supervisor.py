@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from wordrun.errors import REQUEUE
+from wordrun.errors import REQUEUE, short_lines
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import STOPPING
 from wordrun.launch.output import Output
@@ -40,7 +40,7 @@ ABORTED = re.compile(r"Abort\(\d+\) on node (\d+) ")
 
 def say(message: str) -> None:
     """Print a message from launch on stderr."""
-    for line in message.splitlines():
+    for line in short_lines(message):
         print(f"launch: {line}", file=sys.stderr, flush=True)
 
 
@@ -234,6 +234,9 @@ class Supervisor:
             return 128 + self.stopped_by
         if self.failed:
             return self.failed[1]
+        died_of_input = self.plan.launcher.may_die_of_input and self.child.returncode == -signal.SIGPIPE
+        if died_of_input and self.status_dir and len(self.plan.hosts) <= 1:
+            return 0  # no rank has reported a failure
         return self.returned if self.returned is not None else 1
 
 

@@ -18,16 +18,19 @@ __all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta
 M = TypeVar("M", bound=Model)
 
 
-def meta_model(cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> Transformer:
+def meta_model(
+    cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
+) -> Transformer:
     """Return the model that ``cfg`` describes, or a pipeline stage of it, on the meta device: shapes without memory.
 
     Args:
         cfg: the model's options.
         vocab_size: size of the tokenizer's vocabulary, which ``cfg.vocab_size`` may exceed.
         layers: numbers of the stage's blocks; None: all.
+        multiple: pad the vocabulary to a multiple of this.
     """
     with torch.device("meta"):
-        model: Transformer = part_of("model", cfg).load()(cfg, cfg.vocab_size or vocab_size, layers)
+        model: Transformer = part_of("model", cfg).load()(cfg, cfg.vocab_size or vocab_size, layers, multiple)
     return model
 
 

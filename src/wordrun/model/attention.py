@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wordrun import compat
 from wordrun.model.dropout import dropout
 
 SHORT = 512
@@ -75,4 +76,4 @@ def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
     """
     if q.device.type == "cuda":
         return mask is None and q.dtype in (torch.float16, torch.bfloat16)
-    return q.device.type == "cpu"
+    return q.device.type == "cpu" and compat.CPU_SHARES_HEADS

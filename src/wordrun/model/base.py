@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Model(nn.Module):
 
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one."""
+    unpadded_rows: Mapping[str, int] = MappingProxyType({})
+    """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
 
     def losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,).
@@ -79,7 +82,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
-        """Initialise matrices from a normal distribution, biases to 0, other parameters to 1, and buffers by module.
+        """Initialise matrices from a normal distribution, biases and padding to 0, other parameters to 1, and buffers
+        by module.
 
         Each matrix has its own random generator, seeded with ``seed`` and its name, so that a rank can initialise its
         part of the model without the rest.
@@ -95,16 +99,19 @@ class Model(nn.Module):
             _reset(each)
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), recurse=recurse):
             if parameter.dim() >= 2:
-                parameter.copy_(self._draw(seed, name, parameter))
+                rows = self.unpadded_rows.get(name, len(parameter))
+                drawn = parameter[:rows]
+                drawn.copy_(self._draw(seed, name, drawn))
+                parameter[rows:].zero_()
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         device = torch.device("cpu") if parameter.numel() <= DRAWN_ON_CPU else parameter.device
-        stream = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
         values = parameter if parameter.device == device else torch.empty_like(parameter, device=device)
-        return values.normal_(std=self.initial_std(name), generator=stream)
+        return values.normal_(std=self.initial_std(name), generator=generator)
 
     @torch.no_grad()
     def fill_buffers(self, device: torch.device) -> None:

@@ -57,20 +57,20 @@ def generate(
         on_tokens: called with each new column of tokens, (B,) on the CPU.
     """
     # Always on the CPU, so that every device generates the same text.
-    stream = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     first = max(0, prompt.shape[1] - block_size)
     for _ in range(length):
         if tokens.shape[1] - first > block_size:
             first += min(slide, block_size)
-        drawn = draw(logits_of(tokens[:, first:]).float().cpu() / temperature, top_k, top_p, stream)
+        drawn = draw(logits_of(tokens[:, first:]).float().cpu() / temperature, top_k, top_p, generator)
         tokens = torch.cat((tokens, drawn.to(tokens.device)), 1)
         if on_tokens is not None:
             on_tokens(drawn[:, 0])
     return tokens
 
 
-def draw(logits: Tensor, top_k: int | None, top_p: float, stream: torch.Generator) -> Tensor:
+def draw(logits: Tensor, top_k: int | None, top_p: float, generator: torch.Generator) -> Tensor:
     """Sample a token for each row of ``logits`` (B, V), as (B, 1), filtered by ``top_k`` and then by ``top_p``."""
     if top_k is not None and top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
@@ -79,4 +79,4 @@ def draw(logits: Tensor, top_k: int | None, top_p: float, stream: torch.Generato
         ordered, order = chances.sort(descending=True, stable=True)
         likelier = ordered.cumsum(-1) - ordered
         chances = torch.zeros_like(chances).scatter(1, order, ordered.masked_fill(likelier >= top_p, 0))
-    return torch.multinomial(chances, 1, generator=stream)
+    return torch.multinomial(chances, 1, generator=generator)

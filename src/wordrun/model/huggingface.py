@@ -103,7 +103,7 @@ def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
         cfg: shapes.
         vocab_size: rows of the embedding.
     """
-    return {"vocab_size": vocab_size, **FAMILIES[type(cfg)].describe(cfg), **NO_SPECIAL_TOKENS}
+    return {"vocab_size": vocab_size, **ARCHITECTURES[type(cfg)].describe(cfg), **NO_SPECIAL_TOKENS}
 
 
 def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """How one of our models maps to a transformers model."""
 
     names: Mapping[str, str]
@@ -139,15 +139,15 @@ class Family:
     """Whether transformers stores the matrices of the blocks transposed."""
 
 
-FAMILIES: dict[type[ModelConfig], Family] = {
-    GPTConfig: Family(GPT2_NAMES, _describe_gpt2, transposed=True),
-    LlamaConfig: Family(LLAMA_NAMES, _describe_llama),
+ARCHITECTURES: dict[type[ModelConfig], Architecture] = {
+    GPTConfig: Architecture(GPT2_NAMES, _describe_gpt2, transposed=True),
+    LlamaConfig: Architecture(LLAMA_NAMES, _describe_llama),
 }
 
 
 def _their_name(name: str, cfg: ModelConfig) -> str:
     """Return transformers' name of our parameter ``name``."""
-    names = FAMILIES[type(cfg)].names
+    names = ARCHITECTURES[type(cfg)].names
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
         blocks, layer, inner = module.split(".", 2)
@@ -175,4 +175,4 @@ def to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
 
 
 def _is_transposed(name: str, tensor: Tensor, cfg: ModelConfig) -> bool:
-    return FAMILIES[type(cfg)].transposed and name.startswith("blocks.") and tensor.dim() == 2
+    return ARCHITECTURES[type(cfg)].transposed and name.startswith("blocks.") and tensor.dim() == 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, value_text
-from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.errors import ConfigError, UserError, first_line, unpickling_problem
 from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
@@ -227,7 +227,7 @@ def open_files(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size
                 readers |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
                 shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors, pickle and zip have their own error types
-            raise UserError(f"{path} is damaged, or no file of weights: {first_line(error)}") from None
+            raise UserError(f"{path} is damaged, or no file of weights: {unpickling_problem(error)}") from None
     return LazyWeights(readers), shapes
 
 

@@ -1,6 +1,6 @@
 """A decoder-only transformer: blocks between an embedding and an output layer.
 
-Shapes: B sequences, T tokens, C = n_embd, V vocabulary.
+Shapes: B sequences, T tokens, C = n_embd, V vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -62,15 +62,29 @@ class Transformer(Model):
 
     The first stage has the embedding, the last has the norm and the output layer. Parameters have the same names and
     the same initial values in every stage as in the full model, so that any layout of ranks holds the same model.
+
+    The embedding and the output layer may have more rows than there are tokens. The logits of this padding are -inf,
+    so it has zero probability and zero gradients, and its weights stay 0.
+
+    Args:
+        cfg: the model's options.
+        vocab_size: number of tokens.
+        layers: numbers of the stage's blocks; None: all.
+        multiple: pad the vocabulary to a multiple of this.
     """
 
     first_layers: tuple[str, ...]
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
-    def __init__(self, cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         self.vocab_size = vocab_size
+        self.padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
+        if self.padded_vocab_size > vocab_size:
+            self.unpadded_rows = {"tokens.weight": vocab_size, "head.weight": vocab_size}
         self.layers = range(cfg.n_layer) if layers is None else layers
         self.is_first = 0 in self.layers
         self.is_last = cfg.n_layer - 1 in self.layers
@@ -79,12 +93,12 @@ class Transformer(Model):
         self.blocks = nn.ModuleDict({str(layer): self.new_block() for layer in self.layers})
         if self.is_last:
             self.norm = self.new_norm()
-            self.head = nn.Linear(cfg.n_embd, vocab_size, bias=False)
+            self.head = nn.Linear(cfg.n_embd, self.padded_vocab_size, bias=False)
         self.tie()
 
     def add_embedding(self) -> None:
         """Add the modules that ``embed`` uses, including ``tokens``."""
-        self.tokens = nn.Embedding(self.vocab_size, self.cfg.n_embd)
+        self.tokens = nn.Embedding(self.padded_vocab_size, self.cfg.n_embd)
         self.drop = Dropout(self.cfg.dropout)
 
     @property
@@ -110,7 +124,7 @@ class Transformer(Model):
         """
         cfg, block = self.cfg, next(iter(self.blocks.values()))
         weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
-        weights = cfg.n_layer * weights + self.vocab_size * cfg.n_embd
+        weights = cfg.n_layer * weights + self.padded_vocab_size * cfg.n_embd
         return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
@@ -169,12 +183,15 @@ class Transformer(Model):
             documents: (B, T) document number of each token, if attention must stay within documents.
 
         Returns:
-            (B, T, V), or (B, V) with ``at``; before the last stage, (B, T, C).
+            (B, T, V), or (B, V) with ``at``, -inf for padding; before the last stage, (B, T, C).
         """
         x = self.features(x, caches, documents)
         if not self.is_last:
             return x
-        return self.head(x if at is None else x[:, at])  # type: ignore[no-any-return]
+        logits = self.head(x if at is None else x[:, at])
+        if self.unpadded_rows:
+            exclude(logits, self.vocab_size)
+        return logits  # type: ignore[no-any-return]
 
     def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the residual stream (B, T, C) at the end of this stage, normalised if it is the last."""
@@ -214,3 +231,17 @@ class Transformer(Model):
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
         """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""
         return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd
+
+
+@torch.no_grad()
+def exclude(logits: Tensor, start: int) -> None:
+    """Set the ``logits`` (..., V) from index ``start`` on to -inf, in place and without autograd.
+
+    Autograd would copy the gradients of all logits to mask those that the softmax makes exactly 0 anyway.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(logits, DTensor):  # sharded by vocabulary, over the tensor-parallel ranks
+        rank, logits = logits.device_mesh.get_local_rank(), logits.to_local()
+        start -= rank * logits.shape[-1]
+    logits[..., max(0, start) :] = -torch.inf

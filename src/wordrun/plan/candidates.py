@@ -72,15 +72,12 @@ class Planner:
         """
         cfg, hardware = self.cfg, self.hardware
         at = checks.layout(backend, hardware.devices, hardware.per_node)
-        model, overrides = cfg.model, _overrides(backend)
-        if self.model.vocab_size % at.tp and model.vocab_size is None:
-            rows = math.ceil(self.model.vocab_size / at.tp) * at.tp
-            model = replace(model, vocab_size=rows)
-            overrides.append(f"model.vocab_size={rows}")
-        if at.dp * model.batch_size * (cfg.optimizer.gas or 1) != self.sequences and not cfg.train.global_batch_size:
+        overrides = _overrides(backend)
+        sequences = at.dp * cfg.model.batch_size * (cfg.optimizer.gas or 1)
+        if sequences != self.sequences and not cfg.train.global_batch_size:
             overrides.append(f"train.global_batch_size={self.sequences}")
         train = replace(cfg.train, backend=backend.name, global_batch_size=self.sequences)
-        mine = replace(cfg, model=model, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
+        mine = replace(cfg, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
         # A plan does not require DeepSpeed to be installed, so check the batch as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
         checks.check(checked if isinstance(backend, DeepSpeedConfig) else mine, hardware.devices, hardware.per_node)

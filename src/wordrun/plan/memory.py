@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.checks import microbatches
+from wordrun.checks import microbatches, vocab_multiple
 from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig, SGDConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
-from wordrun.plan.shapes import ModelShapes, numel
+from wordrun.plan.shapes import ModelShapes, numel, shapes_of
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
 
 Stages = Sequence[Sequence[int]]
@@ -67,7 +67,7 @@ def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: 
     """Return the memory of a rank under ``strategy``.
 
     Args:
-        model: the complete model.
+        model: the complete model, without padding.
         strategy: the training strategy.
         checkpointing: a value of train.activation_checkpointing.
         pp_rank: index of the rank in its pipeline; None: the rank that needs most.
@@ -75,6 +75,9 @@ def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: 
     Raises:
         NoEstimateError: if the plan does not cover this backend or model.
     """
+    multiple = vocab_multiple(strategy.cfg, strategy.layout.tp, on_cpu=strategy.on_cpu)
+    if model.vocab_size % multiple:
+        model = shapes_of(model.cfg, model.vocab_size, multiple)
     ranks = range(strategy.layout.pp) if pp_rank is None else [pp_rank]
     each = (memory_of_rank(strategy.backend, model, strategy, checkpointing, rank) for rank in ranks)
     return max(each, key=lambda need: need.total)
@@ -96,7 +99,9 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     if strategy.compute < FP32:  # autocast keeps a copy of each matrix product's factors
         factors = [each for each in [*model.block * len(model.layers), *model.last] if each.matmul]
         buffers += strategy.compute * numel(factors)
-    if strategy.gas > 1 or ranks == 1 or not options.gradient_as_bucket_view:  # else gradients are bucket views
+    # Else gradients are bucket views. One process has buckets that it does not use; a CPU gives them no memory.
+    separate = strategy.gas > 1 or not options.gradient_as_bucket_view
+    if not strategy.on_cpu if ranks == 1 else separate:
         buffers += FP32 * count
     size, state = FP32 * count, _optimizer_state(strategy, count, len(shapes))
     return Memory(

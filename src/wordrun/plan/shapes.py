@@ -44,6 +44,7 @@ class ModelShapes:
 
     cfg: ModelConfig
     vocab_size: int
+    """Rows of the embedding."""
     first: list[ParameterShape]
     """Outside the blocks, in the first pipeline stage: the embedding."""
     block: list[ParameterShape]
@@ -79,16 +80,22 @@ class ModelShapes:
         return max(sizes.items(), key=lambda each: each[1])
 
 
-def shapes_of(cfg: ModelConfig, vocab_size: int) -> ModelShapes:
-    """Return the parameters of the model in ``cfg``; ``vocab_size`` applies if ``cfg`` does not set it."""
+def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShapes:
+    """Return the parameters of the model in ``cfg``.
+
+    Args:
+        cfg: the model's options.
+        vocab_size: size of the vocabulary, if ``cfg`` does not set it.
+        multiple: pad the vocabulary to a multiple of this.
+    """
     from wordrun.model import meta_model
 
-    model = meta_model(replace(cfg, n_layer=1), vocab_size)
+    model = meta_model(replace(cfg, n_layer=1), vocab_size, multiple=multiple)
     outside = [name for name, _ in model.named_children() if name != "blocks"]
     first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name)]
     last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name)]
     tied = _shapes(model, "head")[:1] if model.tied else []
-    return ModelShapes(cfg, model.vocab_size, first, _shapes(model, "blocks"), last, tied)
+    return ModelShapes(cfg, model.padded_vocab_size, first, _shapes(model, "blocks"), last, tied)
 
 
 def _shapes(model: Transformer, child: str) -> list[ParameterShape]:

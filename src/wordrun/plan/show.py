@@ -48,7 +48,7 @@ def as_json(report: Report) -> str:
         "dtype": planner.cfg.train.dtype,
         "sequences_per_step": planner.sequences,
         "machine": {**asdict(planner.hardware), "usable_bytes": planner.hardware.usable},
-        "ways": [_row(row) for row in report.rows],
+        "strategies": [_row(row) for row in report.rows],
         "advice": {"command": report.command, "activation_checkpointing": advice.checkpointing, "why": advice.why},
     }
     return json.dumps(content, indent=2)

@@ -96,6 +96,8 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
     if manifest.is_complete(folder):
         if cfg.data.prepared:
             corpus.compare(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
+        if cfg.data.strict:
+            manifest.check_left_out(manifest.load(folder).left_out, cfg.data)
         return cfg, folder, None
     if source.is_tokens and not cfg.data.prepared:
         raise ConfigError(
@@ -109,7 +111,9 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
             f"data={cfg.data.name} is being prepared in {folder} by {lock.holder(path)}: wait for it, or stop it. If "
             f"there is no such process, remove {path}"
         )
-    return cfg, folder, run.begin(source, cfg.tokenizer, folder)
+    preparation = run.begin(source, cfg.tokenizer, folder)
+    manifest.check_left_out(preparation.left_out, cfg.data)
+    return cfg, folder, preparation
 
 
 @contextlib.contextmanager
@@ -147,5 +151,7 @@ def report(folder: Path, found: manifest.Manifest) -> None:
     for split in manifest.SPLITS:
         tokens, documents, count = found.tokens(split), found.documents(split), len(getattr(found, split))
         LOGGER.info("%s: %s tokens, %s documents, %d shards", split, f"{tokens:,}", f"{documents:,}", count)
+    if found.left_out:
+        LOGGER.info("left out: %s", manifest.few(found.left_out))
     LOGGER.info("tokenizer %s, vocabulary %s", found.settings["tokenizer"]["name"], f"{found.vocab_size:,}")
     LOGGER.info("in %s", folder)

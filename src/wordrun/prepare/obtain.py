@@ -10,7 +10,7 @@ from pathlib import Path
 from wordrun import dist
 from wordrun.composer import compose
 from wordrun.config import Config, DataConfig, TokenizerConfig
-from wordrun.data.corpus import Corpus, Opened, Part, open_foreign, open_prepared
+from wordrun.data.corpus import Corpus, MixPart, Opened, open_foreign, open_prepared
 from wordrun.data.manifest import is_complete
 from wordrun.data.shards import Tokens, dtype_for
 from wordrun.data.tokenizers import needs_text
@@ -51,7 +51,7 @@ def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World, *, 
     if text is not None:
         opened = read_text(source, text)
     elif source.is_tokens and not (data.prepared or data.stage):
-        opened = open_foreign(data, tokenizer)
+        opened = open_foreign(data, tokenizer, world)
     else:
         _prepare_once(source, tokenizer, folder, world)
         if data.stage is not None:
@@ -141,13 +141,14 @@ def _mix(cfg: Config, world: dist.World) -> Corpus:
             )
         assert isinstance(corpus.train, Tokens)
         assert isinstance(corpus.val, Tokens)
-        mix.append(Part(corpus.train, corpus.val, weight / total))
+        mix.append(MixPart(corpus.train, corpus.val, weight / total))
         origins.append(f"{weight / total:.0%} {name} ({corpus.origin})")
     return Corpus(
         corpora[0].tokenizer,
         Tokens([shard for part in mix for shard in part.train.shards]),
         Tokens([shard for part in mix for shard in part.val.shards]),
         f"mix of {', '.join(origins)}",
+        "\n".join(corpus.banner for corpus in corpora if corpus.banner) or None,
         mix=mix,
     )
 

@@ -71,6 +71,8 @@ class Preparation:
     revision: str | None
     todo: dict[str, list[int]] = field(default_factory=dict)
     """The remaining work items of each task."""
+    left_out: list[str] = field(default_factory=list)
+    """Files of the source that cannot be used, each with the reason."""
 
 
 def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparation:
@@ -79,7 +81,9 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
     Raises:
         UserError: if the folder cannot be written to or the source cannot be read.
     """
-    items = source.items()
+    items, left_out = source.items(), source.left_out()
+    if source.data.strict:
+        manifests.check_left_out(left_out, source.data)
     work = writer.make_folder(folder / "work")
     for left in [*folder.glob(".*.bin.*"), *folder.glob(".*.docs.*"), *work.glob("rank-*"), *work.glob(".*")]:
         left.unlink(missing_ok=True)
@@ -96,7 +100,7 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
         todo["characters"] = [
             i.number for i in items if not tokenize.record_of(folder, "characters", i.number).exists()
         ]
-    return Preparation(source, tokenizer, folder, items, revision, todo)
+    return Preparation(source, tokenizer, folder, items, revision, todo, left_out)
 
 
 def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
@@ -218,7 +222,7 @@ def _finish(preparation: Preparation) -> None:
     sha256 = hashlib.sha256(saved.encode()).hexdigest()
     writer.save(folder, manifests.Manifest(
         source.data.name, source.origin, preparation.revision, settings, tokenizer.vocab_size, tokenizer.eot, sha256,
-        **entries,
+        **entries, left_out=preparation.left_out,
     ))  # fmt: skip
     shutil.rmtree(folder / "work", ignore_errors=True)
 

@@ -1,5 +1,5 @@
 """Trackers record the metrics and samples of a run."""
 
-from wordrun.track.base import RunInfo, Tracker, build
+from wordrun.track.base import LEGEND, RunInfo, Tracker, build
 
-__all__ = ["RunInfo", "Tracker", "build"]
+__all__ = ["LEGEND", "RunInfo", "Tracker", "build"]

@@ -9,6 +9,25 @@ from typing import Any
 
 from wordrun.config import PARTS, Config
 
+LEGEND = {
+    "step": "number of optimizer steps so far",
+    "loss": "training loss at this step, averaged over all ranks [nats/token]",
+    "val_loss": "mean loss on the fixed validation set [nats/token]",
+    "lr": "learning rate at this step",
+    "grad_norm": "global gradient norm, before clipping",
+    "dt": "time per step, averaged since the previous line [s]",
+    "dtf": "forward time per step; not measured where forward and backward passes interleave (pipelines) [s]",
+    "dtb": "backward time per step, including communication [s]",
+    "sps": "sequences per second, all ranks",
+    "sps_per_gpu": "sequences per second per rank",
+    "tps": "tokens per second, all ranks",
+    "tps_per_gpu": "tokens per second per rank",
+    "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
+    "tokens": "training tokens processed so far, all ranks",
+    "time": "elapsed wall time [s]",
+}
+"""The metrics in metrics.jsonl and in trackers, with their meaning."""
+
 
 @dataclass(frozen=True)
 class RunInfo:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from wordrun.track.jsonl import read
+
+# The smoothed curve averages over about this share of a run's lines.
+SMOOTHING = 0.02
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:
@@ -25,33 +30,57 @@ def draw(run_dir: Path, title: str) -> list[Path]:
     ]
 
 
-def _axes(title: str, y_label: str) -> Any:
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the exponential moving average of ``values``, without a bias towards its beginning."""
+    keep = 1 - 1 / max(1.0, SMOOTHING * len(values))
+    mean = weight = 0.0
+    smoothed = []
+    for value in values:
+        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        smoothed.append(mean / weight)
+    return smoothed
+
+
+def _figure(height: float) -> Any:
     # Figure rather than pyplot: no global state, no display.
     from matplotlib.figure import Figure
 
-    axes = Figure(figsize=(7, 4.2), layout="constrained", dpi=130).subplots()
-    axes.set(title=title, xlabel="step", ylabel=y_label)
+    return Figure(figsize=(7, height), layout="constrained", dpi=130)
+
+
+def _label(axes: Any, y_label: str, **labels: str) -> None:
+    axes.set(xlabel="step", ylabel=y_label, **labels)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    return axes
 
 
 def _loss(file: Path, title: str, training: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> Path:
-    axes = _axes(title, "loss [nats/token]")
-    axes.plot([m["step"] for m in training], [m["loss"] for m in training], lw=1, alpha=0.7, label="training")
+    """Draw the losses, and the learning rate and the gradient norm below them."""
+    figure = _figure(5.6)
+    panels = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[3, 1])
+    axes, steps, losses = panels["loss"], [m["step"] for m in training], [m["loss"] for m in training]
+    _label(axes, "loss [nats/token]", title=title)
+    axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.35)
+    axes.plot(steps, smooth(losses), color="tab:blue", lw=1.5, label="training, smoothed")
     if evaluations:
-        steps, losses = [m["step"] for m in evaluations], [m["val_loss"] for m in evaluations]
-        axes.plot(steps, losses, "o-", ms=4, color="tab:red", label="validation")
+        steps_, values = [m["step"] for m in evaluations], [m["val_loss"] for m in evaluations]
+        axes.plot(steps_, values, "o-", ms=4, color="tab:red", label="validation")
         axes.annotate(
-            f"{losses[-1]:.3f}", (steps[-1], losses[-1]), xytext=(0, 8), textcoords="offset points", ha="center"
+            f"{values[-1]:.3f}", (steps_[-1], values[-1]), xytext=(0, 8), textcoords="offset points", ha="center"
         )
     axes.legend(frameon=False)
-    axes.figure.savefig(file)
+    for name, label in (("lr", "learning rate"), ("grad_norm", "gradient norm")):
+        _label(panels[name], label)
+        panels[name].plot(steps, [math.nan if m[name] is None else m[name] for m in training], lw=1, color="tab:gray")
+        panels[name].set_ylim(bottom=0)
+    figure.savefig(file)
     return file
 
 
 def _throughput(file: Path, title: str, training: list[dict[str, Any]]) -> Path:
-    axes = _axes(title, "tokens/s, all ranks")
+    figure = _figure(4.2)
+    axes = figure.subplots()
+    _label(axes, "tokens/s, all ranks", title=title)
     steps = [m["step"] for m in training]
     axes.plot(steps, [m["tps"] for m in training], lw=1, color="tab:green", label="tokens/s")
     axes.set_ylim(bottom=0)
@@ -59,5 +88,5 @@ def _throughput(file: Path, title: str, training: list[dict[str, Any]]) -> Path:
         right = axes.twinx()
         right.plot(steps, [m["mfu"] for m in training], lw=1, ls=":", color="tab:purple", label="MFU")
         right.set(ylabel="MFU [%]", ylim=(0, None))
-    axes.figure.savefig(file)
+    figure.savefig(file)
     return file

@@ -27,6 +27,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, options: WandbConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
+        LOGGER.info("starting W&B")
         try:
             import wandb
         except ImportError as error:

@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from wordrun.backend.base import Save
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Draft
-from wordrun.checkpoint.shards import Group
+from wordrun.checkpoint.shards import file_of
 from wordrun.config import Config
 from wordrun.dist import World
+from wordrun.dist.collectives import gather_json
 from wordrun.errors import UserError, first_line
 from wordrun.files import point
 from wordrun.log import FIRST_RANK, LOGGER
 
-FAILURES = (Exception, CheckpointException)  # the latter is not derived from the former
-# A file system with fewer bytes left counts as full: torch's writer does not report why it failed.
+# A file system with fewer bytes left counts as full: not every writer reports why it failed.
 FULL = 2**20
 
 
@@ -47,7 +46,9 @@ class Checkpoints:
         self.train, self.tokenizer_json = cfg.train, tokenizer_json
         self.written = written
         """The step of the newest checkpoint on disk."""
-        self._group: Group = None
+        self.ending = False
+        """Whether the run is about to end, so that no later checkpoint will be tried."""
+        self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -99,29 +100,33 @@ class Checkpoints:
             raise error
         if self.train.on_save_error == "stop":
             raise SaveError(f"{error}; to continue without it, use train.on_save_error=continue") from error
-        LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
+        if self.ending:
+            LOGGER.error("%s", error, extra=FIRST_RANK)
+        else:
+            LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
 
     def _write(self, step: int, save: Save, facts: dict[str, Any], best: bool) -> None:
         draft = Draft(self.run_dir, step)
         first = self.world.rank == 0
         try:
             self._together((lambda: draft.begin(self.tokenizer_json)) if first else None, draft)
-            self._together(lambda: save.write(draft.path, self._group), draft)
+            self._together(lambda: save.write(draft.path), draft)
             files = self._together(lambda: self._describe(draft.path), draft)
-            self._together((lambda: self._publish(draft, facts, files, best)) if first else None, draft)
+            self._together((lambda: self._publish(draft, save, facts, files, best)) if first else None, draft)
             self.written = step
-        except FAILURES as error:
+        except Exception as error:
             self._error = error
 
     def _describe(self, folder: Path) -> dict[str, Any]:
         """Return sizes and checksums of this rank's files, and of its share of the files that belong to no rank."""
         rank, size = self.world.rank, self.world.size
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        mine = [name for name in files if name.startswith(f"__{rank}_")]
-        shared = [name for name in files if not name.startswith("__")]
-        return folders.describe(folder, mine + shared[rank::size])
+        shards = {file_of(rank) for rank in range(size)}
+        shared = [name for name in files if name not in shards]
+        return folders.describe(folder, [*shared[rank::size], *(name for name in files if name == file_of(rank))])
 
-    def _publish(self, draft: Draft, facts: dict[str, Any], files: list[dict[str, Any]], best: bool) -> None:
+    def _publish(self, draft: Draft, save: Save, facts: dict[str, Any], files: list[Any], best: bool) -> None:
+        files = [*files, folders.describe(draft.path, save.finish(draft.path))]
         folder = draft.publish({**facts, "files": {name: f for each in files for name, f in sorted(each.items())}})
         if best:
             point(folder.path.parent / "best", folder.path.name)
@@ -134,13 +139,9 @@ class Checkpoints:
         if action is not None:
             try:
                 result = action()
-            except FAILURES as error:
-                # torch raises on every rank, with the ranks that failed.
-                failures = getattr(error, "failures", None) or {self.world.rank: (error, None)}
-                rank, (cause, _) = next(iter(failures.items()))
-                problem = f"rank {rank}: {_reason(cause, draft.path.parent)}"
-        outcomes: list[Any] = [None] * self.world.size
-        dist.all_gather_object(outcomes, (result, problem), group=self._group)
+            except Exception as error:
+                problem = f"rank {self.world.rank}: {_reason(error, draft.path.parent)}"
+        outcomes = gather_json((result, problem), group=self._group)
         for _, each in outcomes:
             if each:
                 if self.world.rank == 0:
@@ -154,7 +155,7 @@ class Checkpoints:
 
 
 def _reason(error: BaseException, folder: Path) -> str:
-    """Return the cause of an error in one line: torch wraps the operating system's error, and may lose it."""
+    """Return the cause of an error in one line: some libraries lose the operating system's error."""
     with contextlib.suppress(OSError):
         if not isinstance(error, OSError) and shutil.disk_usage(folder).free < FULL:
             return f"no space left on the disk of {folder}"

@@ -7,14 +7,14 @@ one run directory, and a mistake is printed once.
 from __future__ import annotations
 
 import contextlib
-import importlib.resources
 import io
+import re
 import signal
 import sys
-import textwrap
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -24,30 +24,28 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist, log
-from wordrun.arguments import describe
 from wordrun.composer import Tree, compose, register, renamed, to_config
-from wordrun.config import SCHEMAS, Config, parts_in
-from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
-from wordrun.version import __version__
+from wordrun.config import SCHEMAS, SEVERAL, Config
+from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
+from wordrun.train.help import options_of, overview
+from wordrun.train.hints import own_command
+from wordrun.version import __version__, versions
 
-USAGE = """\
-Train a GPT-style language model.
-
-  wordrun data=sample train=smoke                             a few steps, to verify the installation
-  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
-  wordrun model=gpt2 model.batch_size=4 train.dtype=bf16      a preset with two options changed
-  wordrun data=text data.path=my.txt train.max_iters=500      your own text
-  wordrun -m optimizer.learning_rate=1e-3,3e-4                a sweep, in one process
-  wordrun experiment=shakespeare --cfg job                    print the config and exit
-
-KEY=VALUE sets an option, GROUP=NAME chooses a file under conf/. Hydra's own flags: --hydra-help.
-"""
+SWITCHES = ("--help -h", "--hydra-help", "--run -r", "--multirun -m", "--resolve", "--shell-completion -sc")
+SETTINGS = (
+    "--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun",
+)  # fmt: skip
+FLAGS = ("--version", "--info", *(names.split()[0] for names in (*SWITCHES, *SETTINGS)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     world = dist.discover_or_exit()
+    if problems := unknown_flags(arguments):
+        if world.rank == 0:
+            print("\n".join(problems), file=sys.stderr)
+        return ConfigError.exit_status
     with contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
         args = flags().parse_args(arguments)
     with dist.guard(world):
@@ -64,20 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
             return int(status)
-        return train(cfg, world)
+        return train(cfg, world, own_command(arguments))
 
 
-def train(cfg: Config, world: dist.World) -> int:
-    """Train with ``cfg`` as rank ``world.rank``; return the exit status."""
+def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
+    """Train with ``cfg`` as rank ``world.rank``, started by ``command``; return the exit status."""
     with exit_when_stopped(world):
+        handle = log.start(world.rank)
+        ranks = f" on {world.size} ranks" if world.size > 1 else ""
+        log.LOGGER.info("wordrun %s: loading torch%s", __version__, ranks)
         # Not at the top: --help should not wait for torch, and MPI has to start before torch.
         from wordrun.train.stop import Interrupted
         from wordrun.train.trainer import Trainer
-
-        handle = log.start(world.rank)
     try:
         with exit_when_stopped(world):
-            trainer = Trainer(cfg, world, handle)
+            trainer = Trainer(cfg, world, handle, command=command)
         with trainer:
             trainer.train()
     except Interrupted as error:
@@ -121,13 +120,12 @@ def flags() -> ArgumentParser:
     """
     parser = ArgumentParser("wordrun", add_help=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--version", action="version", version=f"wordrun {__version__}")
+    parser.add_argument("--version", action="version", version=versions())
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    for names in ("--help -h", "--hydra-help", "--run -r", "--multirun -m", "--resolve", "--shell-completion -sc"):
+    for names in SWITCHES:
         parser.add_argument(*names.split(), action="store_true")
-    for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+    for names in SETTINGS:
         parser.add_argument(*names.split())
-    parser.add_argument("--experimental-rerun")
     return parser
 
 
@@ -201,19 +199,35 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
 
 
 def _help(args: Namespace) -> int:
-    """Print the groups with their choices, and every option with its value and meaning."""
-    cfg = compose(args.overrides, tree=_tree(args))
+    """Print an overview, or the options of the groups that are named or that overrides change."""
+    groups = [word for word in args.overrides if "=" not in word]
+    overrides = [word for word in args.overrides if "=" in word]
+    groups += [group for group in SCHEMAS if not groups and any(word.startswith(group) for word in overrides)]
+    if groups:
+        text = options_of(compose(overrides, tree=_tree(args)), list(SCHEMAS) if "all" in groups else groups)
+    else:
+        text = overview(Path(folder) for folder in (args.config_dir, args.config_path) if folder)
     disposition = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `wordrun --help | head` ends without a traceback
-    print(USAGE)
-    print("Config groups and their files (choose a backend with train.backend=NAME):")
-    conf = Path(str(importlib.resources.files("wordrun.conf")))
-    for group in (*SCHEMAS, "experiment"):
-        names = " ".join(sorted(file.stem for file in (conf / group).glob("*.yaml")))
-        print(textwrap.fill(names, 110, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
-    for section, node in parts_in(cfg).items():
-        print(f"\n{section}: {type(node).__doc__}")
-        print("\n".join(describe(node, f"{section}.", width=35)))
-    print("\nA run writes to hydra.run.dir, by default outputs/DATA/MODEL-BACKEND/TIME; outputs/latest is the newest.")
-    sys.stdout.flush()
+    print(text, flush=True)
     signal.signal(signal.SIGPIPE, disposition)
     return 0
+
+
+def unknown_flags(arguments: Sequence[str]) -> list[str]:
+    """Return a message for each flag in ``arguments`` that is none of ours, with the option that was meant."""
+    problems = []
+    for at, word in enumerate(arguments):
+        flag, equals, value = word.partition("=")
+        if not re.match(r"--[A-Za-z]", flag) or any(known.startswith(flag) for known in FLAGS):
+            continue
+        follows = arguments[at + 1 : at + 2]
+        if not equals and follows and not follows[0].startswith("-") and "=" not in follows[0]:
+            value = follows[0]
+        name = flag[2:].replace("-", "_")
+        keys = [f"{group}.{field.name}" for group, each in SCHEMAS.items() if group not in SEVERAL
+                for schema in each.values() for field in fields(schema)]  # fmt: skip
+        found = list(dict.fromkeys(key for key in (*keys, *SCHEMAS) if name in (key, key.rpartition(".")[2])))
+        close = nearest(name, {key.rpartition(".")[2] for key in keys})
+        remedy = " or ".join(f"{key}={value or 'VALUE'}" for key in found[:3])
+        problems.append(f"unknown flag '{flag}': write {remedy}" if found else f"unknown flag '{flag}'{close}")
+    return problems

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from wordrun import dist
 from wordrun.backend import Backend
 from wordrun.checkpoint.saved import find
+from wordrun.checks import vocab_multiple
 from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
@@ -23,32 +24,60 @@ from wordrun.log import LOGGER
 from wordrun.model import meta_model, pretrained
 from wordrun.model.generate import generate
 from wordrun.prepare.obtain import obtain
+from wordrun.prepare.sources import locate
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.training import Hook
+
+EPOCHS = 40
+"""Above this number of epochs a model without dropout learns almost nothing new (Muennighoff et al. 2023)."""
+EPOCHS_WITH_DROPOUT = 100
+"""The same with dropout; experiment=shakespeare has 82."""
+SAMPLE = "sample"
+"""Name and kind of the embedded text."""
+
+
+def settle_data(cfg: Config, world: dist.World) -> tuple[Config, str | None]:
+    """Return ``cfg`` for the text that is trained on, and a banner if data.offline=sample has made that the sample.
+
+    A run on the sample is called so, in its directory and everywhere else. Every rank must call this, before anything
+    depends on the run directory.
+    """
+    if cfg.data.kind != "download":
+        return cfg, None
+    banner = dist.share(locate(cfg.data).banner if world.rank == 0 else None, world)
+    if banner is None:
+        return cfg, None
+    parts = Path(cfg.run_dir).parts
+    moved = Path("outputs", SAMPLE, *parts[2:]) if parts[:2] == ("outputs", cfg.data.name) else Path(cfg.run_dir)
+    data = replace(cfg.data, name=SAMPLE, kind=SAMPLE)
+    return replace(cfg, data=data, run_dir=str(moved) if cfg.run_dir else ""), banner
 
 
 class LanguageTask:
     """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
 
     The trainer only knows batches of examples and losses; everything about text is here. Every rank must create one.
+    ``cfg`` and ``banner`` are those of ``settle_data``.
 
     Raises:
         ConfigError: corpus, tokenizer and options are incompatible.
     """
 
-    def __init__(self, cfg: Config, world: dist.World, layout: Layout) -> None:
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
         self.cfg, self.layout, self.dp_rank = cfg, layout, layout.dp_index(world.rank)
         self.corpus = obtain(cfg, world)
+        self.banner = banner or self.corpus.banner
         self.tokenizer = self.corpus.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self._check_vocabulary()
-        self.make_model = partial(meta_model, cfg.model, self.vocab_size)
-        self.meta_model = self.make_model()
+        multiple = vocab_multiple(cfg, layout.tp, on_cpu=torch.device(world.device).type == "cpu")
+        self.make_model = partial(meta_model, cfg.model, self.vocab_size, multiple=multiple)
+        self.meta_model = meta_model(cfg.model, self.vocab_size)
         self.sequences = order_of_run(cfg, self.corpus)
         self.eot = eot_for("mask_documents", cfg, self.corpus)
         self.tokens_per_example = cfg.model.block_size
-        self.flops_per_example = self.meta_model.flops_per_token() * cfg.model.block_size
+        self.flops_per_example = self.make_model().flops_per_token() * cfg.model.block_size
 
     def _check_vocabulary(self) -> None:
         data, size = self.cfg.data.name, self.cfg.model.vocab_size or self.vocab_size
@@ -57,15 +86,15 @@ class LanguageTask:
                 f"model.vocab_size={size} is too small for data={data}, which has {self.vocab_size} tokens: "
                 f"leave it out, or use at least {self.vocab_size}"
             )
-        if size % self.layout.tp:
-            raise ConfigError(
-                f"data={data} has a vocabulary of {size} tokens, which is not divisible by "
-                f"backend.tp={self.layout.tp}: use model.vocab_size={math.ceil(size / self.layout.tp) * self.layout.tp}"
-            )
         try:
-            self.tokenizer.encode(self.cfg.train.sample_prompt)
+            if self._samples():
+                self.tokenizer.encode(self.cfg.train.sample_prompt)
         except ConfigError as error:
             raise ConfigError(f"train.sample_prompt: {error}") from None
+
+    def _samples(self) -> bool:
+        """Return whether the run generates samples."""
+        return self.cfg.train.sample_tokens > 0 and not self.tokenizer.missing
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
         """Return the weights that train.init_from names, each read on access; None: initialise randomly.
@@ -82,7 +111,7 @@ class LanguageTask:
             return pretrained.open_weights(folder, self.cfg.model, self.vocab_size)
         # One rank verifies all files, and chooses an intact checkpoint for all.
         saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
-        theirs = {name: p.shape for name, p in meta_model(saved.config.model, saved.vocab_size).weights()}
+        theirs = {name: p.shape for name, p in saved.meta_model().weights()}
         ours = {name: p.shape for name, p in self.meta_model.weights()}
         different = [
             f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
@@ -110,8 +139,8 @@ class LanguageTask:
         )
 
     def hooks(self) -> list[Hook]:
-        """Return the hooks of this task: samples."""
-        return [Sample()]
+        """Return the hooks of this task: samples, if the tokenizer has its vocabulary."""
+        return [Sample()] if self._samples() else []
 
     def generate(
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
@@ -139,10 +168,15 @@ class LanguageTask:
                 "top_k at least 1"
             )
         tokens = torch.from_numpy(self.tokenizer.encode(prompt))[None].to(backend.device)
+
+        def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+            # Without padding, so that every layout draws the same tokens.
+            return backend.logits(tokens)[:, : self.meta_model.vocab_size]
+
         # Without compilation, which would run again for each length of the growing text.
         with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
             text = generate(
-                backend.logits, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
+                logits_of, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,
             )  # fmt: skip
         return self.tokenizer.decode(text[0].cpu().numpy())
@@ -152,7 +186,7 @@ class LanguageTask:
         corpus = self.corpus
         return {
             "data": {
-                "origin": corpus.origin, "banner": corpus.banner, "vocab_size": self.vocab_size,
+                "origin": corpus.origin, "banner": self.banner, "vocab_size": self.vocab_size,
                 "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
             },
             "parameters": self.meta_model.num_parameters(),
@@ -168,14 +202,25 @@ class LanguageTask:
 
     def announce(self, examples: int) -> None:
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""
-        corpus = self.corpus
+        corpus, epochs = self.corpus, examples / self.sequences.per_epoch
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
-            self.vocab_size, examples / self.sequences.per_epoch, self.tokens_per_example,
+            self.vocab_size, epochs, self.tokens_per_example,
         )  # fmt: skip
-        if corpus.banner:
-            LOGGER.warning("%s\n%s\n%s", "*" * 80, corpus.banner, "*" * 80)
+        dropout = self.cfg.model.dropout
+        most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
+        if epochs > most:
+            steps = max(1, int(self.cfg.train.max_iters * most / epochs))
+            LOGGER.warning(
+                "the run sees its training text %.0f times and may memorize it, so that the validation loss rises: use "
+                "train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
+                epochs, steps, "a larger model.dropout" if dropout else "model.dropout=0.2",
+            )  # fmt: skip
+        if self.tokenizer.missing and self.cfg.train.sample_tokens:
+            LOGGER.warning("no samples: %s", self.tokenizer.missing)
+        if self.banner:
+            LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
 
 
 def _shown(shape: torch.Size | None) -> str:

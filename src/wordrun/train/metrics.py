@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,25 +16,6 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.data.fixed_set import FixedSet
 from wordrun.dist.collectives import all_mean, all_sum
 from wordrun.train.state import TrainState
-
-LEGEND = {
-    "step": "number of optimizer steps so far",
-    "loss": "training loss at this step, averaged over all ranks [nats/token]",
-    "val_loss": "mean loss on the fixed validation set [nats/token]",
-    "lr": "learning rate at this step",
-    "grad_norm": "global gradient norm, before clipping",
-    "dt": "time per step, averaged since the previous line [s]",
-    "dtf": "forward time per step; not measured where forward and backward passes interleave (pipelines) [s]",
-    "dtb": "backward time per step, including communication [s]",
-    "sps": "sequences per second, all ranks",
-    "sps_per_gpu": "sequences per second per rank",
-    "tps": "tokens per second, all ranks",
-    "tps_per_gpu": "tokens per second per rank",
-    "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
-    "tokens": "training tokens processed so far, all ranks",
-    "time": "elapsed wall time [s]",
-}
-"""Names in metrics.jsonl, in trackers and on the console, with their meaning."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -99,15 +81,16 @@ class Meter:
         }  # fmt: skip
 
 
-def one_line(metrics: dict[str, Any], max_iters: int) -> str:
-    """Return ``metrics`` as a line for the log."""
-    parts = [f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"lr {metrics['lr']:.2e}"]
-    parts += [f"grad_norm {metrics['grad_norm']:.2f}"]
-    times = ((name, metrics[name]) for name in ("dt", "dtf", "dtb"))
-    parts += [f"{name} {seconds * 1000:.1f}ms" for name, seconds in times if not math.isnan(seconds)]
-    parts += [f"sps {metrics['sps']:.1f}", f"tps {metrics['tps']:,.0f}", f"tps_per_gpu {metrics['tps_per_gpu']:,.0f}"]
+def one_line(metrics: dict[str, Any], max_iters: int, seconds_left: float = 0.0) -> str:
+    """Return the most important of ``metrics`` as a line for the log."""
+    parts = [
+        f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"{1000 * metrics['dt']:.1f} ms/step",
+        f"{metrics['tps']:,.0f} tokens/s",
+    ]  # fmt: skip
     if metrics["mfu"] is not None:
-        parts.append(f"mfu {metrics['mfu']:.1f}%")
+        parts.append(f"MFU {metrics['mfu']:.1f} %")
+    if seconds_left:
+        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return "  ".join(parts)
 
 

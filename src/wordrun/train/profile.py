@@ -68,7 +68,8 @@ class TorchProfiler(Profiler):
 
         options = self.options
         steps = schedule(wait=options.wait, warmup=options.warmup, active=options.active, repeat=1)
-        self._profile = profile(schedule=steps, on_trace_ready=self._write)
+        # Only one cycle is recorded; without acc_events, torch 2.10 warns that it would forget others.
+        self._profile = profile(schedule=steps, on_trace_ready=self._write, acc_events=True)
         self._profile.start()
 
     def step(self) -> None:

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
-
 from wordrun import dist
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import RENAMED, Config, to_plain
+from wordrun.dist.collectives import gather_json
 from wordrun.dist.setup import seed_everything
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import rng
-from wordrun.train.run import Start, read_record
+from wordrun.train.run import Start, in_use, read_record
 from wordrun.train.training import Training
 
 FREE = {
     "model": {"name", "batch_size"},
-    "data": {"path", "url", "offline", "prepared", "workers", "stage", "prefetch"},
+    "data": {"path", "url", "offline", "strict", "prepared", "workers", "stage", "prefetch"},
     "tokenizer": {"path", "train_mb"},
     "optimizer": {"gas", "decay_lr"},
     "train": {
         "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
         "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "activation_checkpointing", "device",
-        "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save", "on_save_error",
-        "on_nonfinite", "resume", "init_from",
+        "check_memory", "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save",
+        "on_save_error", "on_nonfinite", "resume", "init_from",
     },
     "backend": None, "tracker": None, "profiler": None, "hooks": None,
 }  # fmt: skip
 """Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
+
+# Where a new run begins, this many others are looked at for one to continue.
+NEWEST = 5
+
+
+STATE = {
+    "fixed": dict, "facts": dict, "metrics": dict, "seconds": float, "position": int, "backend_name": str,
+    "layout": list,
+}  # fmt: skip
+"""What the manifest of a checkpoint contains from which a run can be resumed."""
 
 
 def find(cfg: Config, world: dist.World) -> Start:
@@ -49,6 +59,7 @@ def find(cfg: Config, world: dist.World) -> Start:
     folder, manifest = open_newest(checkpoints, world)
     if manifest["backend"]["kind"] == "weights":
         raise ConfigError(f"{newest.path} contains only weights: use train.init_from={newest.path}")
+    folder.require(manifest, STATE)
     return Start(run_dir, folder, manifest, newest.step)
 
 
@@ -86,6 +97,27 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
     return run_dir, found
 
 
+def unfinished(cfg: Config) -> Folder | None:
+    """Return the newest checkpoint of an unfinished run that ``cfg`` could continue, among the newest below outputs/.
+
+    It must be below the folder of the same data, be in use by nobody, and have the same fixed options.
+    """
+    outputs, here = Path("outputs").absolute(), Path(cfg.run_dir).absolute()
+    if outputs not in here.parents or here.parent == outputs:
+        return None
+    runs = outputs.joinpath(here.relative_to(outputs).parts[0]).glob("*/*/")
+    options = fixed_options(cfg)
+    for run_dir in sorted(runs, key=lambda path: path.name, reverse=True)[:NEWEST]:
+        record, found = read_record(run_dir), folders.all_in(run_dir)[-1:]
+        if run_dir == here or not found or record.get("exit_reason") == "finished" or in_use(run_dir):
+            continue
+        with contextlib.suppress(UserError, KeyError):
+            theirs = found[0].manifest()["fixed"]
+            if found[0].step < cfg.train.max_iters and all(theirs.get(name) == options[name] for name in options):
+                return found[0]
+    return None
+
+
 def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[str, Any]]:
     """Return the newest intact checkpoint in ``found`` and its manifest; all ranks verify the files together.
 
@@ -100,9 +132,7 @@ def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[st
             mine = folder.check_content(sorted(manifest["files"])[world.rank :: world.size], manifest)
         except DamagedError as error:
             mine = str(error)
-        problems: list[Any] = [None] * world.size
-        torch.distributed.all_gather_object(problems, mine)
-        problem = next((each for each in problems if each), "")
+        problem = next((each for each in gather_json(mine, world.device) if each), "")
         if not problem:
             return folder, manifest
         if folder is not found[0]:
@@ -165,7 +195,10 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
     mine = rng_name(world.rank)
     own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [])
     if same:
-        rng.restore(rng.from_tensor(own[mine]))
+        try:
+            rng.restore(rng.from_tensor(own[mine]))
+        except Exception as error:  # it may contain anything
+            raise DamagedError(f"{folder} is damaged: {mine}: {first_line(error)}") from None
     else:
         seed_everything(rank_seed(trainer.cfg, world.rank) + manifest["step"] * world.size)
     for hook in trainer.hooks:

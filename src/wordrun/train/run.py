@@ -165,7 +165,9 @@ class Run:
             self._write_record()
             for tracker in self.trackers.values():
                 tracker.finish(summary, exit_status=1 if error else 0)
-            return draw(self.path, f"{self.path.parent.name}  {self.path.name}") if self.trackers else []
+            cfg = self.cfg
+            title = f"{cfg.data.name}: {cfg.model.name}, {cfg.train.backend}  ({self.path.name})"
+            return draw(self.path, title) if self.trackers else []
         finally:
             if self._lock is not None:
                 self._lock.close()
@@ -244,6 +246,16 @@ def _lock_folder(path: Path, patience_s: float) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
     file.flush()
     return file
+
+
+def in_use(path: Path) -> bool:
+    """Return whether a process writes to the run directory ``path``, as far as its file system has locks."""
+    try:
+        with (path / ".lock").open("a+", encoding="utf-8") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    return False
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -15,13 +16,17 @@ from wordrun.errors import REQUEUE
 
 # The ranks check for each other's signals about this often.
 AGREE_EVERY_S = 0.5
+# A SIGTERM this soon after the first is the same request: PBS sends it to all processes of a job's session, so that
+# a rank gets it from mpiexec twice, or from PBS and from launch.
+SAME_S = 1.0
 
 
 class StopSignal:
     """Records SIGINT, SIGTERM and SIGUSR1, so that the run ends after a complete step with its files written.
 
     Schedulers send the latter two before they end a job. A second SIGINT or SIGTERM after either of them, and a second
-    SIGUSR1, have their usual effect; after SIGUSR1, which is a warning, a first SIGTERM still lets the run save.
+    SIGUSR1, have their usual effect (wordrun's commands ignore SIGUSR1); after SIGUSR1, which is a warning, a first
+    SIGTERM still lets the run save.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,6 +45,14 @@ class StopSignal:
             self.signal = number
             for each in (number,) if number == signal.SIGUSR1 else (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, old[signal.Signals(each)])
+            if number == signal.SIGTERM:
+                first = time.monotonic()
+                signal.signal(number, lambda number, frame: again(number, first))
+
+        def again(number: int, first: float) -> None:
+            if time.monotonic() - first > SAME_S:
+                signal.signal(number, old[signal.SIGTERM])
+                signal.raise_signal(number)
 
         for number in old:
             signal.signal(number, record)

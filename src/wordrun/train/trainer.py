@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from wordrun import backend, compat, dist, log
@@ -17,11 +17,13 @@ from wordrun.checks import accumulation, check
 from wordrun.config import PARTS, Config, part_of
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
-from wordrun.log import LOGGER
+from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
+from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.language import LanguageTask
+from wordrun.train.language import LanguageTask, settle_data
+from wordrun.train.memory import MemoryCheck
 from wordrun.train.metrics import Meter, device_name, mean_loss
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
@@ -50,17 +52,18 @@ class Trainer(Training):
     """Trains, evaluates and generates according to a config.
 
     Every rank of the job creates one; in a notebook, the job is a single process. ``hooks`` run after the built-in ones
-    and before a checkpoint is saved. ``close`` (or a ``with`` block, or garbage collection) leaves the process group
-    and removes the log handlers.
+    and before a checkpoint is saved. Messages about resuming name ``command``, the command line. ``close`` (or a
+    ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
     """
 
     task: LanguageTask
 
     def __init__(
         self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None,
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[Hook] = (), command: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.cfg = cfg
+        self.command = command
         self.state = TrainState()
         # The run has its own RNG states, which the caller and other trainers do not change.
         with rng.swapped(self.state.rng):
@@ -80,15 +83,21 @@ class Trainer(Training):
 
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
-        cfg, world = self.cfg, self.world
+        world = self.world
+        self.cfg, banner = settle_data(self.cfg, world)
+        cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
-        self.task = LanguageTask(cfg, world, self.layout)
+        self.memory = MemoryCheck(cfg, world, self.layout)
+        self.memory.before_data()
+        self.task = LanguageTask(cfg, world, self.layout, banner)
+        self.memory.before_model(self.task.vocab_size)
         weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
-        self.backend = backend.build(spec)
+        with self.memory.explained():
+            self.backend = backend.build(spec)
         closers.callback(self.backend.close)
         self.loader = self.task.loader(self.gas, self.backend.device)
         closers.callback(self.loader.close)
@@ -120,7 +129,7 @@ class Trainer(Training):
             LOGGER.info("nothing to do at step %d: %s", self.step, why)
             return self.summary()
         cfg = self.cfg
-        with self._session(), rng.swapped(self.state.rng):
+        with self._session(), rng.swapped(self.state.rng), self.memory.explained():
             while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 self.result = self._train_step(lr)
@@ -173,6 +182,7 @@ class Trainer(Training):
 
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
+        self.checkpoints.ending = self.done or self.stop.signal != 0
         self.checkpoints.wait()  # one copy of the training state at a time
         copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best)
@@ -202,7 +212,7 @@ class Trainer(Training):
         facts = self._facts()
         self.run.open(facts, self.start)
         log_file = None
-        error_text = ""
+        error_text, failed = "", False
         for part in self.backend.parts:
             part.train()
         try:
@@ -215,8 +225,10 @@ class Trainer(Training):
                     hook.at_start(self)
                 yield
         except BaseException as error:
-            error_text = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
-            if isinstance(error, Exception):
+            error_text = (
+                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error)}"
+            )
+            if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
                 self.run.note_failure(self.world.rank, self.step, traceback.format_exc())
             raise
@@ -224,11 +236,11 @@ class Trainer(Training):
             self.state.stop_clock()
             for hook in self.hooks:
                 hook.close()
-            self._finish(error_text)
+            self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
 
-    def _finish(self, error: str) -> None:
+    def _finish(self, error: str, *, failed: bool) -> None:
         """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
         try:
             plots = self.run.finish(asdict(self.summary()), error)
@@ -237,13 +249,19 @@ class Trainer(Training):
                 raise
             return
         if error or self.stop_reason:
-            LOGGER.info("%s (after %d steps)", error or self.stop_reason, self.step)
+            level = logging.ERROR if failed else logging.INFO
+            LOGGER.log(level, "%s (after %d steps)", error or self.stop_reason, self.step, extra=FIRST_RANK)
         loss = self.metrics.get("val_loss")
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
         for plot in plots:
-            LOGGER.info("plot: %s", _relative(plot))
-        LOGGER.info("run directory: %s", _relative(self.run.path))
+            LOGGER.info("plot: %s", relative(plot))
+        LOGGER.info("run directory: %s", relative(self.run.path))
+        if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
+            command = () if self.stop_reason else self.command
+            most = self.cfg.train.max_iters
+            if text := next_steps(self.run.path, command, self.world.size, most, finished=not error):
+                LOGGER.info(text)
 
     def _facts(self) -> dict[str, Any]:
         seed = self.cfg.train.seed
@@ -256,17 +274,22 @@ class Trainer(Training):
 
     def _announce(self, facts: dict[str, Any]) -> None:
         cfg, world = self.cfg, self.world
-        LOGGER.info("%s %s, launcher %s (%s)", world, world.host, world.launcher, world.source)
+        on = f"{world.host} ({facts['device_name']})" + (f", {world.nodes} nodes" if world.nodes > 1 else "")
+        LOGGER.info("rank 0 of %d on %s; launcher %s (%s)", world.size, on, world.launcher, world.source)
         LOGGER.info(
-            "%s: %s parameters, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
-            facts["dtype"], facts["device_name"],
+            "model %s: %s parameters, %s, %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
+            facts["dtype"],
         )  # fmt: skip
+        ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(
-            "batch: %d sequences = %d data-parallel ranks x %d x %d accumulation", self.examples_per_step,
-            self.layout.dp, cfg.model.batch_size, self.gas,
+            "batch: %d sequences = %s x %d x %d accumulation", self.examples_per_step, ranks, cfg.model.batch_size,
+            self.gas,
         )  # fmt: skip
         self.task.announce(cfg.train.max_iters * self.examples_per_step)
-        LOGGER.info("run directory: %s", _relative(self.run.path))
+        LOGGER.info("run directory: %s", relative(self.run.path))
+        if self.start.source is None and (found := resume.unfinished(cfg)):
+            again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)
+            LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
 
     def __enter__(self) -> Trainer:
         return self
@@ -275,7 +298,3 @@ class Trainer(Training):
         # After an error in a parallel run, leaving the group could wait for ranks that no longer respond.
         if error is None or self.world.size == 1:
             self.close()
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path

@@ -12,7 +12,7 @@
 
 cd '/p/my runs' || exit
 module load frameworks
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 --walltime-margin 90 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 

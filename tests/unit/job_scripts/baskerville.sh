@@ -18,7 +18,7 @@ module purge
 module load baskerville
 module load bask-apps/live
 module load PyTorch/2.1.2-foss-2022b-CUDA-11.8.0
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 

@@ -14,7 +14,7 @@
 
 cd '/p/my runs' || exit
 module load miniforge
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 1 --ppn 2 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 

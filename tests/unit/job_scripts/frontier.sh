@@ -18,7 +18,7 @@
 cd '/p/my runs' || exit
 module load PrgEnv-gnu/8.7.0 cpe/26.03 rocm/7.1.1 craype-accel-amd-gfx90a
 module load rccl-net-plugin
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 

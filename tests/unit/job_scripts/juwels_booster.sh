@@ -16,7 +16,7 @@
 cd '/p/my runs' || exit
 module --force purge
 module load Stages/2025 GCC OpenMPI CUDA/12 MPI-settings/CUDA Python mpi4py
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 

@@ -16,7 +16,7 @@
 
 cd '/p/my runs' || exit
 module load pytorch/2.8.0
-source /repo/bin/setup.sh && setup_python && setup_job || exit
+source /repo/bin/setup.sh && setup_python && setup_job -N 2 || exit
 export WORDRUN_RUN_ID=20260102-030405-abcd
 export WORDRUN_RESUME=auto
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 
-from wordrun.config import PARTS, BPETokenizerConfig, TokenizerConfig, part_of
+from wordrun.config import PARTS, BPETokenizerConfig, GPT2TokenizerConfig, TokenizerConfig, part_of
 from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.subword import gpt2_if_present
 from wordrun.errors import ConfigError
 
 
@@ -20,8 +22,12 @@ def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
     return tokenizer
 
 
-def from_json(text: str) -> Tokenizer:
+def from_json(text: str, source: Path | str = "this") -> Tokenizer:
     """Return the tokenizer saved by any class's ``to_json``.
+
+    Args:
+        text: the JSON.
+        source: where it comes from, for messages.
 
     Raises:
         ConfigError: if wordrun did not save it.
@@ -29,12 +35,22 @@ def from_json(text: str) -> Tokenizer:
     kinds = PARTS["tokenizer"]
     try:
         tokenizer: Tokenizer = kinds[json.loads(text)["kind"]].load().from_json(text)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the text may be anything
         raise ConfigError(
-            f"this is not a tokenizer that wordrun saved ({type(error).__name__}: {str(error)[:80]}): "
+            f"{source} is not a tokenizer that wordrun saved ({type(error).__name__}: {str(error)[:80]}): "
             f"expected JSON with one of the kinds {', '.join(kinds)}"
         ) from None
     return tokenizer
+
+
+def from_checkpoint(text: str, source: Path | str = "this") -> Tokenizer:
+    """Return the tokenizer saved in a checkpoint; if its run lacked the vocabulary, this machine may have it.
+
+    Raises:
+        ConfigError: if wordrun did not save it.
+    """
+    tokenizer = from_json(text, source)
+    return gpt2_if_present(GPT2TokenizerConfig()) if tokenizer.missing else tokenizer
 
 
 def needs_text(cfg: TokenizerConfig) -> bool:

@@ -23,6 +23,8 @@ class Tokenizer(ABC):
     """Number of distinct tokens."""
     eot: int | None
     """The end-of-text token that precedes each document; None if there is none."""
+    missing: str = ""
+    """Why it cannot convert text, and the remedy; empty: it can."""
 
     @classmethod
     @abstractmethod

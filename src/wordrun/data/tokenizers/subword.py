@@ -10,7 +10,7 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -83,10 +83,62 @@ class GPT2Tokenizer(Tokenizer):
         return json.dumps({"kind": "gpt2", "ranks": " ".join(words)})
 
     @classmethod
-    def from_json(cls, text: str) -> GPT2Tokenizer:
+    def from_json(cls, text: str) -> Tokenizer:
         """Return the tokenizer saved by ``to_json``."""
-        words = json.loads(text)["ranks"].split()
-        return cls({base64.b64decode(word): rank for rank, word in enumerate(words)})
+        words = json.loads(text)["ranks"]
+        if words is None:
+            return MissingGPT2Tokenizer()
+        return cls({base64.b64decode(word): rank for rank, word in enumerate(words.split())})
+
+
+class MissingGPT2Tokenizer(Tokenizer):
+    """Takes the place of GPT-2's tokenizer without its vocabulary: training needs only the number of tokens."""
+
+    kind = "gpt2"
+    vocab_size = 50257
+    eot = 50256
+
+    def __init__(self) -> None:
+        self.missing = (
+            f"GPT-2's vocabulary is not in tiktoken's cache ({gpt2_cache()}). On a machine with network access, run "
+            "TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")', then set "
+            "TIKTOKEN_CACHE_DIR=DIR here"
+        )
+
+    @classmethod
+    def build(cls, cfg: GPT2TokenizerConfig, texts: Iterable[str] = ()) -> MissingGPT2Tokenizer:
+        """Return the tokenizer without its vocabulary."""
+        return cls()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Raise UserError."""
+        self._fail()
+
+    def decode(self, tokens: Ids) -> str:
+        """Raise UserError."""
+        self._fail()
+
+    def _fail(self) -> NoReturn:
+        raise UserError(self.missing)
+
+    def to_json(self) -> str:
+        """Return JSON without a vocabulary, for ``GPT2Tokenizer.from_json``."""
+        return json.dumps({"kind": self.kind, "ranks": None})
+
+    @classmethod
+    def from_json(cls, text: str) -> MissingGPT2Tokenizer:
+        """Return the tokenizer without its vocabulary."""
+        return cls()
+
+
+def gpt2_if_present(cfg: GPT2TokenizerConfig) -> Tokenizer:
+    """Return GPT-2's tokenizer, without its vocabulary if ``cfg`` names none and tiktoken's cache has none."""
+    try:
+        return GPT2Tokenizer.build(cfg)
+    except UserError:
+        if cfg.path is not None:
+            raise
+        return MissingGPT2Tokenizer()
 
 
 def _gpt2_file(path: str | None) -> Path:
@@ -98,8 +150,7 @@ def _gpt2_file(path: str | None) -> Path:
             f"{_recipe()}"
         )
     else:
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")  # same order as tiktoken
-        cache = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+        cache = gpt2_cache()
         candidates = [cache / _cached_name(url) for url in GPT2_URLS]
         absent = UserError(
             f"tokenizer=gpt2 needs its vocabulary, which is not in tiktoken's cache ({cache}) and is not downloaded: "
@@ -109,6 +160,12 @@ def _gpt2_file(path: str | None) -> Path:
         if file.is_file():
             return file
     raise absent
+
+
+def gpt2_cache() -> Path:
+    """Return the folder in which tiktoken keeps downloaded vocabularies."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")  # same order as tiktoken
+    return Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
 
 
 def _cached_name(url: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from wordrun.errors import ConfigError
@@ -23,6 +23,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 
 
+class NoLauncherError(ConfigError):
+    """This machine does not have the launcher that the job, the site or --launcher needs."""
+
+
 @dataclass(frozen=True)
 class Launcher:
     """A program on this machine that starts ranks; each subclass handles one kind.
@@ -34,6 +38,8 @@ class Launcher:
     """The program to run; empty: none."""
     why: str = ""
     """Why it was chosen."""
+    note: str = ""
+    """What the user should know before it starts the ranks."""
 
     name: ClassVar[str]
     scheduler: ClassVar[str] = ""
@@ -66,6 +72,8 @@ class Launcher:
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
     """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
+    may_die_of_input: ClassVar[bool] = False
+    """Whether SIGPIPE kills it if it forwards its input, or the end of it, when the ranks have just ended."""
     death_signal: ClassVar[signal.Signals] = signal.SIGKILL
     """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
     in_between: ClassVar[bool] = True
@@ -88,7 +96,7 @@ class Launcher:
         found, passed_over = search.mpiexec(cls.name)
         if found:
             return found
-        raise ConfigError(search.not_found(f"no mpiexec of {cls.name}", [*passed_over, cls.remedy]))
+        raise search.not_found(f"no mpiexec of {cls.name}", passed_over, cls.remedy)
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return the command line that starts the ranks.
@@ -169,6 +177,7 @@ class Search:
     site: Site
     launchers: Mapping[str, type[Launcher]]
     """All launchers by name."""
+    options: Options = field(default_factory=Options)
 
     def mpiexec(self, *names: str) -> tuple[Launcher | None, list[str]]:
         """Return the first mpiexec of one of these kinds, and notes on what was passed over before it.
@@ -190,10 +199,15 @@ class Search:
             passed_over.append(f"passed over {path} ({name or 'unknown kind'} by {how})")
         return None, passed_over
 
-    def not_found(self, what: str, why: Sequence[str]) -> str:
-        """Return the error message."""
+    def not_found(self, what: str, passed_over: Sequence[str], remedy: str) -> NoLauncherError:
+        """Return the error: what is missing, where it is not, and how to get it, each in a line."""
         asked = f"--launcher {self.wanted}: " if self.wanted else ""
-        return f"{asked}{what}: " + "; ".join(filter(None, ["none beside python or in PATH", *why]))
+        lines = [
+            f"{asked}{what}: none beside python or in PATH",
+            *passed_over,
+            *([f"remedy: {remedy}"] if remedy else []),
+        ]
+        return NoLauncherError("\n  ".join(lines))
 
 
 def own_bin() -> str:

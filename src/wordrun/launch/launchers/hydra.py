@@ -15,7 +15,7 @@ class Hydra(Launcher):
     anywhere = True
     file_names = ("hydra", "mpich")
     version_texts = ("HYDRA", "Intel(R) MPI")
-    remedy = "pip install 'wordrun[mpich]' installs one"
+    remedy = "pip install 'wordrun[mpich]'"
     stale = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_", "PMIX_")
     host_line = "{host}:{ranks}\n"
     daemons = ("hydra_", "pmi_proxy")
@@ -28,6 +28,7 @@ class Hydra(Launcher):
         r"|^Abort\(\d+\) on node \d+ .*: application called MPI_Abort\(.*\n"
     )
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
+    may_die_of_input = True
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return mpiexec's command line."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, Search, find_command, rank_command
+from wordrun.launch.launchers import mpi_type
+from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, find_command, rank_command
 from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill
@@ -15,8 +17,12 @@ from wordrun.launch.site import fill
 LOST = "SLURM lost a node"
 
 
+@dataclass(frozen=True)
 class Srun(Launcher):
     """Starts the ranks as a step of the job."""
+
+    mpi: str = ""
+    """The value of --mpi; empty: SLURM's default, or what the user or the site says."""
 
     name = "srun"
     scheduler = "slurm"
@@ -38,9 +44,13 @@ class Srun(Launcher):
             raise ConfigError("--launcher srun: SLURM_JOB_ID is not set; start a job with salloc or sbatch first")
         path, _ = find_command("srun", search.env.get("PATH", ""))
         if path:
-            return cls(path, "--launcher srun" if search.wanted else "SLURM's own, in PATH")
+            mpi, reason, note = mpi_type.choose(path, search)
+            why = "--launcher srun" if search.wanted else "SLURM's own, in PATH"
+            return cls(path, "; ".join(filter(None, (why, reason))), note, mpi)
         remedy = "launch outside of it, or use --launcher hydra, openmpi or torchrun"
-        raise ConfigError(f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}")
+        raise NoLauncherError(
+            f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}"
+        )
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return srun's command line."""
@@ -51,6 +61,7 @@ class Srun(Launcher):
         if options.cpu_bind:
             args = (*(word for word in args if not word.startswith("--cpu-bind")), f"--cpu-bind={options.cpu_bind}")
         where: tuple[str, ...] = ("-c", str(self.cores_per_rank(request)))
+        mpi = (f"--mpi={self.mpi}",) if self.mpi else ()
         if not ranks.even:  # srun would even the numbers out
             where = (*where, "--distribution=arbitrary")
         else:
@@ -60,7 +71,7 @@ class Srun(Launcher):
                 hosts = ",".join(request.hosts)
                 where = (*where, f"--nodelist={hosts if len(hosts) <= LONGEST else request.hosts_file}")
         return (
-            self.path, "-u", "-N", str(ranks.nodes), "-n", str(ranks.np), *where, *args,
+            self.path, "-u", "-N", str(ranks.nodes), "-n", str(ranks.np), *where, *mpi, *args,
             "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
             f"--job-name={request.decided.step}", *options.launcher_args, *rank_command(options),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, Search, rank_command, refuse_binding
+from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, rank_command, refuse_binding
 from wordrun.launch.request import Request
 
 
@@ -35,7 +35,7 @@ class Torchrun(Launcher):
             return cls(sys.executable, "--launcher torchrun" if search.wanted else "no usable mpiexec")
         why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
         remedy = "pip install 'wordrun[mpich]' installs an mpiexec"
-        raise ConfigError(f"no launcher for {search.np} ranks: {why} ({remedy})")
+        raise NoLauncherError(f"no launcher for {search.np} ranks: {why} ({remedy})")
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
         """Forward a signal; until there are ranks, SIGTERM for SIGINT, which torch's imports may swallow."""

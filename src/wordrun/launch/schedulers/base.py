@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -25,6 +26,8 @@ class Scheduler:
     """Variable set in its jobs."""
     numbers_hosts: ClassVar[bool] = False
     """Whether its launcher numbers the hosts, and thus the ranks, in the job's order."""
+    exports: ClassVar[Mapping[str, str]] = {}
+    """Variables that it sets in jobs, and patterns of its values; {NAME} stands for the value of another variable."""
     checks_names: ClassVar[bool] = True
     """Whether to resolve host names before ranks start; unnecessary if the scheduler distributes addresses."""
     end_query: ClassVar[tuple[str, ...]] = ()
@@ -48,9 +51,10 @@ class Scheduler:
         """
         raise NotImplementedError
 
-    def sets_threads(self, env: Mapping[str, str]) -> bool:
-        """Return whether OMP_NUM_THREADS in ``env`` was set by the scheduler rather than by the user."""
-        return False
+    def has_set(self, name: str, env: Mapping[str, str]) -> bool:
+        """Return whether the value of ``name`` in ``env`` is the scheduler's rather than the user's."""
+        pattern = re.sub(r"{(\w+)}", lambda other: re.escape(env.get(other[1], "")), self.exports.get(name, ""))
+        return bool(pattern) and name in env and re.fullmatch(pattern, env[name]) is not None
 
     def end_time(
         self, job_id: str, before_exec: Callable[[], None] | None = None, within_s: float = 20

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
@@ -22,6 +23,10 @@ class PBS(Scheduler):
 
     name = "pbs"
     variable = "PBS_JOBID"
+    # OMP_NUM_THREADS and NCPUS are the CPUs of the job's chunk on the first node.
+    exports: ClassVar[Mapping[str, str]] = {
+        "TMPDIR": r".*/pbs\.\d+\b[^/]*", "OMP_NUM_THREADS": "{NCPUS}", "CUDA_VISIBLE_DEVICES": ".*"
+    }  # fmt: skip
     end_query = ("qstat", "-f", "-F", "json")
     submitter, canceller, directive = "qsub", "qdel", "#PBS"
 
@@ -58,10 +63,6 @@ class PBS(Scheduler):
             },
         )  # fmt: skip
 
-    def sets_threads(self, env: Mapping[str, str]) -> bool:
-        """Return whether it equals NCPUS: PBS sets it to all hardware threads of the node."""
-        return env.get("OMP_NUM_THREADS") == env.get("NCPUS")
-
     def read_end(self, text: str) -> float:
         """Return the start of the job plus its walltime."""
         (facts,) = json.loads(text)["Jobs"].values()
@@ -70,6 +71,9 @@ class PBS(Scheduler):
     def directives(self, options: Options, site: Site) -> list[str]:
         """Return qsub's options."""
         filesystems = options.filesystems or site.submit.get("filesystems")
+        given = site.submit.get("directives", [])
+        # PBS may put several chunks on one host; only chunks of single devices may share a node.
+        scatter = not (site.queue(options.queue).get("device_per_rank") or any("place=" in word for word in given))
         return [
             f"-N {options.job_name}",
             *([f"-A {options.account}"] if options.account else []),
@@ -77,7 +81,8 @@ class PBS(Scheduler):
             f"-l select={_select(options, site)}",
             f"-l walltime={_walltime(options.walltime or '')}",
             *([f"-l filesystems={filesystems}"] if filesystems else []),
-            *site.submit.get("directives", []),
+            *(["-l place=scatter"] if scatter else []),
+            *given,
             "-j oe",
             f"-r {'y' if site.queue(options.queue).get('rerunnable') else 'n'}",
         ]

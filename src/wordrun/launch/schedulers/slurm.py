@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost
@@ -21,6 +22,7 @@ class Slurm(Scheduler):
 
     name = "slurm"
     variable = "SLURM_JOB_ID"
+    exports: ClassVar[Mapping[str, str]] = {"TMPDIR": "/tmp", "CUDA_VISIBLE_DEVICES": ".*"}
     numbers_hosts = True
     checks_names = False
     end_query = ("squeue", "-h", "-o", "%e", "-j")
@@ -89,12 +91,10 @@ class Slurm(Scheduler):
             f"--nodes={node_count(options, site)}",
             f"--time={options.walltime}",
         ]
-        ppn = options.ppn or devices
-        if options.np and not options.ppn:
-            lines.append(f"--ntasks={options.np}")
-            ppn = ranks_of_node(options, site) if options.cores else 0
-        elif ppn or options.cores:
-            ppn = ppn or 1
+        ppn = ranks_of_node(options, site) if options.np or options.ppn else devices or (1 if options.cores else 0)
+        if options.np and options.np % ppn:
+            lines.append(f"--ntasks={options.np}")  # makes the number per node a maximum
+        if ppn:
             lines.append(f"--ntasks-per-node={ppn}")
         if ppn and cores and not any("cpus" in word for word in given):
             lines.append(f"--cpus-per-task={max(1, cores // ppn)}")

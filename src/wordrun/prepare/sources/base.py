@@ -71,6 +71,10 @@ class Source:
         """Return its files on this machine in a fixed order, or None if it has none."""
         return None
 
+    def left_out(self) -> list[str]:
+        """Return the files that are left out because nothing can be read from them, each with the reason."""
+        return []
+
     def size(self) -> int | None:
         """Return its size in bytes, or None if unknown."""
         files = self.files()
@@ -120,6 +124,8 @@ def state_of(paths: Iterable[Path], root: Path) -> str:
         with contextlib.suppress(OSError):  # a missing file is reported when it is read
             stat = path.stat()
             digest.update(f"{os.path.relpath(path, root)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            if not os.access(path, os.R_OK):  # the text changes when it becomes readable
+                digest.update(b"unreadable\n")
     return digest.hexdigest()
 
 

@@ -10,16 +10,23 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import fields
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 from wordrun.config import DataConfig
+from wordrun.data.manifest import few
 from wordrun.errors import ConfigError, first_line
 from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Types of files to read from a folder."""
+PROBED = 2**16
+"""Bytes at the beginning of a file that show whether it can be text."""
+MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"}
+"""The first bytes of each other type of file, by suffix."""
 MAX_LINE = 2**20
 """Maximum number of bytes to search for a line break before cutting the text anyway."""
 Part = tuple[str, str, int, int, int]
@@ -29,15 +36,23 @@ Part = tuple[str, str, int, int, int]
 class FileSource(Source):
     """The files given by data.path."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is cached: the source is sent to every worker."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def files(self) -> list[Path]:
         """Return the file, or the files in the folder or matching the glob, sorted by name.
 
         Raises:
             ConfigError: if there are none.
         """
+        return self._files
+
+    @cached_property
+    def _files(self) -> list[Path]:
         path = str(self.path)
         if os.path.isdir(path):
-            found = [p for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
+            found = list(_in_folder(path))
             what = f"has no {', '.join(SUFFIXES)}: name a folder with some"
         elif glob.has_magic(path) and not os.path.exists(path):
             found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
@@ -48,22 +63,61 @@ class FileSource(Source):
             raise ConfigError(f"data.path={path} {what}")
         return sorted(p.absolute() for p in found)
 
+    @cached_property
+    def _faults(self) -> dict[Path, str]:
+        """Files among several that cannot be used, and why."""
+        files = self.files()
+        return {path: fault for path in files if (fault := _fault(path))} if len(files) > 1 else {}
+
+    def left_out(self) -> list[str]:
+        """Return the files that are left out because they are empty, unreadable or binary, each with the reason."""
+        return [f"{path} ({fault})" for path, fault in self._faults.items()]
+
     def items(self) -> list[WorkItem]:
         """Return work items of about data.shard_mb each; a compressed file is a single item."""
-        parts = [part for path in self.files() for part in _parts(path, self.data.shard_mb * 2**20, self.data)]
+        files = [path for path in self.files() if path not in self._faults]
+        if not files:
+            raise ConfigError(f"data.path={self.path} has no file that can be used: {few(self.left_out())}")
+        parts = [part for path in files for part in _parts(path, self.data.shard_mb * 2**20, self.data)]
         return [WorkItem(number, *part) for number, part in enumerate(parts)]
 
     def single_text(self) -> WorkItem | None:
         """Return the work item for the complete file if the source is one plain text file, else None."""
         paths = self.files()
+        if len(paths) > 1:
+            return None
         part = _parts(paths[0], sys.maxsize, self.data)[0]
-        return WorkItem(0, *part) if len(paths) == 1 and part[0] == "text" else None
+        return WorkItem(0, *part) if part[0] == "text" else None
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
         """Yield the texts of ``item``."""
         if item.kind == "text":
             return _of_text(item)
         return cleaned(_of_rows(item, self.data) if item.kind == "parquet" else _of_lines(item, self.data))
+
+
+def _in_folder(folder: str) -> Iterator[Path]:
+    """Yield the files of known types in ``folder`` and below, except in hidden folders such as .git and .venv."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = Path(parent, name)
+            if name.endswith(SUFFIXES) and not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _fault(path: Path) -> str | None:
+    """Return why nothing can be read from a file, according to its beginning; None: it looks right."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(PROBED)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not head or (len(head) < PROBED and head.isspace()):
+        return "empty"
+    if magic := MAGIC.get(path.suffix):
+        return None if head.startswith(magic) else "damaged"
+    return "binary" if b"\0" in head else None
 
 
 def _parts(path: Path, most: int, data: DataConfig) -> list[Part]:

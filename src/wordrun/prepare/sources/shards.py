@@ -10,6 +10,7 @@ from wordrun.config import TokenizerConfig
 from wordrun.data import corpus, shards
 from wordrun.data.manifest import SPLITS
 from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.errors import UserError
 from wordrun.prepare.sources.base import Source, WorkItem
 
 
@@ -34,5 +35,12 @@ class ShardSource(Source):
         return items
 
     def tokenizer(self, cfg: TokenizerConfig) -> Tokenizer:
-        """Return the tokenizer the shards were made with."""
-        return corpus.foreign_tokenizer(Path(str(self.path)), cfg)
+        """Return the tokenizer the shards were made with.
+
+        Raises:
+            UserError: if its vocabulary is missing.
+        """
+        tokenizer = corpus.foreign_tokenizer(Path(str(self.path)), cfg)
+        if tokenizer.missing:
+            raise UserError(tokenizer.missing)
+        return tokenizer

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.train.checkpoint import SaveError
-from wordrun.train.metrics import LEGEND, one_line
+from wordrun.train.metrics import one_line
 from wordrun.train.training import Hook, Training, due
+
+# A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
+LINE_S = 5.0
 
 
 class Log(Hook):
-    """Logs a line of metrics every train.log_interval steps, and for the first and the last step."""
+    """Records metrics every train.log_interval steps, and for the first and the last step.
+
+    The log shows the first line, the last one, and one every few seconds.
+    """
+
+    def __init__(self) -> None:
+        self._shown_at = float("-inf")
+        self._pending = ""
+        self._start = (0, 0.0)
 
     def at_start(self, trainer: Training) -> None:
-        """Log the meanings of the metrics."""
-        legend = "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
-        LOGGER.info("metrics (same names in metrics.jsonl and in all trackers):\n%s", legend)
+        """Note where and when training starts."""
+        self._start = trainer.step, time.monotonic()
 
     def after_step(self, trainer: Training) -> None:
         """Reduce the metrics over the ranks and pass them to the trackers."""
@@ -26,7 +39,23 @@ class Log(Hook):
         metrics = trainer.meter.line(state)
         state.metrics.update(metrics)
         trainer.run.log(metrics)
-        LOGGER.info(one_line(metrics, train.max_iters), extra=FOR_FILES)
+        begun, since = self._start
+        now = time.monotonic()
+        left = (now - since) / (state.step - begun) * (train.max_iters - state.step) if state.step > begun + 1 else 0
+        self._pending = one_line(metrics, train.max_iters, left)
+        if now - self._shown_at >= LINE_S or trainer.step == train.max_iters:
+            self._shown_at = now
+            self._show()
+
+    def close(self) -> None:
+        """Show the last line if it has not been."""
+        with contextlib.suppress(OSError):  # the disk is full, which may be why the run has ended
+            self._show()
+
+    def _show(self) -> None:
+        if self._pending:
+            LOGGER.info(self._pending, extra=FOR_FILES)
+        self._pending = ""
 
 
 class Evaluate(Hook):
@@ -54,13 +83,9 @@ class Sample(Hook):
 
     def at_end(self, trainer: Training) -> None:
         """Generate the last sample and log it."""
-        text = self._sample(trainer)
-        if text:
-            LOGGER.info("sample at step %d:\n%s", trainer.step, text)
+        LOGGER.info("sample at step %d:\n%s", trainer.step, self._sample(trainer))
 
     def _sample(self, trainer: Training) -> str:
-        if not trainer.cfg.train.sample_tokens:
-            return ""
         text = trainer.generate()
         trainer.run.sample(trainer.step, text)
         return text

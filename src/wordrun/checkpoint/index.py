@@ -1,0 +1,127 @@
+"""The index of a checkpoint: shape and type of each tensor, and where its shards are.
+
+Checkpoints come from anywhere, so an index is checked in full before it is used: a wrong one leads to an error, never
+to a large allocation or to a file outside the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wordrun.checkpoint import torch_format
+from wordrun.checkpoint.folder import DamagedError
+from wordrun.errors import first_line
+
+INDEX = "tensors.json"
+FILE = re.compile(r"\w[\w.-]*", re.ASCII)
+MAX_DIMS, MAX_SIZE = 32, 2**48
+# The dimensions along which a tensor is cut into shards: one for each axis of a layout that shards it.
+MAX_CUTS = 3
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A part of a tensor, and its place on the disk."""
+
+    file: str
+    offset: tuple[int, ...]
+    """Where the shard begins in the full tensor."""
+    shape: tuple[int, ...]
+    span: tuple[int, ...] = ()
+    """In the format of torch: offset and length of the shard in the file, in bytes."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a checkpoint; each of its elements is in exactly one shard."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    shards: Sequence[StoredShard]
+
+    def empty(self) -> Tensor:
+        """Return an uninitialised tensor of this shape and type on the CPU."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def load(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of the checkpoint ``folder`` by name.
+
+    Raises:
+        DamagedError: the index is missing, invalid, or contradicts the sizes of the files; the message names it.
+    """
+    is_torchs = not (folder / INDEX).exists() and (folder / torch_format.METADATA).exists()
+    name = torch_format.METADATA if is_torchs else INDEX
+    try:
+        content = (folder / name).read_bytes()
+        plain: dict[str, Any] = torch_format.parse(content) if is_torchs else json.loads(content)
+        found = {name: _tensor(name, facts) for name, facts in plain.items()}
+        _check_room(folder, found)
+    except Exception as error:  # the file may contain anything
+        raise DamagedError(f"{folder} is damaged: {name}: {first_line(error)}") from None
+    return found
+
+
+def _tensor(name: str, facts: Mapping[str, Any]) -> StoredTensor:
+    shape, dtype = _sizes(facts["shape"]), getattr(torch, facts["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a type of tensors")
+    shards = []
+    for each in facts["shards"]:
+        shard = StoredShard(each["file"], _sizes(each["offset"]), _sizes(each["shape"]), _sizes(each.get("span", [])))
+        if not FILE.fullmatch(shard.file):
+            raise ValueError(f"{shard.file!r} is not the name of a file in the checkpoint")
+        if any(at + n > most for at, n, most in zip(shard.offset, shard.shape, shape, strict=True)):
+            raise ValueError(f"a shard of {name} exceeds the tensor")
+        shards.append(shard)
+    if not _tile(shards, shape):
+        raise ValueError(f"the shards of {name} do not cover it exactly")
+    return StoredTensor(torch.Size(shape), dtype, shards)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        raise ValueError(f"{str(value)[:60]} is not a list of sizes")
+    if not all(type(size) is int and 0 <= size < MAX_SIZE for size in value):
+        raise ValueError(f"{value!r} contains an invalid size")
+    return tuple(value)
+
+
+def _tile(shards: Sequence[StoredShard], shape: tuple[int, ...]) -> bool:
+    """Return whether ``shards`` cover ``shape`` without gaps or overlaps, in time linear in their number.
+
+    If the corners of a box alternate in sign, those of adjacent boxes cancel. What is left are the corners of ``shape``
+    if, and only if, the boxes cover each of its points once.
+    """
+    cut = [axis for axis, size in enumerate(shape) if any(shard.shape[axis] != size for shard in shards)]
+    if len(cut) > MAX_CUTS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    boxes = [(1, shard.offset, shard.shape) for shard in shards]
+    for sign, offset, size in [*boxes, (-1, (0,) * len(shape), shape)]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corner = tuple(offset[axis] + end * size[axis] for axis, end in zip(cut, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
+
+
+def _check_room(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Check that the files are large enough for their shards: nothing is allocated that they could not fill."""
+    needed: Counter[str] = Counter()
+    for tensor in tensors.values():
+        for shard in tensor.shards:
+            needed[shard.file] += math.prod(shard.shape) * tensor.dtype.itemsize
+    for file, size in needed.items():
+        if (folder / file).stat().st_size < size:
+            raise ValueError(f"{file} is too small for the {size:,} bytes of its shards")

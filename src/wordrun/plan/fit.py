@@ -1,0 +1,149 @@
+"""Compares what one run needs with the memory of its ranks, and finds changes with which it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from wordrun.checks import accumulation, layout, microbatches
+from wordrun.config import Config, DDPConfig, FSDPConfig, PPConfig
+from wordrun.dist.mesh import Layout
+from wordrun.plan.memory import Memory, memory
+from wordrun.plan.shapes import ModelShapes
+from wordrun.plan.strategy import FP32, NoEstimateError, Strategy
+
+TOLERANCE = 1.2
+"""Factor by which an estimate may be too high or too low; tests compare it with measurements."""
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+"""The parts of a Memory to show."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that one rank may use, in bytes."""
+
+    device: float
+    """On its device; on a CPU, in host memory."""
+    host: float = float("inf")
+    """In host memory, for offloaded data."""
+
+    def scaled(self, factor: float) -> Room:
+        """Return ``factor`` times this much memory."""
+        return Room(self.device * factor, self.host * factor)
+
+    def holds(self, need: Memory) -> bool:
+        """Return whether a rank that needs ``need`` fits."""
+        return need.total <= self.device and need.host <= self.host
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One run on given ranks, and what it needs."""
+
+    cfg: Config
+    """The config, with auto precision resolved."""
+    model: ModelShapes
+    layout: Layout
+    per_node: int
+    """Ranks per node."""
+    on_cpu: bool
+
+    @property
+    def need(self) -> Memory:
+        """The memory of the rank that needs most."""
+        return self._need(self.cfg, self.layout)
+
+    def may_fit(self, room: Room) -> bool:
+        """Return whether the run could fit into ``room`` if the estimate is as much too high as it can be."""
+        # Compiled blocks save fewer activations; how many is unknown.
+        need = replace(self.need, activations=0.0, block=0.0) if self.cfg.train.compile else self.need
+        return room.scaled(TOLERANCE).holds(need)
+
+    def fits(self, room: Room) -> bool:
+        """Return whether the run fits into ``room`` even if the estimate is as much too low as it can be."""
+        return room.scaled(1 / TOLERANCE).holds(self.need)
+
+    def remedies(self, room: Room) -> list[str]:
+        """Return sentences about changes with which the run fits into ``room``, for certain as in ``fits``."""
+        room = room.scaled(1 / TOLERANCE)
+        size, found = self._largest_batch(room), []
+        if 0 < size < self.cfg.model.batch_size:
+            found.append(f"The largest model.batch_size that fits is {size}{self._same_step(size)}.")
+        found += [
+            f"With {overrides} the run fits at its batch size."
+            for overrides, cfg, at in self._alternatives()
+            if room.holds(self._need(cfg, at))
+        ]
+        if found:
+            return found
+        batch = "fewer sequences per step, " if isinstance(self.cfg.backend, PPConfig) else ""
+        return [
+            f"It does not fit with model.batch_size=1 either: use {batch}a smaller model (model.n_layer, "
+            "model.n_embd), shorter sequences (model.block_size), or more ranks with train.backend=FSDP."
+        ]
+
+    def _largest_batch(self, room: Room) -> int:
+        """Return the largest model.batch_size up to the configured one that fits into ``room``; 0: none."""
+        cfg, unit = self.cfg, self._unit
+        low, high = 0, cfg.model.batch_size // unit
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = room.holds(self._need(self._with_batch(middle * unit), self.layout))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * unit
+
+    @property
+    def _unit(self) -> int:
+        """The number that model.batch_size must be a multiple of."""
+        backend = self.cfg.backend
+        return microbatches(self.cfg, backend, self.layout.pp) if isinstance(backend, PPConfig) else 1
+
+    @property
+    def _per_rank(self) -> int:
+        """Sequences per optimizer step of each data-parallel rank."""
+        return self.cfg.model.batch_size * accumulation(self.cfg, self.layout.dp)
+
+    def _with_batch(self, size: int) -> Config:
+        """Return the config with another batch size, and about the same number of sequences per step."""
+        cfg, gas = self.cfg, -(-self._per_rank // size)
+        train, optimizer = replace(cfg.train, global_batch_size=None), replace(cfg.optimizer, gas=gas)
+        return replace(cfg, model=replace(cfg.model, batch_size=size), train=train, optimizer=optimizer)
+
+    def _same_step(self, most: int) -> str:
+        """Return how to keep the number of sequences per step with a batch size of at most ``most``."""
+        whole = self._per_rank * self.layout.dp
+        size = next(n for n in range(most, 0, -1) if self._per_rank % n == 0 and (n % self._unit == 0 or n == 1))
+        return f"; model.batch_size={size} train.global_batch_size={whole} keeps {whole} sequences per step"
+
+    def _alternatives(self) -> Iterator[tuple[str, Config, Layout]]:
+        """Yield overrides that save memory, with their config and layout."""
+        cfg = self.cfg
+        full = replace(cfg, train=replace(cfg.train, activation_checkpointing="full"))
+        if not isinstance(cfg.backend, PPConfig) or not cfg.backend.zero_bubble:
+            yield "train.activation_checkpointing=full", full, self.layout
+        if isinstance(cfg.backend, DDPConfig) and self.layout.size > 1:
+            at = layout(FSDPConfig(), self.layout.size, self.per_node)
+            yield "train.backend=FSDP", replace(cfg, backend=FSDPConfig()), at
+            both = "train.backend=FSDP train.activation_checkpointing=full"
+            yield both, replace(full, backend=FSDPConfig()), at
+
+    def _need(self, cfg: Config, at: Layout) -> Memory:
+        """Return the estimate; if the plan has none, what is certain."""
+        try:
+            strategy = Strategy("", cfg, at, on_cpu=self.on_cpu)
+            return memory(self.model, strategy, cfg.train.activation_checkpointing)
+        except NoEstimateError:
+            # Under DDP every rank has all parameters and gradients, whatever else the model and the optimizer need.
+            size = float(FP32 * self.model.parameters) if isinstance(cfg.backend, DDPConfig) else 0.0
+            return Memory(size, size, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def table(need: Memory) -> list[str]:
+    """Return lines with the parts of ``need``."""
+    lines = [f"  {name:<12}{gib(getattr(need, name)):>12}" for name in PARTS]
+    return [*lines, f"  {'peak':<12}{gib(need.total):>12}  (the parts do not all peak at the same time)"]
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes in GiB."""
+    return f"{size / 2**30:,.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:,.0f} GiB"

@@ -1,0 +1,66 @@
+"""The help of ``wordrun train``: a screen of overview, and the options of each config group."""
+
+from __future__ import annotations
+
+import importlib.resources
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from wordrun.arguments import describe
+from wordrun.config import BACKENDS, SCHEMAS, Config, parts_in
+from wordrun.errors import ConfigError, nearest
+from wordrun.track import LEGEND
+
+EXAMPLES = """\
+Examples:
+  wordrun data=sample train=smoke                             a few steps, to verify the installation
+  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
+  wordrun data=text data.path=my.txt model=gpt2 train.dtype=bf16
+  wordrun -m optimizer.learning_rate=1e-3,3e-4                a sweep, in one process
+  wordrun experiment=shakespeare --cfg job                    print the config and exit
+
+A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR); outputs/latest is the newest.
+--config-dir DIR adds your own files, such as DIR/model/mine.yaml. Hydra's other flags: --hydra-help."""
+GROUPS = (*SCHEMAS, "experiment")
+METRICS = "metrics"
+WIDTH = 100
+
+
+def overview(folders: Iterable[Path]) -> str:
+    """Return the config groups with their files, those in the user's own ``folders`` included, and examples."""
+    own = Path(str(importlib.resources.files("wordrun.conf")))
+    lines = ["Options: KEY=VALUE sets one, GROUP=NAME chooses a file; `wordrun --help GROUP` lists a group's options."]
+    for group in GROUPS:
+        names = sorted({file.stem for folder in (own, *folders) for file in (folder / group).glob("*.yaml")})
+        if group == "backend":
+            group, names = "train.backend", list(BACKENDS)
+        text = " ".join(names)
+        lines.append(textwrap.fill(text, WIDTH, initial_indent=f"  {group:<15}", subsequent_indent=" " * 17))
+    return "\n".join([*lines, f"  {METRICS:<15}(with --help) the names in metrics.jsonl and in trackers", "", EXAMPLES])
+
+
+def options_of(cfg: Config, groups: Sequence[str]) -> str:
+    """Return the options of ``groups`` with their values in ``cfg`` and meanings; of ``metrics``, their meanings.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    parts = parts_in(cfg)
+    return "\n\n".join(text for group in groups for text in _group(parts, group))
+
+
+def _group(parts: dict[str, Any], group: str) -> Iterator[str]:
+    if group == METRICS:
+        yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
+        return
+    group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
+    if group not in SCHEMAS:
+        raise ConfigError(f"--help {group}: unknown group{nearest(group, SCHEMAS)} ({', '.join((*SCHEMAS, METRICS))})")
+    found = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
+    for name, node in found.items():
+        yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
+    if not found:  # nothing is selected by default
+        for name, schema in SCHEMAS[group].items():
+            yield "\n".join([f"{group}=[{name}]: {schema.__doc__}", *describe(schema(), f"{group}.{name}.", width=35)])

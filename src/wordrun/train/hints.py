@@ -1,0 +1,91 @@
+"""What can be done next with a run, as commands to paste."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from wordrun.checkpoint.folder import all_in
+
+
+def own_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line of this process, which ends with ``arguments``, as the user would type it."""
+    words, count = sys.orig_argv, len(arguments)
+    start = words[: len(words) - count]
+    if not start or words[len(start) :] != list(arguments):  # called by another program
+        start = ["wordrun"]
+    elif len(start) > 1 and os.path.basename(start[1]) == "wordrun":  # the console script, run by its interpreter
+        start = ["wordrun" if shutil.which("wordrun") else start[1], *start[2:]]
+    return [*start, *arguments]
+
+
+def by_launch() -> bool:
+    """Return whether ``launch`` has started this process."""
+    return "WORDRUN_LAUNCH_RECORD" in os.environ
+
+
+def launched(command: Sequence[str], run_dir: Path, ranks: int) -> list[str]:
+    """Return ``command`` as it was started on all ``ranks``: by ``launch``, if it has left a record in ``run_dir``."""
+    if by_launch():
+        try:
+            return [*json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["launch"], *command]
+        except (OSError, ValueError, KeyError):
+            pass
+    return [*(["launch", "-n", str(ranks)] if ranks > 1 else []), *command]
+
+
+def setting(key: str, path: Path) -> str:
+    """Return ``key=path`` for Hydra, which needs quotes around unusual characters."""
+    return f"{key}={path}" if re.fullmatch(r"[\w./+@:-]+", str(path), re.ASCII) else f'{key}="{path}"'
+
+
+def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: int, *more: str) -> str:
+    """Return the command line that continues the run in ``source``, or the options that do if there is no ``command``.
+
+    Args:
+        source: the run to continue.
+        run_dir: directory of this run, which has ``launch``'s record.
+        command: the command line that started each rank of this run; empty: it was started from Python.
+        ranks: number of ranks.
+        more: further options, which replace those in ``command``.
+    """
+    options = [*more, setting("train.resume", relative(source))]
+    if not command:
+        return f"the same options, with {' '.join(options)}"
+    keys = {option.partition("=")[0] for option in options}
+    kept = [word for word in command if word.partition("=")[0].lstrip("+") not in keys]
+    return shlex.join(launched([*kept, *options], run_dir, ranks))
+
+
+def next_steps(run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool) -> str:
+    """Return what can be done next with the run in ``run_dir``; an empty string if it has no checkpoint.
+
+    Args:
+        run_dir: the run directory.
+        command: the command line that started each rank; empty: the run was started from Python, or is complete.
+        ranks: number of ranks.
+        max_iters: train.max_iters.
+        finished: whether it has taken all its steps.
+    """
+    checkpoints = all_in(run_dir)
+    if not checkpoints:
+        return ""
+    if not finished:
+        again = resume_command(run_dir, run_dir, command, ranks)
+        return f"to continue from step {checkpoints[-1].step}:\n  {again}"
+    wordrun = shlex.join(command[:3]) if list(command[1:3]) == ["-m", "wordrun"] else "wordrun"
+    lines = [f"{wordrun} {each} run={shlex.quote(str(relative(run_dir)))}" for each in ("generate", "export")]
+    if command:
+        lines.append(resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}"))
+    return "\n  ".join([f"next: generate text, export the model{', train further' * bool(command)}", *lines])
+
+
+def relative(path: Path) -> Path:
+    """Return ``path`` relative to the working directory, if it is below it."""
+    return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path

@@ -1,0 +1,133 @@
+"""Does the run fit into memory? Asked before anything is built, and explained if memory runs out anyway."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from wordrun import cgroup
+from wordrun.backend.precision import fast_dtype
+from wordrun.config import Config
+from wordrun.dist import World
+from wordrun.dist.collectives import all_min
+from wordrun.dist.mesh import Layout
+from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.plan.fit import TOLERANCE, Fit, Room, gib, table
+from wordrun.plan.shapes import shapes_of
+from wordrun.train.metrics import device_name
+
+UNLIMITED = 2**60
+"""Bytes to assume where the operating system does not say how much memory is available (macOS)."""
+NODE_BITS = 20
+"""Bits for the index of a node, in a number with the MiB of memory above them."""
+SIGNS = re.compile(r"out of memory|out_of_(host|device)_memory|alloc_failed|can't allocate memory", re.IGNORECASE)
+"""What libraries write when memory runs out; only torch's allocators for accelerators have an exception for it."""
+
+
+class MemoryCheck:
+    """Compares the estimate of ``wordrun plan`` with the memory of the rank that has least.
+
+    Every rank must create one, before any of them allocates its share: the ranks agree on the figure, and so on what
+    follows from it.
+    """
+
+    def __init__(self, cfg: Config, world: World, layout: Layout) -> None:
+        self.device, self.world, self.layout = torch.device(world.device), world, layout
+        self.cfg = replace(cfg, train=replace(cfg.train, dtype=fast_dtype(cfg.train.dtype, self.device)))
+        host = (cgroup.memory() or UNLIMITED) / world.local_size
+        own = host if self.device.type == "cpu" else _free(self.device, world)
+        keys = [int(size / 2**20) << NODE_BITS | world.node for size in (own, host)]
+        least = all_min(torch.tensor(keys, device=self.device)).tolist()
+        self.room = Room(*(float((key >> NODE_BITS) * 2**20) for key in least))
+        self.node = least[0] % 2**NODE_BITS
+        self._fit = self._with_vocabulary(1)
+
+    def before_data(self) -> None:
+        """Refuse a run that does not fit with any vocabulary.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        if self.cfg.train.check_memory and not self._fit.may_fit(self.room):
+            off = "train.check_memory=false starts it anyway."
+            raise ConfigError("\n".join([f"not enough memory: {self._comparison()}", *self._advice(self.room), off]))
+
+    def before_model(self, vocab_size: int) -> None:
+        """Refuse a run that does not fit with this vocabulary, and warn if it is close.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        self._fit = self._with_vocabulary(vocab_size)
+        self.before_data()
+        if not self._fit.fits(self.room):
+            off = f"estimates are up to {TOLERANCE - 1:.0%} off"
+            LOGGER.warning("memory may run out: %s (%s)", self._comparison(), off, extra=FIRST_RANK)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Within the ``with`` block, turn an error that memory ran out into a message that says what took it."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not (isinstance(error, MemoryError) or SIGNS.search(str(error))):
+                raise
+            raise UserError("\n".join(self._explanation(error))) from error
+
+    def _with_vocabulary(self, size: int) -> Fit:
+        model, on_cpu = shapes_of(self.cfg.model, size), self.device.type == "cpu"
+        return Fit(self.cfg, model, self.layout, self.world.local_size, on_cpu)
+
+    def _comparison(self) -> str:
+        world, node = self.world, self.node
+        host = world.host if node == world.node else dict(enumerate(world.hosts)).get(node, f"node {node}")
+        need, room = self._fit.need, self.room
+        if need.total <= room.device and need.host > room.host:
+            return (
+                f"this run needs about {gib(need.host)} of host memory on each rank, and {host} has {gib(room.host)} "
+                "for each"
+            )
+        shared = f" for each of its {world.local_size} ranks" if world.local_size > 1 else ""
+        has = f"{host} has {gib(room.device)} available{shared}"
+        if self.device.type != "cpu":
+            has = f"the {device_name(self.device)} on {host} has {gib(room.device)} free"
+        return f"this run needs about {gib(need.total)} on each rank, and {has}"
+
+    def _advice(self, room: Room) -> list[str]:
+        """Return what takes the memory, and what would fit into ``room``."""
+        plan = (
+            f"python -m wordrun.plan plan.device={self.device.type} plan.devices={self.world.size} "
+            f"plan.per_node={self.world.local_size} plan.memory={self.room.device / 2**30:.1f}"
+        )
+        return [
+            "Estimated for each rank:", *table(self._fit.need), *self._fit.remedies(room),
+            f"For all backends: {plan}, with this run's options.",
+        ]  # fmt: skip
+
+    def _explanation(self, error: Exception) -> list[str]:
+        asked = re.search(r"tried to allocate (\d+) bytes", str(error))
+        what = f"cannot allocate {gib(int(asked[1]))}" if asked else first_line(error)
+        where = f"{self.device} on {self.world.host}" if self.device.type != "cpu" else self.world.host
+        lines = [f"out of memory on {where}: {what}"]
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            used, reserved = module.max_memory_allocated(self.device), module.memory_reserved(self.device)
+            lines.append(f"torch's allocator used {gib(used)} at its peak and has reserved {gib(reserved)}.")
+        # The estimate was too low, or others use the memory too.
+        return [*lines, *self._advice(Room(min(self.room.device, 0.9 * self._fit.need.total), self.room.host))]
+
+
+def _free(device: torch.device, world: World) -> float:
+    """Return the bytes that this rank may allocate on ``device``."""
+    module = torch.get_device_module(device)
+    try:
+        free = module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+    except (AttributeError, RuntimeError):  # an older torch or driver for XPU
+        free = module.get_device_properties(device).total_memory
+    count = module.device_count()
+    return float(free) / (-(-world.local_size // count) if count > 1 else 1)

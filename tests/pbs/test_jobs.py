@@ -1,0 +1,66 @@
+"""What launch submits to PBS, and what it does in PBS's jobs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+# pbs_tmrsh starts a process on another host of the job, though without the shell that ssh would start.
+HYDRA = ("--launcher", "hydra", "--launcher-args", "-bootstrap rsh -bootstrap-exec ./rsh")
+
+
+def submit(cluster: Cluster, *words: str) -> str:
+    Path("rsh").write_text('#!/bin/sh\nhost=$1\nshift\nexec pbs_tmrsh "$host" sh -c "$*"\n')
+    Path("rsh").chmod(0o755)
+    limit = () if "--walltime" in words else ("--walltime", "0:05:00")
+    done = cluster.run("launch", "--submit", *limit, "--job-name", "test", *words)
+    assert done.returncode == 0, done.stderr
+    (job,) = re.findall(r"^submitted (\S+) \(site", done.stdout)
+    return job
+
+
+def test_a_submission_gets_its_nodes_and_keeps_its_site(cluster: Cluster, tmp_path: Path) -> None:
+    """Left to itself, PBS would put both chunks on one host, and its TMPDIR would be the ranks'."""
+    (tmp_path / "mine.yaml").write_text("scheduler: pbs\nlauncher: hydra\nenv: {TMPDIR: [/tmp, short]}\n")
+    show = "echo rank $RANK on $(hostname) with $TMPDIR and $OMP_NUM_THREADS"
+    job = submit(
+        cluster, "--site", "mine.yaml", "-N", "2", "--ppn", "2", "--cores", "2", *HYDRA, "--", "sh", "-c", show
+    )
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends")
+    assert cluster.job(job)["exec_host"] == "h1/0*2+h2/0*2"
+    assert cluster.job(job)["Resource_List"]["place"] == "scatter"
+    text = next(tmp_path.glob("test.o*")).read_text()
+    assert "mine: " in text  # setup_job has read the file
+    said = sorted(re.findall("^rank .*", text, re.MULTILINE))
+    assert said == [f"rank {rank} on h{1 + rank // 2} with /tmp and 1" for rank in range(4)], text
+    assert cluster.job(job)["Exit_status"] == 0, text
+
+
+def test_ranks_are_warned_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """PBS sends no warning itself: launch asks qstat when the job ends."""
+    rank = "trap 'touch saved-$RANK; exit 75' USR1; sleep 61.25 & wait"
+    limit = ("--walltime", "0:01:00", "--walltime-margin", "55")
+    job = submit(cluster, "-N", "2", "--ppn", "1", *limit, *HYDRA, "--", "sh", "-c", rank)
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 50)
+    text = next(tmp_path.glob("test.o*")).read_text()
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"], text
+    assert "saved: submit this script again to continue" in text
+    assert cluster.job(job)["Exit_status"] == 75, text
+
+
+def test_a_cancelled_job_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """Nor on the other host. (PBS's daemons do not see processes of root, so this job gets no time to save.)"""
+    job = submit(cluster, "-N", "2", "--ppn", "1", *HYDRA, "--", "sh", "-c", "touch ready-$RANK; sleep 61.25")
+    cluster.wait(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks are ready")
+    assert cluster.run("qdel", job).returncode == 0
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends")
+    for host in ("h1", "h2"):
+        cluster.wait(lambda host=host: "61.25" not in cluster.run("ps", "ax", host=host).stdout, f"{host} is clean")

@@ -1,0 +1,169 @@
+"""What a checkpoint's index says is right, or refused; and any part of a tensor can be read from any division of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from wordrun.checkpoint import index, shards
+from wordrun.checkpoint.folder import DamagedError
+from wordrun.checkpoint.shards import Shard
+from wordrun.dist.mesh import Layout
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def divided(shape: tuple[int, ...], rng: random.Random, ranks: int = 3) -> list[Box]:
+    """Return random boxes, offset and size, that together are ``shape``: rows by rank, and columns by another axis."""
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for axis in range(min(2, len(shape))):
+        cuts = sorted(rng.choices(range(shape[axis] + 1), k=ranks - 1))
+        spans = list(zip([0, *cuts], [*cuts, shape[axis]], strict=True))
+        boxes = [
+            ((*at[:axis], low, *at[axis + 1 :]), (*size[:axis], high - low, *size[axis + 1 :]))
+            for at, size in boxes for low, high in spans
+        ]  # fmt: skip
+    return boxes
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))]
+
+
+def written(tensors: dict[str, torch.Tensor], folder: Path, rng: random.Random) -> None:
+    """Write each tensor from as many ranks as it has boxes."""
+    of_ranks: list[list[Shard]] = [[] for _ in range(9)]
+    for name, tensor in tensors.items():
+        boxes = divided(tuple(tensor.shape), rng)
+        for rank, box in zip(rng.sample(range(9), len(boxes)), boxes, strict=True):
+            if cut(tensor, box).numel() or not tensor.numel():
+                of_ranks[rank].append(Shard(name, tensor.shape, box[0], cut(tensor, box)))
+    for rank, mine in enumerate(of_ranks):
+        shards.write(folder, mine, rank)
+    shards.write_index(folder, 9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_part_of_any_division_is_read(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    tensors = {
+        "matrix": torch.randn(7, 5), "cube": torch.randn(4, 3, 2).bfloat16(), "vector": torch.arange(6),
+        "number": torch.tensor(3.5, dtype=torch.float64), "turned": torch.randn(5, 8).T, "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]), "complex": torch.randn(3, dtype=torch.complex64),
+    }  # fmt: skip
+    written(tensors, tmp_path, rng)
+    stored = index.load(tmp_path)
+    found = {name: stored[name].empty() for name in tensors}
+    shards.read(tmp_path, found)
+    assert all(found[name].equal(tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    for name, tensor in tensors.items():  # as a rank of another layout, into memory that is not contiguous
+        for box in divided(tuple(tensor.shape), rng):
+            into = torch.zeros(*box[1], 2, dtype=tensor.dtype)[..., 0]
+            monkeypatch.setattr(shards, "shard_of", lambda n, t, box=box: Shard(n, tensors[n].shape, box[0], t))
+            shards.read(tmp_path, {name: into}, stored)
+            assert into.equal(cut(tensor, box)), (name, box)
+
+
+def test_a_file_is_everyones(tmp_path: Path) -> None:
+    """Other programs read it, and whoever may read the folder."""
+    tmp_path.chmod(0o750)
+    shards.write(tmp_path, [Shard("weight", torch.Size([2]), (0,), torch.ones(2))])
+    assert load_file(tmp_path / "shards-00000.safetensors")["weight"].equal(torch.ones(2))
+    assert (tmp_path / "shards-00000.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_two_stages_may_have_the_same_buffer(tmp_path: Path) -> None:
+    for rank in range(2):
+        shards.write(tmp_path, [Shard("buffer", torch.Size([2]), (0,), torch.ones(2))], rank)
+    shards.write_index(tmp_path, 2)
+    shards.read(tmp_path, {"buffer": (found := torch.zeros(2))})
+    assert found.equal(torch.ones(2))
+
+
+def test_a_tensor_without_elements_is_written_once() -> None:
+    tensors = {"empty": torch.empty(0, 3), "full": torch.ones(1)}
+    names = [[shard.name for shard in shards.to_write(tensors, Layout(replicate=2), rank)] for rank in range(2)]
+    assert sorted([*names[0], *names[1]]) == ["empty", "full"]
+
+
+GOOD: dict[str, Any] = {
+    "dtype": "float32", "shape": [4, 2],
+    "shards": [
+        {"file": "shards-00000.safetensors", "offset": [0, 0], "shape": [1, 2]},
+        {"file": "shards-00001.safetensors", "offset": [1, 0], "shape": [3, 2]},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        (["shards", 1, "offset", 0], 0, "do not cover it exactly"),  # an overlap, and a gap
+        (["shards", 0, "shape", 0], 2, "do not cover it exactly"),
+        (["shards", 1, "shape", 0], 2, "do not cover it exactly"),
+        (["shards", 1], GOOD["shards"][0], "do not cover it exactly"),
+        (["shards"], [], "do not cover it exactly"),
+        (["shape"], [4], "zip"),
+        (["shape", 0], 5, "do not cover it exactly"),
+        (["shape", 0], 10**12, "do not cover it exactly"),
+        (["shape", 0], 10**30, "contains an invalid size"),
+        (["shape", 0], True, "contains an invalid size"),
+        (["shape"], "ab", "is not a list of sizes"),
+        (["shape"], [1] * 99, "is not a list of sizes"),
+        (["shards", 1, "offset", 0], -1, "contains an invalid size"),
+        (["shards", 1, "offset", 0], 2, "a shard of weight exceeds the tensor"),
+        (["shards", 0, "file"], "../shards-00000.safetensors", "is not the name of a file in the checkpoint"),
+        (["shards", 0, "file"], "/etc/passwd", "is not the name of a file in the checkpoint"),
+        (["shards", 0, "file"], "shards-00002.safetensors", "No such file"),
+        (["dtype"], "float64", "shards-00000.safetensors: weight is torch.float32"),
+        (["dtype"], "load", "is not a type of tensors"),
+    ],
+)  # fmt: skip
+def test_a_wrong_index_is_refused(where: list[Any], value: Any, said: str, tmp_path: Path) -> None:
+    weight = torch.randn(4, 2)
+    for rank, (at, stop) in enumerate(((0, 1), (1, 4))):
+        shards.write(
+            tmp_path,
+            [
+                Shard("weight", weight.shape, (at, 0), weight[at:stop]),
+                Shard("more", torch.Size([9, 2]), (rank, 0), torch.ones(9, 2)),
+            ],
+            rank,
+        )
+    content = {"weight": json.loads(json.dumps(GOOD))}
+    (tmp_path / "tensors.json").write_text(json.dumps(content))
+    assert index.load(tmp_path)["weight"].shape == (4, 2)
+    place = content["weight"]
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    (tmp_path / "tensors.json").write_text(json.dumps(content))
+    with pytest.raises(DamagedError, match=said):
+        shards.read(tmp_path, {"weight": torch.empty(4, 2)})
+
+
+def test_nothing_larger_than_the_files_is_allocated(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"small")
+    whole = {"file": "a.safetensors", "offset": [0], "shape": [10**12]}
+    (tmp_path / "tensors.json").write_text(
+        json.dumps({"weight": {"dtype": "int8", "shape": [10**12], "shards": [whole]}})
+    )
+    with pytest.raises(
+        DamagedError, match=r"a\.safetensors is too small for the 1,000,000,000,000 bytes of its shards"
+    ):
+        index.load(tmp_path)
+
+
+def test_what_a_model_needs_and_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    shards.write(tmp_path, [Shard("weight", torch.Size([2]), (0,), torch.ones(2))])
+    shards.write_index(tmp_path)
+    with pytest.raises(DamagedError, match=r"other is missing, and should have \[3\]"):
+        shards.read(tmp_path, {"other": torch.empty(3)})
+    with pytest.raises(DamagedError, match=r"weight has the shape \[2\], and should have \[3\]"):
+        shards.read(tmp_path, {"weight": torch.empty(3)})

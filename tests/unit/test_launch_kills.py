@@ -1,0 +1,87 @@
+"""Ranks that get SIGKILL, and when --retries starts them again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wordrun.launch.kills import Kills, Outcome
+
+pytestmark = pytest.mark.timeout(600)
+
+# wordrun, which is killed before the steps that a file lists, each time at the next one.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from wordrun import cli
+from wordrun.train.trainer import Trainer
+step = Trainer._train_step
+def killed(trainer, lr):
+    steps = Path("steps").read_text().split()
+    if steps and trainer.step == int(steps[0]):
+        Path("steps").write_text(" ".join(steps[1:]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, lr)
+Trainer._train_step = killed
+sys.exit(cli.main())
+"""
+TINY = [
+    "data=sample", "tracker=jsonl", "train.max_iters=12", "train.log_interval=1", "train.eval_interval=100",
+    "train.checkpoint_interval=3", "model.n_layer=1", "model.n_head=1", "model.n_embd=16", "model.block_size=16",
+    "model.batch_size=2", "train.dtype=fp32", "train.sample_tokens=0", "hydra.run.dir=run",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "status"), [("4 8", 0), ("4 4 4", 137)])
+def test_a_training_that_is_killed_goes_on(tmp_path: Path, steps: str, status: int) -> None:
+    """But not if it dies of the same step again."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "steps").write_text(steps)
+    words = [sys.executable, "-m", "wordrun.launch", "--retries", "5", sys.executable, "killed.py", *TINY]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert "launch: rank 0 was killed at step 4 (SIGKILL, not for lack of memory on this host): launching again" in (
+        done.stderr
+    )
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "loss" in line] == [*range(1, 5 if status else 13)]
+    if status:
+        assert "launch: rank 0 was killed twice at step 4, so launching again would not help" in done.stderr
+
+
+def test_a_kill_for_memory_is_not_tried_again() -> None:
+    kills = Kills()
+    assert kills.fault(Outcome(137, failed=1, memory="the kernel killed python because memory ran out"), "") is None
+    assert kills.refusal == "launching again would need as much memory"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "killed"),
+    [
+        (Outcome(137, failed=1), True),
+        (Outcome(137), True),
+        (Outcome(9), True),  # Hydra's, if the rank's shell was killed too
+        (Outcome(9, failed=0), False),
+        (Outcome(134, failed=0), False),
+        (Outcome(124), False),
+    ],
+)
+def test_which_endings_are_kills(outcome: Outcome, killed: bool) -> None:
+    assert (Kills().fault(outcome, "") is not None) == killed
+
+
+def test_other_ranks_and_other_steps_are_other_deaths(tmp_path: Path) -> None:
+    """The record in outputs/launches is a link into the run's directory."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "launch.json").symlink_to(tmp_path / "run" / "launch.json")
+    kills = Kills()
+
+    def again(rank: int, step: int) -> bool:
+        (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": {step}, "loss": 2.0}}\n')
+        return kills.fault(Outcome(137, failed=rank), str(tmp_path / "launch.json")) is not None
+
+    assert [again(0, 5), again(1, 5), again(0, 6), again(1, 5)] == [True, True, True, False]

@@ -1,0 +1,62 @@
+"""What ranks send each other arrives as it was, and nothing else can be sent."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wordrun
+from wordrun.checkpoint.folder import Folder
+from wordrun.config import PARTS
+from wordrun.dist import values
+from wordrun.prepare.sources.base import WorkItem
+
+
+def test_configs_arrive_as_they_were() -> None:
+    for name, part in PARTS["backend"].items():
+        cfg = wordrun.compose(
+            ["data=sample", f"train.backend={part.options.name}", "tracker=wandb", "hooks=[early_stop]"]
+        )
+        assert values.loads(values.dumps(cfg)) == cfg, name
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, 10**30, 0.1, -math.inf, "é\n", [1, [2]], (1, ("a", None)),
+        {"a": 1, "tuple": (2,)}, {3: {"b": []}},
+        Path("/a b"), (Path("run"), [Folder(Path("run/step-00000003"), 3)]), WorkItem(1, "text", "a.txt", stop=7),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_values_arrive_as_they_were(value: Any) -> None:
+    found = values.loads(values.dumps(value))
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), [Path], 1j])
+def test_what_is_no_plain_value_is_not_sent(value: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be sent to other ranks"):
+        values.dumps(value)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"os:system": [["command", "touch ran"]]}, {"subprocess:Popen": [["args", ["touch", "ran"]]]},
+        {"wordrun.errors:UserError": []}, {"wordrun.dist.values:importlib.import_module": [["name", "antigravity"]]},
+        {"antigravity:geohash": []}, {"": []}, {"a:b": 1, "c:d": 2},
+    ],
+)  # fmt: skip
+def test_what_a_stranger_sends_runs_nothing(found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError):  # noqa: PT011
+        values.loads(json.dumps(found).encode())
+    with pytest.raises(ValueError):  # noqa: PT011
+        values.loads(pickle.dumps(found))
+    assert not list(tmp_path.iterdir())
