@@ -94,7 +94,9 @@ def test_what_the_launcher_says_of_a_failure_is_only_in_the_record(
 
 def test_an_abort_is_one_line(command: Command, tmp_path: Path) -> None:
     done = command("launch", "-n", "2", "python", "-c", ABORTS)
-    assert (done.returncode, done.stdout, done.stderr) == (5, "", "launch: rank 1 ended with exit status 5\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        5, "", "launch: starting 2 ranks on 1 host with hydra\nlaunch: rank 1 ended with exit status 5\n"
+    )  # fmt: skip
     assert any(line.startswith("Abort(5) on node 1") for line in record(tmp_path)["not_shown"])
 
 
@@ -133,5 +135,6 @@ def test_ctrl_c_while_torch_is_imported_is_silent(start: Start, tmp_path: Path) 
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     job = start(sys.executable, "-m", "wordrun", "data=sample", env=env, start_new_session=True)
     assert job.stdout
+    assert "loading torch" in job.stdout.readline()
     assert "importing" in job.stdout.readline()
     assert interrupted(job, 0.2) == (-signal.SIGINT, [])
