@@ -46,13 +46,12 @@ class Checkpoints:
         self.train, self.tokenizer_json = cfg.train, tokenizer_json
         self.written = written
         """The step of the newest checkpoint on disk."""
-        self.ending = False
-        """Whether the run is about to end, so that no later checkpoint will be tried."""
+        self._last = False
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool) -> None:
+    def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool, last: bool) -> None:
         """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.
 
         Args:
@@ -60,10 +59,12 @@ class Checkpoints:
             save: a copy of the training state.
             manifest: what the manifest contains besides the files.
             best: whether it is the best one so far.
+            last: whether the run is about to end, so that no later checkpoint will be tried.
 
         Raises:
             SaveError: writing failed in the foreground, and train.on_save_error=stop.
         """
+        self._last = last
         facts = {**manifest, "backend": save.facts}
         if self._group is None:  # a separate one: collectives of two threads must not interleave
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.train.timeout_s))
@@ -100,7 +101,7 @@ class Checkpoints:
             raise error
         if self.train.on_save_error == "stop":
             raise SaveError(f"{error}; to continue without it, use train.on_save_error=continue") from error
-        if self.ending:
+        if self._last:
             LOGGER.error("%s", error, extra=FIRST_RANK)
         else:
             LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)

@@ -182,10 +182,10 @@ class Trainer(Training):
 
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
-        self.checkpoints.ending = self.done or self.stop.signal != 0
         self.checkpoints.wait()  # one copy of the training state at a time
         copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
-        self.checkpoints.save(self.step, copy, resume.manifest(self), best=best)
+        last = self.done or self.stop.signal != 0
+        self.checkpoints.save(self.step, copy, resume.manifest(self), best=best, last=last)
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
