@@ -250,6 +250,7 @@ def test_an_impossible_layout_is_refused_with_one_that_fits(asked: dict[str, int
         ("WANDB_API_KEY", True), ("HF_TOKEN", True), ("my_secret_thing", True), ("DB_PASSWORD", True),
         ("CREDENTIALS", True), ("apikey2", True), ("tracker.api_key", True),
         ("TOKENIZERS_PARALLELISM", False), ("data.tokenizer", False), ("KEYBOARD", False), ("PATH", False),
+        ("train.sample_tokens", False), ("data.text_key", False), ("my.sample_token", True),
     ],
 )  # fmt: skip
 def test_secrets_are_hidden(name: str, hidden: bool) -> None:

@@ -25,6 +25,8 @@ from wordrun.version import __version__
 
 # Matches KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
+# wordrun's own options that only look like secrets: a line with asterisks could not be pasted.
+OPEN = ("train.sample_tokens", "data.text_key")
 HIDDEN = "***"
 # Longer host lists are truncated; --json prints all hosts.
 SHOWN = 8
@@ -32,7 +34,7 @@ SHOWN = 8
 
 def mask(name: str, value: str) -> str:
     """Return ``value``, or asterisks if ``name`` names a secret."""
-    return HIDDEN if SECRET.search(name) else value
+    return HIDDEN if SECRET.search(name) and not name.endswith(OPEN) else value
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
