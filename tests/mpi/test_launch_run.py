@@ -370,6 +370,18 @@ def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path, start: Start
     assert gone(path)
 
 
+def test_a_second_ctrl_c_is_not_followed_by_what_shells_say(tmp_path: Path, start: Start) -> None:
+    deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready', flush=True); time.sleep(50)"
+    job = start(tmp_path, "-n", "2", "python", "-c", deaf)
+    wait_for(job, "ready", 2)
+    for _ in range(2):
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    _, err = finish(job, 10)
+    assert job.returncode == 130, err
+    assert "Terminated" not in err
+
+
 def test_third_ctrl_c_kills(tmp_path: Path, start: Start) -> None:
     path = script(tmp_path, STUBBORN)
     job = start(tmp_path, "-n", "2", "python", path, "root")
