@@ -46,8 +46,8 @@ def main() -> None:
     if rank == 0:
         print("ok", flush=True)
     torch.distributed.destroy_process_group()
-    # DDP is part of a reference cycle and keeps gloo's threads. One that still releases a tensor while Python shuts down
-    # aborts the process (seen with torch 2.13).
+    # DDP is part of a reference cycle and keeps gloo's threads. One that still releases a tensor while Python shuts
+    # down aborts the process (seen with torch 2.13).
     del model
     gc.collect()
 
