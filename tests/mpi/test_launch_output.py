@@ -152,13 +152,32 @@ def test_output_that_cannot_be_written(streams: dict[str, str | None], code: str
 def test_a_non_blocking_stdout_loses_nothing() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    code = "import os; from wordrun.launch.output import Output; Output()._write(1, b'x' * 300_000)"
+    code = "import os; from wordrun.launch.output import Output; o = Output(); o._write(1, b'x' * 300_000); o.close()"
     job = subprocess.Popen([sys.executable, "-c", code], stdout=writer)
     os.close(writer)
     time.sleep(0.5)
     with os.fdopen(reader, "rb") as file:
         assert len(file.read()) == 300_000
     assert job.wait(timeout=30) == 0
+
+
+def test_a_reader_that_pauses_does_not_hold_signals_up(start: Start) -> None:
+    """As ``less`` does, or tee on a file system that hangs."""
+    reader, writer = os.pipe()
+    job = start("launch", "-n", "2", "sh", "-c", "yes", stdout=writer)
+    os.close(writer)
+    time.sleep(2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    os.close(reader)
+
+
+def test_a_slow_reader_gets_everything(start: Start) -> None:
+    job = start("launch", "-n", "2", "sh", "-c", "seq 100000")
+    assert job.stdout
+    time.sleep(2)
+    assert len(job.stdout.read().splitlines()) == 200_000
+    assert job.wait(timeout=20) == 0
 
 
 @by_launcher

@@ -10,6 +10,7 @@ import os
 import re
 import select
 import selectors
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ MOST_RANKS = 200
 MOST_FOLDED = 200
 # One read returns what a pipe usually holds; a pipe may hold 16 times as much.
 READ, MOST_READS = 65536, 16
+# A pipe that can be written to takes this much without waiting.
+PIPE_BUF = select.PIPE_BUF
 TRACEBACK = re.compile(rb"^(Traceback \(most recent call last\)|Fatal Python error)", re.MULTILINE)
 
 
@@ -70,6 +73,8 @@ class Output:
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
     lost: str = ""
     """Why output could not be written, other than because its reader has gone."""
+    stuck: dict[int, bytearray] = field(default_factory=dict)
+    """What waits until the reader of our stdout (1) or stderr (2) goes on, such as a paused pager."""
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -101,6 +106,16 @@ class Output:
     def add(self, source: Source) -> None:
         """Forward ``source`` from now on."""
         self.selector.register(source.fd, selectors.EVENT_READ, source)
+
+    def select(self, timeout: float) -> list[selectors.SelectorKey]:
+        """Return what can be read within ``timeout`` seconds; while our own output is stuck, nothing from the ranks."""
+        if not self.stuck:
+            return [key for key, _ in self.selector.select(timeout)]
+        others = [key for key in self.selector.get_map().values() if not isinstance(key.data, Source)]
+        readable, _, _ = select.select([key.fd for key in others], list(self.stuck), [], timeout)
+        for sink in list(self.stuck):
+            self._write(sink, b"")
+        return [key for key in others if key.fd in readable]
 
     def pump(self, source: Source) -> None:
         """Forward what has arrived, in whole lines; stop at the end of the pipe, or when our own output is closed."""
@@ -136,8 +151,12 @@ class Output:
                     self.pump(key.data)
         self.forward_partial(at_once=True)
 
-    def close(self) -> None:
-        """Forward the rest and close all pipes."""
+    def close(self, patience_s: float | None = None) -> None:
+        """Forward the rest and close all pipes.
+
+        Args:
+            patience_s: wait this long for whoever reads it; None: until it is read, or a signal arrives.
+        """
         self.drain()
         if self.quiet:
             self._fold(self.report)
@@ -151,6 +170,11 @@ class Output:
                 self.interrupted = False
                 self._show(source, held)
             self._close(source)
+        until = None if patience_s is None else time.monotonic() + patience_s
+        while self.stuck and (until is None or time.monotonic() < until):
+            for key in self.select(PARTIAL_S):  # numbers of signals
+                if set(os.read(key.fd, 512)) - {signal.SIGCHLD}:
+                    self.stuck.clear()
         self.selector.close()
 
     def lines_of(self, rank: int) -> Iterable[str]:
@@ -182,16 +206,20 @@ class Output:
         del self.folded[:-MOST_FOLDED]
 
     def _write(self, sink: int, text: bytes) -> bool:
-        rest = memoryview(text)
-        while rest:
-            try:
-                rest = rest[os.write(sink, rest) :]
-            except BlockingIOError:  # a process that shares our output has made it non-blocking
-                select.select([], [sink], [])
-            except OSError as error:
-                if not isinstance(error, BrokenPipeError):  # such as a full disk
-                    self.lost = f"cannot write to {('stdout', 'stderr')[sink - 1]}: {error.strerror}"
-                return False
+        """Write as much as possible without waiting, and keep the rest; return whether our own output is still open."""
+        rest = self.stuck.pop(sink, bytearray()) + text
+        done = 0
+        try:
+            while done < len(rest) and select.select([], [sink], [], 0)[1]:
+                done += os.write(sink, rest[done : done + PIPE_BUF])
+        except BlockingIOError:  # another process has made it non-blocking, and has filled it
+            pass
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # such as a full disk
+                self.lost = f"cannot write to {('stdout', 'stderr')[sink - 1]}: {error.strerror}"
+            return False
+        if done < len(rest):
+            self.stuck[sink] = rest[done:]
         return True
 
     def _sources(self) -> list[Source]:

@@ -164,7 +164,7 @@ def _watch(job: Supervisor, arrived: int) -> int:
     last_output, limit = time.monotonic(), job.plan.options.idle_timeout
     waiting = False
     while job.returned is None:
-        for key, _ in output.selector.select(PARTIAL_S / 2 if waiting else POLL_S):
+        for key in output.select(PARTIAL_S / 2 if waiting else POLL_S):
             if key.fd == arrived:
                 for number in os.read(arrived, 512):
                     if number != signal.SIGCHLD:
@@ -174,6 +174,8 @@ def _watch(job: Supervisor, arrived: int) -> int:
                     job.look_for_failure()  # before other ranks' output follows the failed rank's
                 output.pump(key.data)
                 last_output = time.monotonic()
+        if output.stuck:
+            last_output = time.monotonic()  # the ranks may be waiting for it
         waiting = output.forward_partial()
         job.notice(processes.reap())
         if job.returned is not None:
@@ -194,6 +196,5 @@ def _watch(job: Supervisor, arrived: int) -> int:
             job.at_deadline()
     processes.end_all(LEFTOVER_PATIENCE_S)
     output.drain()
-    output.selector.unregister(arrived)
-    output.close()
+    output.close(LEFTOVER_PATIENCE_S if job.stopped_by else None)
     return job.status()
