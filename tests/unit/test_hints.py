@@ -126,6 +126,7 @@ def test_an_unfinished_run_is_offered(
             shutil.rmtree(path)
     (folder / "run.json").write_text(json.dumps({**record, "exit_reason": "stopped by SIGTERM, saved"}))
     assert OFFER not in said("train.max_iters=6", "optimizer.learning_rate=1")
+    assert OFFER not in said("train.max_iters=6", "model.batch_size=1")
     assert OFFER not in said("train.max_iters=4")
     holder = start(sys.executable, "-c", LOCK, folder / ".lock", stdin=subprocess.PIPE)
     assert holder.stdout is not None
