@@ -174,7 +174,11 @@ def saved(made, folder, world):
         folder.mkdir(parents=True)
     torch.distributed.barrier()
     save = made.begin_save({})
-    save.write(folder, None)
+    save.write(folder)
+    torch.distributed.barrier()
+    if world.rank == 0:
+        save.finish(folder)
+    torch.distributed.barrier()
     return json.loads(json.dumps(save.facts))
 
 
