@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import selectors
 import time
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ PARTIAL_S = 0.1
 MOST_RANKS = 200
 # The record keeps this many lines of what was not shown.
 MOST_FOLDED = 200
+# One read returns what a pipe usually holds; a pipe may hold 16 times as much.
+READ, MOST_READS = 65536, 16
 TRACEBACK = re.compile(rb"^(Traceback \(most recent call last\)|Fatal Python error)", re.MULTILINE)
 
 
@@ -65,6 +68,8 @@ class Output:
     """The launcher's own stdout, such as MPICH's account of a failure, which is shown at the end or not at all."""
     interrupted: bool = False
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
+    lost: str = ""
+    """Why output could not be written, other than because its reader has gone."""
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -76,14 +81,22 @@ class Output:
         ]
 
     def open_pipes(self, ranks: int) -> None:
-        """Create the ranks' pipes, which rank_env.sh looks for."""
-        for rank in range(ranks):
-            self.tails[rank] = Tail()
-            for sink, name in ((1, "out"), (2, "err")):
-                path = os.path.join(self.pipes, f"{rank}.{name}")
-                os.mkfifo(path, 0o600)
-                # Open for writing as well, so that it does not end when a rank closes it.
-                self.add(Source(os.open(path, os.O_RDWR | os.O_NONBLOCK), sink, rank))
+        """Create the ranks' pipes, which rank_env.sh looks for; if that fails, there are none."""
+        try:
+            for rank in range(ranks):
+                self.tails[rank] = Tail()
+                for sink, name in ((1, "out"), (2, "err")):
+                    path = os.path.join(self.pipes, f"{rank}.{name}")
+                    os.mkfifo(path, 0o600)
+                    # Open for writing as well, so that it does not end when a rank closes it.
+                    self.add(Source(os.open(path, os.O_RDWR | os.O_NONBLOCK), sink, rank))
+        except OSError:  # the file system has no named pipes, or this process may not open so many files
+            for source in self._sources():
+                self._close(source)
+            for name in os.listdir(self.pipes):
+                os.unlink(os.path.join(self.pipes, name))
+            self.pipes = ""
+            self.tails.clear()
 
     def add(self, source: Source) -> None:
         """Forward ``source`` from now on."""
@@ -91,7 +104,7 @@ class Output:
 
     def pump(self, source: Source) -> None:
         """Forward what has arrived, in whole lines; stop at the end of the pipe, or when our own output is closed."""
-        chunk = os.read(source.fd, 65536)
+        chunk = os.read(source.fd, READ)
         if chunk and source.own and source.sink == 1:
             self.report += chunk
             return
@@ -116,10 +129,11 @@ class Output:
         return waiting
 
     def drain(self) -> None:
-        """Forward everything written so far."""
-        while ready := [key.data for key, _ in self.selector.select(0) if isinstance(key.data, Source)]:
-            for source in ready:
-                self.pump(source)
+        """Forward everything written so far, even if a process that a rank left behind keeps writing."""
+        for _ in range(MOST_READS):
+            for key, _ in self.selector.select(0):
+                if isinstance(key.data, Source):
+                    self.pump(key.data)
         self.forward_partial(at_once=True)
 
     def close(self) -> None:
@@ -167,14 +181,17 @@ class Output:
         self.folded += [line for line in text.decode(errors="replace").splitlines() if line.strip()]
         del self.folded[:-MOST_FOLDED]
 
-    @staticmethod
-    def _write(sink: int, text: bytes) -> bool:
-        try:
-            rest = memoryview(text)
-            while rest:
+    def _write(self, sink: int, text: bytes) -> bool:
+        rest = memoryview(text)
+        while rest:
+            try:
                 rest = rest[os.write(sink, rest) :]
-        except BrokenPipeError:
-            return False
+            except BlockingIOError:  # a process that shares our output has made it non-blocking
+                select.select([], [sink], [])
+            except OSError as error:
+                if not isinstance(error, BrokenPipeError):  # such as a full disk
+                    self.lost = f"cannot write to {('stdout', 'stderr')[sink - 1]}: {error.strerror}"
+                return False
         return True
 
     def _sources(self) -> list[Source]:
