@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -73,14 +74,19 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
 
 
 def describe(options: Any, prefix: str = "", width: int = 24) -> list[str]:
-    """Return lines of up to 90 characters that show the name, value and meaning of each of ``options``."""
+    """Return lines that show the name, value and meaning of each of ``options``, as wide as ``help_width``."""
     lines: list[str] = []
     for option in fields(options):
         value = value_text(getattr(options, option.name)).replace("\n", r"\n")
         setting = f"{prefix}{option.name}={value if len(value) <= 90 else value[:87] + '...'}"
-        meaning = textwrap.wrap(documentation(type(options))[option.name], 108 - width)
+        meaning = textwrap.wrap(documentation(type(options))[option.name], help_width() - 2 - width)
         if len(setting) >= width:
             lines.append(f"  {setting}")
             setting = ""
         lines += [f"  {left:<{width}}{right}" for left, right in zip_longest([setting], meaning, fillvalue="")]
     return lines
+
+
+def help_width() -> int:
+    """Return the columns of a help text: those of the terminal, from 60 to 110."""
+    return min(max(shutil.get_terminal_size((110, 24)).columns, 60), 110)

@@ -66,6 +66,6 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
-    title = "wordrun trains GPT-style language models with the same command on a laptop and on a cluster."
+    title = "wordrun trains GPT-style language models, on a laptop and on a cluster alike."
     usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]"
     return "\n".join([title, "", usage, "", "Commands (wordrun COMMAND --help):", *lines, ""])

@@ -42,10 +42,11 @@ def printed(*words: str) -> str:
     return out.getvalue()
 
 
-def test_help_fits_a_screen_and_names_every_choice() -> None:
+def test_help_fits_a_screen_and_names_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     lines = printed("--help").splitlines()
     assert 24 <= len(lines) <= 40
-    assert max(map(len, lines)) <= 105
+    assert max(map(len, lines)) <= 80
     words = set(" ".join(lines).split())
     assert set(cli.COMMANDS) | set(config.BACKENDS) <= words
     conf = Path(__file__).parents[2] / "conf"
@@ -68,6 +69,16 @@ def test_help_shows_the_options_of_a_group_with_their_meaning() -> None:
             assert re.search(rf" {section}\.{field.name}=\S+ {re.escape(' '.join(docs[field.name].split()))}", flat)
     assert set(LEGEND) <= set(printed("--help", "metrics").split())
     assert "hooks.early_stop.patience=" in printed("--help", "hooks")
+
+
+def test_the_help_of_a_group_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert columns - 10 < max(map(len, printed("--help", "train").splitlines())) <= columns
+
+
+def test_the_help_of_experiments_says_what_each_is() -> None:
+    assert "experiment=quickstart: The run of bin/quickstart" in printed("--help", "experiment")
 
 
 def test_help_shows_the_values_of_the_command_line() -> None:

@@ -289,6 +289,7 @@ def test_without_a_network_the_sample_takes_over_and_says_so(nowhere: str, tmp_p
     assert [
         text for text in ("NOT TRAINING ON PLAY", nowhere, str(path), "offline=error") if text not in source.banner
     ] == []
+    assert "could not be downloaded (no connection to 127.0.0.1), so" in source.banner
     assert not path.exists()
 
 

@@ -141,7 +141,8 @@ class Fit:
 def table(need: Memory) -> list[str]:
     """Return lines with the parts of ``need``."""
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}" for name in PARTS]
-    return [*lines, f"  {'peak':<12}{gib(need.total):>12}  (the parts do not all peak at the same time)"]
+    note = "(with the backward pass of one block; the parts do not all peak at the same time)"
+    return [*lines, f"  {'peak':<12}{gib(need.total):>12}  {note}"]
 
 
 def gib(size: float) -> str:

@@ -8,36 +8,36 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun.arguments import describe
+from wordrun.arguments import describe, help_width
 from wordrun.config import BACKENDS, SCHEMAS, Config, parts_in
 from wordrun.errors import ConfigError, nearest
 from wordrun.track import LEGEND
 
 EXAMPLES = """\
 Examples:
-  wordrun data=sample train=smoke                             a few steps, to verify the installation
+  wordrun data=sample train=smoke                a few steps, as a check
   launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
   wordrun data=text data.path=my.txt model=gpt2 train.dtype=bf16
-  wordrun -m optimizer.learning_rate=1e-3,3e-4                a sweep, in one process
-  wordrun experiment=shakespeare --cfg job                    print the config and exit
+  wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep, in one process
+  wordrun experiment=shakespeare --cfg job       print the config and exit
 
-A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR); outputs/latest is the newest.
---config-dir DIR adds your own files, such as DIR/model/mine.yaml. Hydra's other flags: --hydra-help."""
-GROUPS = (*SCHEMAS, "experiment")
+A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR).
+outputs/latest is the newest. --config-dir DIR adds your own files, such as
+DIR/model/mine.yaml. Hydra's other flags: --hydra-help."""
+EXPERIMENT = "experiment"
+GROUPS = (*SCHEMAS, EXPERIMENT)
 METRICS = "metrics"
-WIDTH = 100
 
 
 def overview(folders: Iterable[Path]) -> str:
     """Return the config groups with their files, those in the user's own ``folders`` included, and examples."""
-    own = Path(str(importlib.resources.files("wordrun.conf")))
-    lines = ["Options: KEY=VALUE sets one, GROUP=NAME chooses a file; `wordrun --help GROUP` lists a group's options."]
+    lines = ["Options: KEY=VALUE sets one, GROUP=NAME chooses a file.\n`wordrun --help GROUP` lists a group's options."]
     for group in GROUPS:
-        names = sorted({file.stem for folder in (own, *folders) for file in (folder / group).glob("*.yaml")})
+        names = sorted({file.stem for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")})
         if group == "backend":
             group, names = "train.backend", list(BACKENDS)
         text = " ".join(names)
-        lines.append(textwrap.fill(text, WIDTH, initial_indent=f"  {group:<15}", subsequent_indent=" " * 17))
+        lines.append(textwrap.fill(text, help_width(), initial_indent=f"  {group:<15}", subsequent_indent=" " * 17))
     return "\n".join([*lines, f"  {METRICS:<15}(with --help) the names in metrics.jsonl and in trackers", "", EXAMPLES])
 
 
@@ -55,12 +55,22 @@ def _group(parts: dict[str, Any], group: str) -> Iterator[str]:
     if group == METRICS:
         yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
         return
+    if group == EXPERIMENT:
+        for file in sorted((_own() / group).glob("*.yaml")):
+            about = next(line for line in file.read_text().splitlines() if not line.startswith("# @"))
+            yield textwrap.fill(f"{group}={file.stem}: {about.removeprefix('# ')}", help_width())
+        return
     group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
     if group not in SCHEMAS:
-        raise ConfigError(f"--help {group}: unknown group{nearest(group, SCHEMAS)} ({', '.join((*SCHEMAS, METRICS))})")
+        raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join((*GROUPS, METRICS))})")
     found = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
     for name, node in found.items():
         yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
     if not found:  # nothing is selected by default
         for name, schema in SCHEMAS[group].items():
             yield "\n".join([f"{group}=[{name}]: {schema.__doc__}", *describe(schema(), f"{group}.{name}.", width=35)])
+
+
+def _own() -> Path:
+    """Return the folder of wordrun's own config files."""
+    return Path(str(importlib.resources.files("wordrun.conf")))

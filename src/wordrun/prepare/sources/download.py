@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from wordrun.config import DataConfig
 from wordrun.errors import ConfigError, UserError, first_line
@@ -37,7 +38,9 @@ class DownloadSource(FileSource):
             downloader = pooch.HTTPDownloader(timeout=TIMEOUT_S)
             pooch.retrieve(data.url, f"sha256:{data.sha256}", path.name, path.parent, downloader=downloader)
         except Exception as error:  # any error from the network, proxy or disk
-            reason = first_line(error)
+            # requests' own text is an object's repr, and longer than all else that the message says.
+            unreachable = type(error).__name__ in ("ConnectionError", "ConnectTimeout", "ReadTimeout")
+            reason = f"no connection to {urlsplit(str(data.url)).hostname}" if unreachable else first_line(error)
             if data.offline == "error":
                 raise UserError(
                     f"data={data.name} is not at {path} and could not be downloaded from {data.url} ({reason}). "
