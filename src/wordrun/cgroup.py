@@ -48,13 +48,14 @@ def memory(root: str = "/") -> int | None:
     free = re.search(r"^MemAvailable: +(\d+) kB$", read(os.path.join(root, "proc/meminfo")), re.MULTILINE)
     left = [1024 * int(free[1])] if free else []
     for path in files("memory", "memory.max", "memory.limit_in_bytes", root):
+        group, name = os.path.split(path)
         limit = read(path).strip()
-        used = read(re.sub("max$", "current", path).replace("limit", "usage")).strip()
+        used = read(os.path.join(group, "memory.current" if name == "memory.max" else "memory.usage_in_bytes")).strip()
         if limit.isdigit() and used.isdigit():
-            # The kernel reclaims what it keeps of files that are no longer in use.
-            statistics = read(os.path.join(os.path.dirname(path), "memory.stat"))
-            cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", statistics, re.MULTILINE)
-            left.append(max(0, int(limit) - int(used) + int((cached or [0])[-1])))
+            # The kernel reclaims its copies of files, including those that were read more than once (active).
+            statistics = dict(re.findall(r"^(?:total_)?(\w+_file) (\d+)$", read(f"{group}/memory.stat"), re.MULTILINE))
+            cached = sum(int(statistics.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+            left.append(max(0, int(limit) - int(used) + cached))
     return min(left, default=None)
 
 

@@ -917,7 +917,8 @@ def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
     kinds = _types(cls)  # type: ignore[arg-type]
     for name, value in values.items():
         if not _fits(value, kinds[name]):
-            raise UserError(f"the config has {prefix}.{name}={value!r}, which should be {kinds[name]}")
+            kind = kinds[name].__name__ if isinstance(kinds[name], type) else kinds[name]
+            raise UserError(f"the config has {prefix}.{name}={value!r:.100}, which should be of type {kind}")
     options: Section = cls(**values)
     return options
 

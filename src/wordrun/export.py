@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wordrun import interrupts
 from wordrun.arguments import run
 from wordrun.config import DTYPES, Section
 from wordrun.errors import ConfigError, UserError
@@ -63,7 +64,10 @@ class ExportConfig(Section):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    return run(ExportConfig, USAGE, lambda options: print(export(options)), argv)
+    try:
+        return run(ExportConfig, USAGE, lambda options: print(export(options)), argv)
+    except KeyboardInterrupt:
+        return 130
 
 
 def export(options: ExportConfig) -> Path:
@@ -84,7 +88,8 @@ def export(options: ExportConfig) -> Path:
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
+        # DeepSpeed prints while reading its checkpoints. After Ctrl-C, no part of an export should be left behind.
+        with contextlib.redirect_stdout(sys.stderr), interrupts.raising():
             if options.form == "checkpoint":
                 write_checkpoint(draft, saved)
             else:

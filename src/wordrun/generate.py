@@ -178,13 +178,14 @@ class Screen:
 
 def _training(saved: Saved) -> str:
     """Return how much the model has been trained, and its loss beside that of a model that has learned nothing."""
-    tokens, metrics = saved.manifest.get("tokens"), saved.manifest.get("metrics", {})
-    name = next((name for name in ("val_loss", "loss") if metrics.get(name) is not None), "")
-    on = f" on {tokens:,} tokens" if tokens else ""
+    tokens, metrics = saved.manifest.get("tokens"), saved.manifest.get("metrics")
+    losses = metrics if isinstance(metrics, dict) else {}
+    name = next((name for name in ("val_loss", "loss") if isinstance(losses.get(name), float)), "")
+    on = f" on {tokens:,} tokens" if isinstance(tokens, int) else ""
     loss = ""
     if name:
         split = "validation" if name == "val_loss" else "training"
-        loss = f"; {split} loss {metrics[name]:.2f} (untrained: {math.log(saved.vocab_size):.2f})"
+        loss = f"; {split} loss {losses[name]:.2f} (untrained: {math.log(saved.vocab_size):.2f})"
     return f"trained for {saved.step:,} steps{on}{loss}"
 
 

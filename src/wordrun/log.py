@@ -74,6 +74,12 @@ class ScreenHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print ``record``; only the time and the level of a warning or an error are styled."""
+        try:
+            self._print(record)
+        except Exception:  # such as a terminal that cannot show a character, which must not end the run
+            self.handleError(record)
+
+    def _print(self, record: logging.LogRecord) -> None:
         style = next((style for level, style in STYLES.items() if record.levelno >= level), "")
         level = f"{record.levelname} " if style else ""
         clock = time.strftime("[%H:%M:%S] ", time.localtime(record.created))

@@ -116,8 +116,7 @@ from wordrun import dist
 from wordrun.config import DataConfig, GPT2TokenizerConfig
 from wordrun.data.corpus import open_foreign
 
-world = dist.identify()
-with dist.guard(world):
+with dist.session(device="cpu") as world:
     os.environ["TIKTOKEN_CACHE_DIR"] = f"cache-{world.rank}"
     tokenizer, *_ = open_foreign(DataConfig("theirs", "shards", path="shards"), GPT2TokenizerConfig(), world)
     assert tokenizer.encode("a").tolist() == [97]

@@ -78,6 +78,108 @@ def test_a_prompt_and_a_bar_do_not_wait_for_the_end_of_their_line(start: Start, 
     assert job.communicate(timeout=30)[0].count("done") == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [(["--hostfile", "hosts"], ["0", "1"]), (["--launcher-args", "-prepend-rank"], ["[0] 0", "[1] 1"])],
+)
+def test_what_the_launcher_does_with_output_is_left_to_it(
+    words: Sequence[str], shown: list[str], command: Command, tmp_path: Path
+) -> None:
+    """The hosts of a file may be others, which do not have the pipes."""
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    done = command("launch", *words, "-n", "2", "sh", "-c", "[ -p $WORDRUN_STATUS_DIR/0.err ] || echo $RANK")
+    assert sorted(done.stdout.splitlines()) == shown
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_without_named_pipes_there_are_none(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = os.mkfifo, []
+
+    def fails(path: str, mode: int) -> None:
+        if len(made) == after:
+            raise OSError(1, "Operation not permitted")
+        made.append(path)
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkfifo", fails)
+    output = Output(pipes=str(tmp_path))
+    output.open_pipes(2)
+    assert (output.pipes, output.tails, os.listdir(tmp_path)) == ("", {}, [])
+    output.close()
+
+
+def test_a_process_that_keeps_printing_does_not_hold_launch_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    output, (reader, writer) = Output(), os.pipe()
+    output.add(Source(reader, 1))
+    pump, pumped = output.pump, 0
+
+    def again(source: Source) -> None:
+        nonlocal pumped
+        pumped += 1
+        assert pumped < 1000
+        pump(source)
+        os.write(writer, b"more\n")
+
+    monkeypatch.setattr(output, "pump", again)
+    os.write(writer, b"some\n")
+    output.drain()
+    output.close()
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("streams", "code", "status"),
+    [({"stdout": "/dev/full"}, "echo much", 1), ({"stderr": None}, "exit 3", 3)],
+    ids=["full disk", "nobody reads stderr"],
+)
+def test_output_that_cannot_be_written(streams: dict[str, str | None], code: str, status: int, start: Start) -> None:
+    files = {}
+    for name, path in streams.items():
+        if path is None:
+            reader, writer = os.pipe()
+            os.close(reader)
+        else:
+            writer = os.open(path, os.O_WRONLY)
+        files[name] = writer
+    job = start("launch", "-n", "2", "sh", "-c", code, **files)
+    for file in files.values():
+        os.close(file)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == status
+    assert err is None or "launch: cannot write to stdout: No space left on device\n" in err
+
+
+def test_a_non_blocking_stdout_loses_nothing() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    code = "import os; from wordrun.launch.output import Output; o = Output(); o._write(1, b'x' * 300_000); o.close()"
+    job = subprocess.Popen([sys.executable, "-c", code], stdout=writer)
+    os.close(writer)
+    time.sleep(0.5)
+    with os.fdopen(reader, "rb") as file:
+        assert len(file.read()) == 300_000
+    assert job.wait(timeout=30) == 0
+
+
+def test_a_reader_that_pauses_does_not_hold_signals_up(start: Start) -> None:
+    """As ``less`` does, or tee on a file system that hangs."""
+    reader, writer = os.pipe()
+    job = start("launch", "-n", "2", "sh", "-c", "yes", stdout=writer)
+    os.close(writer)
+    time.sleep(2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    os.close(reader)
+
+
+def test_a_slow_reader_gets_everything(start: Start) -> None:
+    job = start("launch", "-n", "2", "sh", "-c", "seq 100000")
+    assert job.stdout
+    time.sleep(2)
+    assert len(job.stdout.read().splitlines()) == 200_000
+    assert job.wait(timeout=20) == 0
+
+
 @by_launcher
 def test_the_last_lines_are_the_failed_ranks_own(launcher: str, command: Command) -> None:
     done = command("launch", "--launcher", launcher, "-n", "2", "python", "-c", FAILS)

@@ -111,6 +111,9 @@ def test_a_config_comes_back_typed(small: Words) -> None:
     plain["train"]["of_the_future"] = 1
     with pytest.raises(UserError, match=r"train\.of_the_future, which this version of wordrun does not know"):
         from_plain(plain)
+    plain["train"] = {**to_plain(cfg)["train"], "max_iters": "9"}
+    with pytest.raises(UserError, match=r"train\.max_iters='9', which should be of type int$"):
+        from_plain(plain)
 
 
 def test_weights_are_found_by_one_process(whole: Path, small: Words, tmp_path: Path) -> None:
@@ -475,7 +478,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         cli.main([*words, f"hydra.run.dir={full_disk}"])
     captured = capfd.readouterr()
     said = captured.out + captured.err
-    assert "the run is finished, but its last checkpoint could not be written; the newest is that of step 3" in said
+    assert "the run is finished, but its last checkpoint could not be written; the newest is from step 3" in said
     assert re.search(r"the checkpoint of step 6 could not be written \(rank 0: (no space|.*No space)", said)
     reports = [line for line in captured.out.splitlines() if "could not be written (" in line]
     assert ["training continues" in line for line in reports] == [True, True, False]  # after steps 6, 9 and 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def test_transformers_computes_the_same(words: tuple[str, ...], shard_gb: float,
     state = ours.state_dict()
     assert again.keys() == state.keys()
     assert all(again[name].equal(state[name]) for name in state)
+
+
+def test_ctrl_c_leaves_nothing_behind(save_run: SaveRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(Path("run"))
+    monkeypatch.setattr("wordrun.export.write_weights", lambda folder, *rest: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as wordrun's commands do while they start
+    try:
+        assert main(["run=run", "out=folder"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [path.name for path in Path().iterdir()] == ["run"]
 
 
 def test_the_tokenizer_is_the_same(save_run: SaveRun) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from wordrun import model as models
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.checkpoint.saved import Saved
+from wordrun.config import Config, GPTConfig, LlamaConfig, ModelConfig
 from wordrun.data.tokenizers.char import CharTokenizer
-from wordrun.generate import Screen, main
+from wordrun.generate import Screen, _training, main
 from wordrun.model import Transformer
 from wordrun.model.cache import KVCache
 from wordrun.model.generate import Cached, draw, generate
@@ -282,3 +283,10 @@ def test_a_character_is_printed_when_it_is_complete(capsys: pytest.CaptureFixtur
     assert seen == ["a", "", "ü", "b", ""]
     show.end()
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
+
+
+@pytest.mark.parametrize("facts", [{}, {"tokens": "many", "metrics": None}, {"tokens": [], "metrics": {"loss": "x"}}])
+def test_a_strange_record_of_training_is_not_an_error(facts: dict[str, Any]) -> None:
+    saved = Saved(Path(), 7, Config(), "", 64, facts)
+    assert _training(saved) == "trained for 7 steps"
+    assert _training(replace(saved, manifest={"metrics": {"loss": 1.5}})).endswith("loss 1.50 (untrained: 4.16)")

@@ -74,6 +74,26 @@ def test_a_stopped_run_is_continued_as_it_was_launched(run: Path, monkeypatch: p
     assert next_steps(run, (), 8, 50, finished=False).endswith("  the same options, with train.resume=runs/a")
 
 
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        (["/opt/my env/bin/wordrun", "train"], "'/opt/my env/bin/wordrun'"),
+        (["/usr/bin/python", "-u", "-m", "wordrun", "data=sample"], "/usr/bin/python -u -m wordrun"),
+        (["python", "own.py"], "wordrun"),
+    ],
+)
+def test_the_next_commands_start_the_same_wordrun(command: list[str], program: str, run: Path) -> None:
+    line = next_steps(run, command, 1, 50, finished=True).splitlines()[1]
+    assert line == f"  {program} generate run=runs/a"
+
+
+def test_options_of_a_new_run_are_not_those_of_its_continuation(run: Path, tmp_path: Path) -> None:
+    words = ["wordrun", "train.init_from=gpt2", "hydra.run.dir=runs/b", "model=gpt2"]
+    same = hints.resume_command(run, run, words, 1)
+    assert same == "wordrun hydra.run.dir=runs/b model=gpt2 train.resume=runs/a"
+    assert hints.resume_command(run, tmp_path / "runs/b", words, 1) == "wordrun model=gpt2 train.resume=runs/a"
+
+
 def test_a_run_without_a_checkpoint_has_no_next_step(tmp_path: Path) -> None:
     assert next_steps(tmp_path, ["wordrun"], 1, 50, finished=False) == ""
 
@@ -106,6 +126,7 @@ def test_an_unfinished_run_is_offered(
             shutil.rmtree(path)
     (folder / "run.json").write_text(json.dumps({**record, "exit_reason": "stopped by SIGTERM, saved"}))
     assert OFFER not in said("train.max_iters=6", "optimizer.learning_rate=1")
+    assert OFFER not in said("train.max_iters=6", "model.batch_size=1")
     assert OFFER not in said("train.max_iters=4")
     holder = start(sys.executable, "-c", LOCK, folder / ".lock", stdin=subprocess.PIPE)
     assert holder.stdout is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from wordrun import log
 
@@ -68,3 +70,11 @@ def test_prose_is_wrapped_between_words_and_a_path_is_not(
     handle.close()
     lines = STYLE.sub("", capsys.readouterr().out).splitlines()
     assert [line.strip() for line in lines][1:] == ["one line:", path]
+
+
+def test_a_terminal_that_cannot_show_a_character_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    handler = log.ScreenHandler(Console(file=terminal, force_terminal=True, width=80))
+    record = log.LOGGER.makeRecord("wordrun", 20, "", 0, "sample:\nünï", (), None)
+    handler.handle(record)
+    assert "UnicodeEncodeError" in capsys.readouterr().err

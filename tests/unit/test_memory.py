@@ -241,6 +241,13 @@ def test_an_accelerators_error_is_explained(error: Exception, monkeypatch: pytes
     assert any(line.startswith("  activations ") for line in lines)
 
 
+def test_memory_of_unknown_size_is_not_given_to_the_plan() -> None:
+    check = explaining(compose(SMALL))
+    check.room = Room(float(checked.UNLIMITED // 3))
+    with pytest.raises(UserError, match=r"plan\.per_node=1, with this run's options\.$"), check.explained():
+        raise MemoryError
+
+
 def test_other_errors_pass() -> None:
     with pytest.raises(RuntimeError, match="shapes differ"), explaining(compose(SMALL)).explained():
         raise RuntimeError("shapes differ")

@@ -16,6 +16,8 @@ from wordrun.launch.plan import LaunchPlan
 # Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
 FIRST_S, LATER_S, DENSE_S = 0.1, 2.0, 30.0
 LIBRARIES = re.compile(rb"/(libtorch_python|libmpi\w*)\.so(\.\d+)?")
+# /proc may not answer about a process that is stuck in the kernel.
+PATIENCE_S = 2.0
 # States of a connection in /proc/net/tcp.
 TIME_WAIT, LISTENING = "06", "0A"
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
@@ -56,7 +58,9 @@ class Meeting:
         if self._watcher is None:
             return ""
         self._ended.set()
-        self._watcher.join()
+        self._watcher.join(PATIENCE_S)
+        if self._watcher.is_alive():
+            return ""
         mpi = {name for name in self.libraries if name.startswith("libmpi")}
         if (
             self.met

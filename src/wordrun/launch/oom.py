@@ -1,4 +1,4 @@
-"""Did the kernel kill a rank because memory ran out? Nothing but the kernel says so: the rank just gets SIGKILL."""
+"""Did the kernel kill a rank because memory ran out? Only the kernel knows: the rank just gets SIGKILL."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FIRST_NAMESPACE = "pid:[4026531836]"
 class OomWatch:
     """Compares the kernel's counts of processes killed for memory on this host with those at its creation.
 
-    Counted is what runs in this process's control group; in SLURM, in the job's groups. Where control groups do not
-    count (no Linux, an old kernel), nothing is known.
+    It reads the counts of this process's control group and, in SLURM, of all groups of the job. Where there are none
+    (not Linux, or an old kernel), nothing is known.
     """
 
     def __init__(self, root: str = "/") -> None:

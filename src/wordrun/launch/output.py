@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import selectors
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,6 +23,10 @@ PARTIAL_S = 0.1
 MOST_RANKS = 200
 # The record keeps this many lines of what was not shown.
 MOST_FOLDED = 200
+# One read returns what a pipe usually holds; a pipe may hold 16 times as much.
+READ, MOST_READS = 65536, 16
+# A pipe that can be written to takes this much without waiting.
+PIPE_BUF = select.PIPE_BUF
 TRACEBACK = re.compile(rb"^(Traceback \(most recent call last\)|Fatal Python error)", re.MULTILINE)
 
 
@@ -65,6 +71,10 @@ class Output:
     """The launcher's own stdout, such as MPICH's account of a failure, which is shown at the end or not at all."""
     interrupted: bool = False
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
+    lost: str = ""
+    """Why output could not be written, other than because its reader has gone."""
+    stuck: dict[int, bytearray] = field(default_factory=dict)
+    """What waits until the reader of our stdout (1) or stderr (2) goes on, such as a paused pager."""
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -77,22 +87,40 @@ class Output:
         ]
 
     def open_pipes(self, ranks: int) -> None:
-        """Create the ranks' pipes, which rank_env.sh looks for."""
-        for rank in range(ranks):
-            self.tails[rank] = Tail()
-            for sink, name in ((1, "out"), (2, "err")):
-                path = os.path.join(self.pipes, f"{rank}.{name}")
-                os.mkfifo(path, 0o600)
-                # Open for writing as well, so that it does not end when a rank closes it.
-                self.add(Source(os.open(path, os.O_RDWR | os.O_NONBLOCK), sink, rank))
+        """Create the ranks' pipes, which rank_env.sh looks for; if that fails, there are none."""
+        try:
+            for rank in range(ranks):
+                self.tails[rank] = Tail()
+                for sink, name in ((1, "out"), (2, "err")):
+                    path = os.path.join(self.pipes, f"{rank}.{name}")
+                    os.mkfifo(path, 0o600)
+                    # Open for writing as well, so that it does not end when a rank closes it.
+                    self.add(Source(os.open(path, os.O_RDWR | os.O_NONBLOCK), sink, rank))
+        except OSError:  # the file system has no named pipes, or this process may not open so many files
+            for source in self._sources():
+                self._close(source)
+            for name in os.listdir(self.pipes):
+                os.unlink(os.path.join(self.pipes, name))
+            self.pipes = ""
+            self.tails.clear()
 
     def add(self, source: Source) -> None:
         """Forward ``source`` from now on."""
         self.selector.register(source.fd, selectors.EVENT_READ, source)
 
+    def select(self, timeout: float) -> list[selectors.SelectorKey]:
+        """Return what can be read within ``timeout`` seconds; while our own output is stuck, nothing from the ranks."""
+        if not self.stuck:
+            return [key for key, _ in self.selector.select(timeout)]
+        others = [key for key in self.selector.get_map().values() if not isinstance(key.data, Source)]
+        readable, _, _ = select.select([key.fd for key in others], list(self.stuck), [], timeout)
+        for sink in list(self.stuck):
+            self._write(sink, b"")
+        return [key for key in others if key.fd in readable]
+
     def pump(self, source: Source) -> None:
         """Forward what has arrived, in whole lines; stop at the end of the pipe, or when our own output is closed."""
-        chunk = os.read(source.fd, 65536)
+        chunk = os.read(source.fd, READ)
         if chunk and source.own and source.sink == 1:
             self.report += chunk
             return
@@ -117,14 +145,19 @@ class Output:
         return waiting
 
     def drain(self) -> None:
-        """Forward everything written so far."""
-        while ready := [key.data for key, _ in self.selector.select(0) if isinstance(key.data, Source)]:
-            for source in ready:
-                self.pump(source)
+        """Forward everything written so far, even if a process that a rank left behind keeps writing."""
+        for _ in range(MOST_READS):
+            for key, _ in self.selector.select(0):
+                if isinstance(key.data, Source):
+                    self.pump(key.data)
         self.forward_partial(at_once=True)
 
-    def close(self) -> None:
-        """Forward the rest and close all pipes."""
+    def close(self, patience_s: float | None = None) -> None:
+        """Forward the rest and close all pipes.
+
+        Args:
+            patience_s: wait this long for whoever reads it; None: until it is read, or a signal arrives.
+        """
         self.drain()
         if self.quiet:
             self._fold(self.report)
@@ -138,6 +171,11 @@ class Output:
                 self.interrupted = False
                 self._show(source, held)
             self._close(source)
+        until = None if patience_s is None else time.monotonic() + patience_s
+        while self.stuck and (until is None or time.monotonic() < until):
+            for key in self.select(PARTIAL_S):  # numbers of signals
+                if set(os.read(key.fd, 512)) - {signal.SIGCHLD}:
+                    self.stuck.clear()
         self.selector.close()
 
     def lines_of(self, rank: int) -> Iterable[str]:
@@ -168,14 +206,21 @@ class Output:
         self.folded += [line for line in text.decode(errors="replace").splitlines() if line.strip()]
         del self.folded[:-MOST_FOLDED]
 
-    @staticmethod
-    def _write(sink: int, text: bytes) -> bool:
+    def _write(self, sink: int, text: bytes) -> bool:
+        """Write as much as possible without waiting, and keep the rest; return whether our own output is still open."""
+        rest = self.stuck.pop(sink, bytearray()) + text
+        done = 0
         try:
-            rest = memoryview(text)
-            while rest:
-                rest = rest[os.write(sink, rest) :]
-        except BrokenPipeError:
+            while done < len(rest) and select.select([], [sink], [], 0)[1]:
+                done += os.write(sink, rest[done : done + PIPE_BUF])
+        except BlockingIOError:  # another process has made it non-blocking, and has filled it
+            pass
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # such as a full disk
+                self.lost = f"cannot write to {('stdout', 'stderr')[sink - 1]}: {error.strerror}"
             return False
+        if done < len(rest):
+            self.stuck[sink] = rest[done:]
         return True
 
     def _sources(self) -> list[Source]:

@@ -107,7 +107,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--ppn",), "ppn", "ranks per node", "N", _count),
     ),
     "How ranks are started": (
-        Option(("--oversubscribe",), "oversubscribe", "start more ranks than this machine's cores and memory suit"),
+        Option(("--oversubscribe",), "oversubscribe", "start the ranks even if cores or memory are too few for them"),
         Option(("--launcher",), "launcher", ", ".join(LAUNCHERS), "NAME", _one_of(LAUNCHERS)),
         Option(("--env",), "env", "set a variable for every rank (repeatable)", "K=V", _setting, repeat=True),
         Option(("--cpu-bind",), "cpu_bind", "CPU binding, in the launcher's own syntax", "S"),

@@ -141,7 +141,7 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
     if request.ranks.np > 1 and not request.devices and "ACCELERATE_USE_CPU" not in env:
         yield (
             "ACCELERATE_USE_CPU",
-            ("true", "no devices: otherwise each rank of an Accelerate program is one of its own"),
+            ("true", "no devices: without it, each rank of an Accelerate program would train by itself"),
         )
     if decided.terminal and (launcher.in_between or watched):
         yield "WORDRUN_TERMINAL", (decided.terminal, "ranks cannot see the terminal that launch writes to")

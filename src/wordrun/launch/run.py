@@ -46,11 +46,8 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         record, env = _begin_record(plan)
         processes.adopt_orphans()
         memory, outcome = OomWatch(), Outcome(CANNOT_START)
-        launcher, alone = plan.launcher, plan.job.is_local and plan.ranks.nodes == 1
-        output = Output(launcher.noise, launcher.own_lines, status_dir if alone and plan.ranks.np <= MOST_RANKS else "")
-        if output.pipes:
-            output.open_pipes(plan.ranks.np)
-        passes = idle or bool(output.pipes or (status_dir and launcher.noise))
+        output = _output(plan, status_dir)
+        passes = idle or bool(output.pipes or (status_dir and plan.launcher.noise))
         with _signals() as arrived:
             try:
                 child = _start(plan, env, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
@@ -69,6 +66,8 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                 meeting.begin()
                 outcome.status = _watch(job, arrived)
                 apart = meeting.end()
+                say(output.lost)
+                outcome.status = outcome.status or int(bool(output.lost))
                 say(apart if outcome.status == 0 else "")
                 job.explain(outcome.status)
                 if outcome.status not in (0, REQUEUE) and not job.stopped_by:
@@ -79,13 +78,24 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                     outcome.last_lines = [*output.folded, *output.tail.lines()]
     finally:
         if status_dir:
-            shutil.rmtree(status_dir)
+            shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
     if record:
         try:
             record.end(outcome.status, output.folded)
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
     return outcome
+
+
+def _output(plan: LaunchPlan, status_dir: str) -> Output:
+    """Return the output, with pipes for each rank if all ranks run on this machine."""
+    launcher, options = plan.launcher, plan.options
+    # A file may name other hosts, and with options of its own the launcher may label or redirect the ranks' output.
+    own = plan.job.is_local and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
+    output = Output(launcher.noise, launcher.own_lines, status_dir if own else "")
+    if output.pipes:
+        output.open_pipes(plan.ranks.np)
+    return output
 
 
 def _write_files(plan: LaunchPlan) -> None:
@@ -154,7 +164,7 @@ def _watch(job: Supervisor, arrived: int) -> int:
     last_output, limit = time.monotonic(), job.plan.options.idle_timeout
     waiting = False
     while job.returned is None:
-        for key, _ in output.selector.select(PARTIAL_S / 2 if waiting else POLL_S):
+        for key in output.select(PARTIAL_S / 2 if waiting else POLL_S):
             if key.fd == arrived:
                 for number in os.read(arrived, 512):
                     if number != signal.SIGCHLD:
@@ -164,6 +174,8 @@ def _watch(job: Supervisor, arrived: int) -> int:
                     job.look_for_failure()  # before other ranks' output follows the failed rank's
                 output.pump(key.data)
                 last_output = time.monotonic()
+        if output.stuck:
+            last_output = time.monotonic()  # the ranks may be waiting for it
         waiting = output.forward_partial()
         job.notice(processes.reap())
         if job.returned is not None:
@@ -184,6 +196,5 @@ def _watch(job: Supervisor, arrived: int) -> int:
             job.at_deadline()
     processes.end_all(LEFTOVER_PATIENCE_S)
     output.drain()
-    output.selector.unregister(arrived)
-    output.close()
+    output.close(LEFTOVER_PATIENCE_S if job.stopped_by else None)
     return job.status()

@@ -39,9 +39,12 @@ ABORTED = re.compile(r"Abort\(\d+\) on node (\d+) ")
 
 
 def say(message: str) -> None:
-    """Print a message from launch on stderr."""
-    for line in short_lines(message):
-        print(f"launch: {line}", file=sys.stderr, flush=True)
+    """Print a message from launch on stderr, if anybody reads it."""
+    try:
+        for line in short_lines(message):
+            print(f"launch: {line}", file=sys.stderr, flush=True)
+    except OSError:  # the job's exit status matters more
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 @dataclass

@@ -35,7 +35,7 @@ def launched(command: Sequence[str], run_dir: Path, ranks: int) -> list[str]:
     if by_launch():
         try:
             return [*json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["launch"], *command]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             pass
     return [*(["launch", "-n", str(ranks)] if ranks > 1 else []), *command]
 
@@ -58,7 +58,9 @@ def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: i
     options = [*more, setting("train.resume", relative(source))]
     if not command:
         return f"the same options, with {' '.join(options)}"
-    keys = {option.partition("=")[0] for option in options}
+    keys = {option.partition("=")[0] for option in options} | {"train.init_from"}  # only for a new run
+    if source != run_dir:  # with a directory of its own, it would be a branch of ``source``
+        keys.add("hydra.run.dir")
     kept = [word for word in command if word.partition("=")[0].lstrip("+") not in keys]
     return shlex.join(launched([*kept, *options], run_dir, ranks))
 
@@ -79,11 +81,19 @@ def next_steps(run_dir: Path, command: Sequence[str], ranks: int, max_iters: int
     if not finished:
         again = resume_command(run_dir, run_dir, command, ranks)
         return f"to continue from step {checkpoints[-1].step}:\n  {again}"
-    wordrun = shlex.join(command[:3]) if list(command[1:3]) == ["-m", "wordrun"] else "wordrun"
+    wordrun = shlex.join(_program(command))
     lines = [f"{wordrun} {each} run={shlex.quote(str(relative(run_dir)))}" for each in ("generate", "export")]
     if command:
         lines.append(resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}"))
     return "\n  ".join([f"next: generate text, export the model{', train further' * bool(command)}", *lines])
+
+
+def _program(command: Sequence[str]) -> Sequence[str]:
+    """Return the words of ``command`` that start wordrun."""
+    if os.path.basename(next(iter(command), "")) == "wordrun":
+        return command[:1]
+    modules = (end for end in range(2, len(command) + 1) if list(command[end - 2 : end]) == ["-m", "wordrun"])
+    return command[: next(modules, 0)] or ["wordrun"]
 
 
 def relative(path: Path) -> Path:

@@ -102,8 +102,10 @@ class MemoryCheck:
         """Return what takes the memory, and what would fit into ``room``."""
         plan = (
             f"python -m wordrun.plan plan.device={self.device.type} plan.devices={self.world.size} "
-            f"plan.per_node={self.world.local_size} plan.memory={self.room.device / 2**30:.1f}"
+            f"plan.per_node={self.world.local_size}"
         )
+        if self.room.device < 2**50:  # else it is unknown
+            plan += f" plan.memory={self.room.device / 2**30:.1f}"
         return [
             "Estimated for each rank:", *table(self._fit.need), *self._fit.remedies(room),
             f"For all backends: {plan}, with this run's options.",

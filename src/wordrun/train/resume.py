@@ -97,23 +97,24 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
     return run_dir, found
 
 
-def unfinished(cfg: Config) -> Folder | None:
-    """Return the newest checkpoint of an unfinished run that ``cfg`` could continue, among the newest below outputs/.
+def unfinished(trainer: Training) -> Folder | None:
+    """Return the newest checkpoint of an unfinished run that ``trainer`` could continue, among the newest in outputs/.
 
-    It must be below the folder of the same data, be in use by nobody, and have the same fixed options.
+    It must be in the folder of the same data, not be in use, and have the same fixed options, data and batch.
     """
-    outputs, here = Path("outputs").absolute(), Path(cfg.run_dir).absolute()
+    outputs, here = Path("outputs").absolute(), Path(trainer.cfg.run_dir).absolute()
     if outputs not in here.parents or here.parent == outputs:
         return None
     runs = outputs.joinpath(here.relative_to(outputs).parts[0]).glob("*/*/")
-    options = fixed_options(cfg)
     for run_dir in sorted(runs, key=lambda path: path.name, reverse=True)[:NEWEST]:
         record, found = read_record(run_dir), folders.all_in(run_dir)[-1:]
         if run_dir == here or not found or record.get("exit_reason") == "finished" or in_use(run_dir):
             continue
-        with contextlib.suppress(UserError, KeyError):
-            theirs = found[0].manifest()["fixed"]
-            if found[0].step < cfg.train.max_iters and all(theirs.get(name) == options[name] for name in options):
+        with contextlib.suppress(UserError):
+            manifest = found[0].manifest()
+            found[0].require(manifest, STATE)
+            check_options(trainer, manifest, found[0].path)
+            if found[0].step < trainer.cfg.train.max_iters:
                 return found[0]
     return None
 

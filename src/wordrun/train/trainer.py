@@ -288,7 +288,7 @@ class Trainer(Training):
         )  # fmt: skip
         self.task.announce(cfg.train.max_iters * self.examples_per_step)
         LOGGER.info("run directory: %s", relative(self.run.path))
-        if self.start.source is None and (found := resume.unfinished(cfg)):
+        if self.start.source is None and (found := resume.unfinished(self)):
             again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)
             LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
 

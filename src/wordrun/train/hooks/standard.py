@@ -112,8 +112,8 @@ class Checkpoint(Hook):
         written = trainer.checkpoints.wait()
         if trainer.cfg.train.checkpoint_interval and written != trainer.step:
             raise SaveError(
-                f"the run is finished, but its last checkpoint could not be written; the newest is that of step "
-                f"{written}: free some space, and repeat the last steps with train.resume=auto"
+                "the run is finished, but its last checkpoint could not be written; the newest is from step "
+                f"{written}: free some space, and continue from there"
                 if written >= 0
                 else "the run is finished, but none of its checkpoints could be written"
             )
