@@ -79,7 +79,8 @@ def describe(options: Any, prefix: str = "", width: int = 24) -> list[str]:
     for option in fields(options):
         value = value_text(getattr(options, option.name)).replace("\n", r"\n")
         setting = f"{prefix}{option.name}={value if len(value) <= 90 else value[:87] + '...'}"
-        meaning = textwrap.wrap(documentation(type(options))[option.name], help_width() - 2 - width)
+        columns = help_width() - 2 - width
+        meaning = textwrap.wrap(documentation(type(options))[option.name], columns, break_on_hyphens=False)
         if len(setting) >= width:
             lines.append(f"  {setting}")
             setting = ""

@@ -55,7 +55,8 @@ def test_help_fits_a_screen_and_names_every_choice(monkeypatch: pytest.MonkeyPat
     assert "  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in lines
 
 
-def test_help_shows_the_options_of_a_group_with_their_meaning() -> None:
+def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     shown = [config.GPTConfig, config.DataConfig, config.DDPConfig, config.AdamWConfig, config.TrainConfig,
              config.WandbConfig]  # fmt: skip
     for node in shown:
