@@ -12,15 +12,18 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from wordrun.checks import check
-from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SEVERAL, Config, ScheduleConfig, parts_in
+from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ScheduleConfig, parts_in
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
+from wordrun.part_source import PartSource, SearchPath
+from wordrun.registry import backends, parts
 from wordrun.run_id import new_run_id
 
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
@@ -29,7 +32,7 @@ REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
 HYDRA_SETTINGS = ("hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra/sweeper")
 
 
-GROUPS = (*SCHEMAS, "experiment", "train.backend")
+GROUPS = (*SECTIONS, "experiment", "train.backend")
 
 
 @dataclass(frozen=True)
@@ -133,27 +136,21 @@ def to_config(
 
 
 def register() -> None:
-    """Register the schema with Hydra, and an alias group that lets ``train.backend=NAME`` select a backend."""
+    """Register with Hydra the schemas, the parts, and an alias group: ``train.backend=NAME`` selects a backend.
+
+    Raises:
+        ConfigError: parts from outside wordrun cannot be registered.
+    """
     OmegaConf.register_new_resolver("run_id", lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True)
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    for group, options in SCHEMAS.items():
-        for option, node in options.items():
-            store.store(group=f"schema/{group}", name=option, node=_open(node))
-    for backend in BACKENDS:
+    for plugin in (PartSource, SearchPath):
+        Plugins.instance().register(plugin)
+    for backend in backends():
         content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
         for spelling in dict.fromkeys((backend, backend.lower())):
             store.store(group="train.backend", name=spelling, package="_global_", node=content)
-
-
-def _open(node: type[Any]) -> Any:
-    """Return the schema ``node`` with dictionaries that accept new keys, unlike the rest of the tree."""
-    schema = OmegaConf.structured(node)
-    for value in schema.values():
-        if isinstance(value, DictConfig):
-            OmegaConf.set_struct(value, False)
-    return schema
 
 
 def data_home() -> str:
@@ -238,7 +235,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
     if options := re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL):
         known = options[1].partition("Config search path:")[0].split()
-        offered = list(BACKENDS) if name == "train.backend" else known
+        offered = backends() if name == "train.backend" else known
         kind = name.rpartition(".")[2]
         return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
     if isinstance(error, OverrideParseException) and "=" in override:
@@ -250,14 +247,14 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
     if unknown and unknown[1] in SEVERAL:
-        offered = list(SCHEMAS[unknown[1]])
+        offered = list(parts(unknown[1]))
         return f"{override}: unknown {unknown[1]} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
     if name in GROUPS:
         return f"{override}: {reason} (choose one by {name}=NAME)"
     if "Ambiguous value" in text:
         return f"{override}: for a sweep over several values add -m; for a list use brackets, {name}=[{value}]"
     section, _, part = name.rpartition(".")[0].partition(".")
-    if section in SEVERAL and part in SCHEMAS[section] and part not in base[section]:
+    if section in SEVERAL and part in parts(section) and part not in base[section]:
         return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
     known = sorted({*_keys(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":

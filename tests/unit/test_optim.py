@@ -10,8 +10,9 @@ import torch
 from wordrun import model as models
 from wordrun.backend.optimizer import remember_ratios, set_learning_rate, tensors_of
 from wordrun.composer import compose
-from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, OptimizerConfig, ScheduleConfig, part_of
+from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, OptimizerConfig, ScheduleConfig
 from wordrun.errors import ConfigError
+from wordrun.registry import part_of
 from wordrun.train.optim import adamw
 from wordrun.train.schedule import learning_rate
 

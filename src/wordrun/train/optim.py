@@ -1,4 +1,4 @@
-"""Optimizers: each is a function of its options and the named parameters, with an entry in ``config.PARTS``."""
+"""Optimizers: each is a function of its options and the named parameters, with a line in ``wordrun.parts``."""
 
 from __future__ import annotations
 
