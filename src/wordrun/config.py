@@ -454,7 +454,7 @@ class OptimizerConfig(Section):
     """Options of every optimizer."""
 
     name: str = "adamw"
-    """Name of the optimizer: adamw or sgd."""
+    """Name of the optimizer: adamw, sgd or lion."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up; the schedule determines the rest."""
     weight_decay: float = 0.1
@@ -503,7 +503,7 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent."""
 
     name: str = "sgd"
-    """Name of the optimizer: adamw or sgd."""
+    """Name of the optimizer: adamw, sgd or lion."""
     momentum: float = 0.9
     """Momentum factor; 0: no momentum."""
     nesterov: bool = False
@@ -515,6 +515,26 @@ class SGDConfig(OptimizerConfig):
         yield from fractions("optimizer", self, "momentum")
         if self.nesterov and not self.momentum:
             yield "optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false"
+
+
+@dataclass
+class LionConfig(OptimizerConfig):
+    """Lion: each step has the sign of a mean of the gradients, and so the same size for all parameters."""
+
+    name: str = "lion"
+    """Name of the optimizer: adamw, sgd or lion."""
+    learning_rate: float = 2e-4
+    """Peak learning rate, reached at the end of the warm-up; a third to a tenth of AdamW's."""
+    weight_decay: float = 0.5
+    """Weight decay of matrices; larger than AdamW's by the factor by which the learning rate is smaller."""
+    beta1: float = 0.9
+    """Weight of the running mean in the step; the rest is the current gradient's."""
+    beta2: float = 0.99
+    """Decay rate of the running mean of the gradients."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
 
 
 @dataclass

@@ -26,6 +26,7 @@ register("backend", "deepspeed", "wordrun.config:DeepSpeedConfig", "wordrun.back
 
 register("optimizer", "adamw", "wordrun.config:AdamWConfig", "wordrun.train.optim:adamw")
 register("optimizer", "sgd", "wordrun.config:SGDConfig", "wordrun.train.optim:sgd")
+register("optimizer", "lion", "wordrun.config:LionConfig", "wordrun.train.optim:Lion")
 
 register("schedule", "cosine", "wordrun.config:ScheduleConfig", "wordrun.train.schedule:cosine")
 register("schedule", "linear", "wordrun.config:LinearScheduleConfig", "wordrun.train.schedule:linear")

@@ -131,7 +131,8 @@ def two_rates(cfg, named):
 
 
 OWN = {"uneven": uneven, "two rates": two_rates}
-OPTIONS = {"plain": ["optimizer=sgd", "optimizer.momentum=0"], "momentum": ["optimizer=sgd", "optimizer.nesterov=true"]}
+OPTIONS = {"plain": ["optimizer=sgd", "optimizer.momentum=0"], "momentum": ["optimizer=sgd", "optimizer.nesterov=true"],
+           "lion": ["optimizer=lion"]}
 
 
 def micro_batches(step, dp, size):
@@ -225,7 +226,7 @@ with dist.session(device="cpu") as world:
     if world.rank == 0:
         Path(f"found-{world.size}.json").write_text(json.dumps(found))
 """
-CASES = [(optimizer, False) for optimizer in ("plain", "momentum", "uneven", "two rates")] + [("momentum", True)]
+CASES = [(optimizer, False) for optimizer in ("plain", "momentum", "lion", "uneven", "two rates")] + [("momentum", True)]
 
 
 @pytest.fixture(scope="module")
