@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from wordrun import project
 from wordrun.checks import check
-from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ScheduleConfig, parts_in
+from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ScheduleConfig, parts_in, schemas
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.part_source import PartSource, SearchPath
@@ -62,6 +64,8 @@ def compose(
     for flag, folder in (("--config-dir", tree.extra_dir), ("--config-path", tree.path)):
         if folder and not os.path.isdir(folder):
             raise ConfigError(f"{flag} {folder} is not a folder")
+    if taken := [problem for folder in (project.here().conf, tree.extra_dir) for problem in _taken(folder)]:
+        raise ConfigError("\n".join(taken))
     for override in overrides:
         if (old := _name(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
@@ -77,6 +81,16 @@ def compose(
     # A resumed run stays in its directory unless another one is given.
     moves = any(_name(override) == "hydra.run.dir" for override in overrides)
     return to_config(composed, run_dir=None if moves else _run_to_continue(composed), ranks=ranks, per_node=per_node)
+
+
+def _taken(folder: str | Path | None) -> Iterator[str]:
+    """Yield a message for each file in the user's ``folder`` that one of wordrun's, or one of its parts, would hide."""
+    own = importlib.resources.files("wordrun.conf")
+    for file in sorted(Path(folder).glob("*/*.yaml")) if folder else ():
+        group, name = file.parent.name, file.stem
+        part = schemas(group).get(name) if group in SECTIONS else None
+        if own.joinpath(group, file.name).is_file() or (part and not part.origin):
+            yield f"{file}: {group}={name} is one of wordrun's own: rename the file"
 
 
 def renamed(override: str) -> str:
@@ -210,7 +224,8 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
     try:
         base = _compose([], tree)
     except REFUSALS:
-        return [f"the configuration tree itself does not compose: {cause}"]
+        is_ours = isinstance(cause, ConfigError)
+        return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"]
     # Hydra's search path first, since it adds files, then file selections, since they add options.
     for override in sorted(overrides, key=lambda o: (not _name(o).startswith("hydra"), _name(o) not in GROUPS)):
         try:
@@ -229,6 +244,8 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
 
 def _translate(override: str, error: Exception, base: DictConfig) -> str:
     """Return our message for an ``override`` that Hydra rejects with ``error``."""
+    if isinstance(error, ConfigError):  # about a part, which Hydra was loading
+        return str(error)
     key, _, value = override.partition("=")
     name, text = _name(override), str(error)
     if isinstance(error, YAMLError):

@@ -190,6 +190,8 @@ def import_named(module: str, whose: str) -> Any:
     """
     try:
         return importlib.import_module(module)
+    except ConfigError:  # names its part
+        raise
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename[:1] != "<"]
         if frames[:1] and "importlib" in frames[0].filename:

@@ -47,7 +47,7 @@ MAY_USE: dict[str, set[str]] = {
     "ds_config": {"errors", "config"},
     "checks": {"errors", "validation", "registry", "dist", "config", "ds_config"},
     "part_source": {"errors", "project", "registry", "config"},
-    "composer": {"errors", "run_id", "log", "registry", "config", "part_source", "checks", "checkpoint"},
+    "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG | {"compat"},
