@@ -72,6 +72,11 @@ def _check_choice(cfg: Config) -> Iterator[str]:
             f"train.backend={backend.name} alone "
             "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
+    if train.deterministic and train.compile:
+        yield (
+            "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
+            "use train.compile=false"
+        )
     if isinstance(backend, DeepSpeedConfig):
         if train.on_nonfinite == "skip":
             yield (

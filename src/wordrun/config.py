@@ -577,6 +577,9 @@ class TrainConfig(Section):
     """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
     """Random seed for weights, data order, dropout and samples."""
+    deterministic: bool = False
+    """Use only deterministic algorithms, so that two runs with the same options on the same number of ranks, devices
+    and versions have equal losses and weights, bit by bit; slower."""
     check_memory: bool = True
     """Refuse to start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
