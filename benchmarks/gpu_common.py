@@ -152,7 +152,7 @@ def facts(command: list[str]) -> dict[str, str]:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm", "--format=csv"]
         found["nvidia-smi"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         found["nvidia-smi"] = found["nvidia-smi"].replace("\n", "; ")
-        found["cuDNN"] = str(torch.backends.cudnn.version())
+        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     print("\n".join(f"{key}: {value}" for key, value in found.items()), file=sys.stderr, flush=True)
     return found
 

@@ -70,10 +70,9 @@ def short(name: str) -> str:
 
 def flops_of(operation: str, dims: list[list[int]]) -> float:
     """Return the operations of one matrix product from its inputs' shapes; 0: unknown."""
-    matrices = [each for each in dims if len(each) in (2, 3)]
-    if operation in ("aten::addmm", "aten::baddbmm"):
-        matrices = matrices[-2:]
-    if len(matrices) < 2 or matrices[0][-1] != matrices[1][-2]:
+    first = 1 if operation in ("aten::addmm", "aten::baddbmm") else 0  # after the bias
+    matrices = dims[first : first + 2]
+    if len(matrices) < 2 or min(map(len, matrices)) < 2 or matrices[0][-1] != matrices[1][-2]:
         return 0.0
     return 2.0 * math.prod(matrices[0]) * matrices[1][-1]
 
@@ -85,7 +84,7 @@ def summarize(path: Path, steps: int, *, on_cpu: bool = False) -> Summary:
     kernels = operators if on_cpu else [event for event in events if event.get("cat") in ON_DEVICE]
     if not kernels:
         raise RuntimeError("the profiler recorded no kernels")
-    by_id = {event["args"].get("External id"): event for event in operators}
+    by_id = {event.get("args", {}).get("External id"): event for event in operators}
     milliseconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     kinds: dict[str, float] = defaultdict(float)
@@ -97,8 +96,8 @@ def summarize(path: Path, steps: int, *, on_cpu: bool = False) -> Summary:
         milliseconds[name] += spent
         calls[name] += 1
         if kind == "matrix products":
-            source: dict[str, Any] = by_id.get(event["args"].get("External id"), event)
-            dims = source["args"].get("Input Dims", [])
+            source: dict[str, Any] = by_id.get(event.get("args", {}).get("External id"), event)
+            dims = source.get("args", {}).get("Input Dims", [])
             key = f"{source['name']} {' x '.join(str(each) for each in dims if each)}: {short(name)[:60]}"
             total = products[key]
             for at, value in enumerate((spent, 1.0, flops_of(source["name"], dims))):
