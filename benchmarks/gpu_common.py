@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,12 @@ class Bench:
     def data(self) -> Path:
         """Folder with random tokens as nanoGPT's train.bin and val.bin, which wordrun reads as data=shards."""
         return self.scratch / "data"
+
+    def run_dir(self, name: str) -> Path:
+        """Return a new run directory; the folder above it exists."""
+        folder = self.scratch / "runs"
+        folder.mkdir(exist_ok=True)
+        return folder / f"{name}-{time.time_ns()}"
 
     def add(self, table: str, **columns: Any) -> None:
         """Append a row to a table of this section, print it, and write results.json at once."""

@@ -136,7 +136,7 @@ def loop(bench: Bench) -> None:
     steps, block = (40, 4) if bench.tiny else (160, 10)
     options = overrides(bench, 2 if bench.tiny else 12, 1, compiled=not bench.tiny)
     cfg = wordrun.compose([
-        *options, f"train.max_iters={steps}", f"train.log_interval={block}", f"hydra.run.dir={bench.scratch}/loop-{time.time_ns()}",
+        *options, f"train.max_iters={steps}", f"train.log_interval={block}", f"hydra.run.dir={bench.run_dir('loop')}\",
     ])  # fmt: skip
     bare = BareBlocks(block)
     with Trainer(cfg, hooks=[bare]) as trainer:
@@ -188,7 +188,7 @@ def profile(bench: Bench) -> None:
     shape = (2, 2) if bench.tiny else (12, 5)
     options = overrides(bench, *shape, compiled=not bench.tiny)
     cfg = wordrun.compose([
-        *options, "train.max_iters=34", "train.log_interval=1000", f"hydra.run.dir={bench.scratch}/profile-{time.time_ns()}",
+        *options, "train.max_iters=34", "train.log_interval=1000", f"hydra.run.dir={bench.run_dir('profile')}\",
     ])  # fmt: skip
     hook = Profile(15, 3)
     with Trainer(cfg, hooks=[hook]) as trainer:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gpu_common import PADDED, Bench, overrides, quiet, spread
+from gpu_common import PADDED, Bench, load, overrides, quiet, spread
 
 WATCH = str(Path(__file__).with_name("gpu_watch.py"))
 SKIP = 10
@@ -66,8 +66,7 @@ def wordrun_command(run: Path, options: Sequence[str], steps: int, log_interval:
 
 def train_wordrun(bench: Bench, name: str, options: Sequence[str], steps: int, log_interval: int = 10) -> Trained:
     """Train wordrun. The time of a step is from one line of metrics.jsonl to the next, logging included."""
-    run = bench.scratch / "runs" / f"{name}-{time.time_ns()}"
-    run.parent.mkdir(exist_ok=True)
+    run = bench.run_dir(name)
     text = call(wordrun_command(run, options, steps, log_interval), run.with_suffix(".log"), bench.scratch)
     lines = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
     skip = min(SKIP, steps // 2)
@@ -104,13 +103,12 @@ def compile_all(bench: Bench) -> None:
     began = time.perf_counter()
     commands = []
     for batch, gas in shapes(bench):
-        run = bench.scratch / "runs" / f"compile-{batch}"
+        run = bench.run_dir(f"compile-{batch}")
         options = [*overrides(bench, batch, gas), "train.check_memory=false"]
         commands += [
             (wordrun_command(run, options, 2, 1), bench.scratch),
             (nanogpt_command(bench, batch, gas, 2), bench.nanogpt),
         ]
-    (bench.scratch / "runs").mkdir(exist_ok=True)
     environments = [{}, {"PYTHONPATH": str(bench.nanogpt)}]
     jobs = []
     for number, (command, cwd) in enumerate(commands):
@@ -162,10 +160,9 @@ def gpt2(bench: Bench) -> None:
             add_trained(bench, table, "wordrun, not compiled", batch, gas, eager)
 
 
-def first_step(bench: Bench, name: str, options: Sequence[str], cache: Path) -> float:
+def first_step(bench: Bench, options: Sequence[str], cache: Path) -> float:
     """Return the seconds from the start of wordrun until metrics.jsonl has the first step."""
-    run = bench.scratch / "runs" / name
-    run.parent.mkdir(exist_ok=True)
+    run = bench.run_dir("start")
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
     with run.with_suffix(".log").open("w") as log:
         began = time.perf_counter()
@@ -186,9 +183,7 @@ def start(bench: Bench) -> None:
     cache = bench.scratch / f"cold-{time.time_ns()}"
     for name, compiled in (("not compiled", False), ("compiled, empty cache", True), ("compiled, warm cache", True)):
         options = overrides(bench, *shapes(bench)[0], compiled=compiled and not bench.tiny)
-        bench.add(
-            "start to first step", kind=name, seconds=first_step(bench, f"start-{time.time_ns()}", options, cache)
-        )
+        bench.add("start to first step", kind=name, seconds=first_step(bench, options, cache))
 
 
 def planned(options: Sequence[str], device: str = "h100-80") -> dict[str, Any]:
@@ -248,7 +243,7 @@ def llama(bench: Bench) -> None:
 def plan(bench: Bench) -> None:
     """The plan of each measured configuration, beside what was measured."""
     cases = []
-    for table, rows in _tables("gpt2", bench).items():
+    for table, rows in load(bench.out)["sections"].get("gpt2", {}).get("tables", {}).items():
         for row in rows if table.startswith("training") else ():
             if row["program"].startswith("wordrun"):
                 batch, gas = map(int, row["batch"].split(" x "))
@@ -265,10 +260,3 @@ def plan(bench: Bench) -> None:
             "plan (its peak of allocated memory) beside the measurement", configuration=name, plan_gib=gib,
             measured_gib=had, ratio=gib / had if gib and had else None, measured_ms=row["ms_median"],
         )  # fmt: skip
-
-
-def _tables(section: str, bench: Bench) -> dict[str, list[dict[str, Any]]]:
-    from gpu_common import load
-
-    found: dict[str, list[dict[str, Any]]] = load(bench.out)["sections"].get(section, {}).get("tables", {})
-    return found
