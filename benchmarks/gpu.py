@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -20,24 +21,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
-import gpu_inside
-import gpu_programs
 from gpu_common import VOCABULARY, Bench, facts, load, report, store
 
-SECTIONS: dict[str, tuple[Callable[[Bench], None], int]] = {
-    "peak": (gpu_inside.peak, 60),
-    "gpt2": (gpu_programs.gpt2, 330),
-    "loop": (gpu_inside.loop, 120),
-    "profile": (gpu_inside.profile, 120),
-    "start": (gpu_programs.start, 180),
-    "llama": (gpu_programs.llama, 200),
-    "plan": (gpu_programs.plan, 60),
-    "generate": (gpu_inside.generation, 200),
-}
-"""The sections in their order, each with its limit in seconds."""
+SECTIONS = {
+    "peak": ("gpu_inside", 60), "gpt2": ("gpu_programs", 330), "loop": ("gpu_inside", 120), "profile": ("gpu_inside", 120),
+    "start": ("gpu_programs", 180), "llama": ("gpu_programs", 200), "plan": ("gpu_programs", 60),
+    "generate": ("gpu_inside", 200),
+}  # fmt: skip
+"""The sections in their order, each with its module and its limit in seconds."""
 
 
 def write_data(bench: Bench) -> None:
@@ -70,7 +63,7 @@ def run_section(name: str, args: argparse.Namespace, limit: float) -> str:
 def section(bench: Bench) -> int:
     """Measure one section in this process; return the exit status."""
     try:
-        SECTIONS[bench.section][0](bench)
+        getattr(importlib.import_module(SECTIONS[bench.section][0]), bench.section)(bench)
     except Exception:
         text = traceback.format_exc()
         print(text, flush=True)

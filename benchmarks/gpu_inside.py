@@ -136,7 +136,7 @@ def loop(bench: Bench) -> None:
     steps, block = (40, 4) if bench.tiny else (160, 10)
     options = overrides(bench, 2 if bench.tiny else 12, 1, compiled=not bench.tiny)
     cfg = wordrun.compose([
-        *options, f"train.max_iters={steps}", f"train.log_interval={block}", f"hydra.run.dir={bench.run_dir('loop')}\",
+        *options, f"train.max_iters={steps}", f"train.log_interval={block}", f"hydra.run.dir={bench.run_dir('loop')}",
     ])  # fmt: skip
     bare = BareBlocks(block)
     with Trainer(cfg, hooks=[bare]) as trainer:
@@ -188,7 +188,7 @@ def profile(bench: Bench) -> None:
     shape = (2, 2) if bench.tiny else (12, 5)
     options = overrides(bench, *shape, compiled=not bench.tiny)
     cfg = wordrun.compose([
-        *options, "train.max_iters=34", "train.log_interval=1000", f"hydra.run.dir={bench.run_dir('profile')}\",
+        *options, "train.max_iters=34", "train.log_interval=1000", f"hydra.run.dir={bench.run_dir('profile')}",
     ])  # fmt: skip
     hook = Profile(15, 3)
     with Trainer(cfg, hooks=[hook]) as trainer:
@@ -214,9 +214,9 @@ def profile(bench: Bench) -> None:
         bench.add("matrix products", ms=row.ms, calls=row.calls, tflops=tflops, of_peak=of_peak, what=row.name)
 
 
-def generation(bench: Bench) -> None:
+def generate(bench: Bench) -> None:
     """Tokens per second of one text of 256 new tokens, by wordrun, nanoGPT and transformers, with the same weights."""
-    from wordrun.model.generate import Cached, generate
+    from wordrun.model.generate import Cached, generate as extend
     from wordrun.model.huggingface import huggingface_config, to_huggingface
 
     new, top_k, device = 16 if bench.tiny else 256, 200, bench.device
@@ -237,7 +237,7 @@ def generation(bench: Bench) -> None:
     rate(
         bench,
         "wordrun, KV cache",
-        lambda: generate(Cached(ours), prompt, new, block_size=cfg.block_size, top_k=top_k),
+        lambda: extend(Cached(ours), prompt, new, block_size=cfg.block_size, top_k=top_k),
         new,
     )
     rate(bench, "nanoGPT, model.generate", nanogpt, new)
