@@ -26,10 +26,15 @@ from pathlib import Path
 from gpu_common import VOCABULARY, Bench, facts, load, report, store
 
 SECTIONS = {
-    "peak": ("gpu_inside", 60), "gpt2": ("gpu_programs", 330), "loop": ("gpu_inside", 120), "profile": ("gpu_inside", 120),
-    "start": ("gpu_programs", 180), "llama": ("gpu_programs", 200), "plan": ("gpu_programs", 60),
+    "peak": ("gpu_inside", 60),
+    "gpt2": ("gpu_programs", 330),
+    "loop": ("gpu_inside", 120),
+    "profile": ("gpu_inside", 120),
+    "start": ("gpu_programs", 180),
+    "llama": ("gpu_programs", 200),
+    "plan": ("gpu_programs", 60),
     "generate": ("gpu_inside", 200),
-}  # fmt: skip
+}
 """The sections in their order, each with its module and its limit in seconds."""
 
 
@@ -96,6 +101,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         args.scratch = (args.scratch or Path(folder)).resolve()
+        if paths := os.environ.get("PYTHONPATH"):  # the programs run in other folders
+            os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(args.scratch / "inductor"))
         write_data(Bench("", args.out, args.scratch, args.nanogpt, args.tiny, args.rounds))
         results = load(args.out)

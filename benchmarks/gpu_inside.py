@@ -35,7 +35,7 @@ def seconds_of(action: Callable[[], Any], repeats: int, inner: int = 1) -> list[
     found = []
     for _ in range(repeats):
         if torch.cuda.is_available():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(inner):
                 action()
@@ -243,7 +243,7 @@ def generate(bench: Bench) -> None:
     rate(bench, "nanoGPT, model.generate", nanogpt, new)
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    peer = GPT2LMHeadModel(GPT2Config(**huggingface_config(cfg, 50257)))
+    peer: Any = GPT2LMHeadModel(GPT2Config(**huggingface_config(cfg, 50257)))
     peer.load_state_dict(state, strict=False)
     peer = peer.to(device, dtype).eval()
     sampling = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": top_k, "pad_token_id": 0}

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,12 +39,10 @@ class Trained:
     """Peak device memory in bytes, allocated and reserved."""
 
 
-def call(command: Sequence[str], log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
+def call(command: Sequence[str], log: Path, cwd: Path) -> str:
     """Run a command to its end, and return its output, which also goes to ``log``."""
     with log.open("w") as file:
-        status = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, check=False, cwd=cwd, env={**os.environ, **(env or {})}
-        ).returncode
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, cwd=cwd).returncode
     text = log.read_text(errors="replace")
     if status:
         raise RuntimeError(f"{' '.join(command)}\nended with {status}:\n{text[-2000:]}")
@@ -93,7 +91,7 @@ def nanogpt_command(bench: Bench, batch: int, gas: int, steps: int) -> list[str]
 def train_nanogpt(bench: Bench, batch: int, gas: int, steps: int) -> Trained:
     """Train nanoGPT's train.py. It reads the loss of every step, so that the times it prints are of whole steps."""
     log = bench.scratch / f"nanogpt-{time.time_ns()}.log"
-    text = call(nanogpt_command(bench, batch, gas, steps), log, bench.nanogpt, {"PYTHONPATH": str(bench.nanogpt)})
+    text = call(nanogpt_command(bench, batch, gas, steps), log, bench.nanogpt)
     times = re.findall(r"^iter \d+: loss .* time ([\d.]+)ms", text, re.MULTILINE)
     return Trained([float(ms) / 1000 for ms in times][min(SKIP, steps // 2) :], memory(text))
 
@@ -109,12 +107,10 @@ def compile_all(bench: Bench) -> None:
             (wordrun_command(run, options, 2, 1), bench.scratch),
             (nanogpt_command(bench, batch, gas, 2), bench.nanogpt),
         ]
-    environments = [{}, {"PYTHONPATH": str(bench.nanogpt)}]
     jobs = []
     for number, (command, cwd) in enumerate(commands):
         with (bench.scratch / f"compile-{number}.log").open("w") as log:
-            env = {**os.environ, **environments[number % 2]}
-            jobs.append(subprocess.Popen(command, cwd=cwd, env=env, stdout=log, stderr=subprocess.STDOUT))
+            jobs.append(subprocess.Popen(command, cwd=cwd, stdout=log, stderr=subprocess.STDOUT))
     failed = sum(job.wait() != 0 for job in jobs)
     bench.add("compilation, all settings at once", seconds=time.perf_counter() - began, failed=failed)
 

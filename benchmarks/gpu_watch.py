@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 
@@ -11,14 +12,15 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     try:
         if sys.argv[0] == "-m":
-            sys.argv = sys.argv[1:]
+            sys.argv, sys.path[0] = sys.argv[1:], os.getcwd()
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # not the folder of this file
             runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
         import torch
 
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
         print(f"\npeak device memory: {peak} allocated, {reserved} reserved", flush=True)
