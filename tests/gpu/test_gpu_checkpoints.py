@@ -64,9 +64,7 @@ def test_copies_are_in_pinned_memory(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("one_rank_shards")
-@pytest.mark.parametrize(
-    ("first", "then"), [("DDP", "FSDP"), ("FSDP", "DDP"), ("DDP", "PP"), ("FSDP", "3D")], ids="-".join
-)
+@pytest.mark.parametrize(("first", "then"), [("DDP", "FSDP"), ("FSDP", "DDP"), ("DDP", "PP"), ("FSDP", "3D")])
 def test_another_backend_continues(train: Train, first: str, then: str) -> None:
     words = ["train.dtype=fp32", *SAVING]
     degrees = {"PP": ["backend.pp=1"], "3D": ["backend.pp=1", "backend.tp=1"]}

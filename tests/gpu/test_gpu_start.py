@@ -35,7 +35,8 @@ ones = torch.ones(3, device=world.device)
 td.all_reduce(ones)
 group = td.distributed_c10d._get_default_group()
 print(json.dumps({"calls": calls, "backend": td.get_backend(), "bound": str(group.bound_device_id),
-                  "device": world.device, "current": torch.accelerator.current_device_index(), "sum": ones.sum().item()}))
+                  "device": world.device, "sum": ones.sum().item(),
+                  "current": torch.accelerator.current_device_index()}))
 dist.cleanup()
 assert not td.is_initialized()
 """
