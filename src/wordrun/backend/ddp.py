@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import NativeBackend, prepare_blocks
+from wordrun.backend.native import NativeBackend, prepare
 from wordrun.config import DDPConfig
 from wordrun.dist import mpi
 from wordrun.model import materialise
@@ -33,7 +33,7 @@ class DDPBackend(NativeBackend):
         options = spec.cfg.backend
         assert isinstance(options, DDPConfig)
         model = materialise(spec.make_model(), spec.cfg.train.seed, spec.device)
-        prepare_blocks(model, spec.cfg)
+        prepare(model, spec.cfg)
         super().__init__(spec, [model])
         self.alone = spec.world.size == 1
         # Buffers are averaged after the step. DDP would overwrite them with rank 0's before the last micro-step.
