@@ -42,7 +42,7 @@ part() { # NAME LIMIT COMMAND...
 }
 
 smoke() {
-    for words in "" "model=llama_debug train.dtype=bf16" "train.compile=true" "data.mask_documents=true train.dtype=fp16"; do
+    for words in "" "model=llama_debug train.dtype=bf16" "train.compile=true" "tokenizer=byte data.mask_documents=true train.dtype=fp16"; do
         echo "== wordrun data=sample train=smoke $words"
         # shellcheck disable=SC2086
         "$python" -m wordrun data=sample train=smoke tracker=jsonl $words || failed=1

@@ -20,7 +20,7 @@ from gpu_common import PADDED, Bench, load, overrides, quiet, spread
 WATCH = str(Path(__file__).with_name("gpu_watch.py"))
 SKIP = 10
 """Steps left out at the start of a run: they allocate memory and may compile."""
-SHAPES = ((12, 5), (32, 1))
+SHAPES = ((12, 5), (48, 1))
 """Sequences per micro-step and micro-steps per step; 12 is nanoGPT's default."""
 
 
@@ -151,6 +151,10 @@ def gpt2(bench: Bench) -> None:
             "wordrun / nanoGPT", batch=f"{batch} x {gas}", ratio=wordrun / nanogpt, rounds=len(each), **spread(each)
         )
         if number == 0:
+            if not bench.tiny:
+                options = [*overrides(bench, batch, gas), "train.compile_scope=blocks"]
+                blocks = [train_wordrun(bench, "blocks", options, steps, 10)]
+                add_trained(bench, table, "wordrun, compile_scope=blocks", batch, gas, blocks)
             options = overrides(bench, batch, gas, compiled=False)
             eager = [train_wordrun(bench, "eager", options, steps // 2, 5 - 3 * bench.tiny)]
             add_trained(bench, table, "wordrun, not compiled", batch, gas, eager)

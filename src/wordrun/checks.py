@@ -77,6 +77,11 @@ def _check_choice(cfg: Config) -> Iterator[str]:
             "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
             "use train.compile=false"
         )
+    if train.compile_scope == "model" and not isinstance(backend, config.DDPConfig):
+        yield (
+            f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
+            "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
+        )
     if isinstance(backend, DeepSpeedConfig):
         if train.on_nonfinite == "skip":
             yield (

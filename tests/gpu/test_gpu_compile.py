@@ -23,6 +23,14 @@ def test_compiled_blocks_give_the_same_losses(train: Train, device: torch.device
         assert compiled.record["dtype"] == "bfloat16"
 
 
+def test_a_model_compiled_as_a_whole(train: Train) -> None:
+    eager = train("eager", "train.dtype=bf16", "train.eval_interval=10")
+    words = ["train.dtype=bf16", "train.eval_interval=10", "train.compile=true", "train.compile_scope=model"]
+    compiled = train("compiled", *words, "train.sample_tokens=8")
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-2)
+    assert compiled.record["val_loss"] == pytest.approx(eager.record["val_loss"], rel=1e-2)
+
+
 def test_compiled_in_single_precision_with_selective_checkpointing(train: Train) -> None:
     eager = train("eager", "train.dtype=fp32")
     words = ["train.dtype=fp32", "train.compile=true", "train.activation_checkpointing=selective"]

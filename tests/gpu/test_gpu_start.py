@@ -34,9 +34,8 @@ world = dist.setup()
 ones = torch.ones(3, device=world.device)
 td.all_reduce(ones)
 group = td.distributed_c10d._get_default_group()
-print(json.dumps({"calls": calls, "backend": td.get_backend(), "bound": str(group.bound_device_id),
-                  "device": world.device, "sum": ones.sum().item(),
-                  "current": torch.accelerator.current_device_index()}))
+found = {"calls": calls, "backend": td.get_backend(), "bound": str(group.bound_device_id), "device": world.device}
+print(json.dumps({**found, "current": torch.accelerator.current_device_index(), "sum": ones.sum().item()}))
 dist.cleanup()
 assert not td.is_initialized()
 """
