@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
         ("triton_tem_fused_mm_3", "matrix products"),
-        ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd<64, cutlass::bfloat16_t>>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
         ("void at::native::multi_tensor_apply_kernel<Metadata<4>, FusedAdamMathFunctor<float, 4>>", "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<Metadata<1>, LpNormFunctor<float>>", "gradient norm and clipping"),
