@@ -173,6 +173,7 @@ def overrides(bench: Bench, batch: int, gas: int, *, compiled: bool = True) -> l
         "model=gpt2", f"model.n_layer={shape.n_layer}", f"model.n_head={shape.n_head}", f"model.n_embd={shape.n_embd}",
         f"model.block_size={shape.block_size}", "model.bias=false", "model.gelu=none", f"model.vocab_size={PADDED}",
         f"model.batch_size={batch}", f"optimizer.gas={gas}", f"train.compile={str(compiled).lower()}",
+        f"train.compile_scope={'model' if compiled else 'blocks'}",
         f"train.dtype={dtype}", *quiet(bench),
     ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import wordrun
 from gpu_common import Bench, overrides, spread
 from gpu_trace import summarize
-from wordrun.backend import native
+from wordrun.backend.native import prepare
 from wordrun.config import AdamWConfig, GPTConfig
 from wordrun.model import Transformer, build, materialise
 from wordrun.train.hooks import Hook
@@ -86,7 +86,6 @@ class BareBlocks(Hook):
         backend, cfg = trainer.backend, trainer.cfg
         self.device, self.dtype = backend.device, backend.dtype
         self.model = materialise(trainer.task.make_model(), cfg.train.seed, self.device)
-        prepare = getattr(native, "prepare", None) or native.prepare_blocks
         prepare(self.model, cfg)
         assert isinstance(cfg.optimizer, AdamWConfig)
         self.optimizer = adamw(cfg.optimizer, self.model.named_parameters())
