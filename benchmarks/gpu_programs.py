@@ -107,7 +107,7 @@ def compile_all(bench: Bench) -> None:
     nanoGPT at the larger micro-batch compiles when it is measured: the device has no memory for all of them together.
     """
     began = time.perf_counter()
-    jobs = []
+    jobs: list[subprocess.Popen[bytes]] = []
     for number, (batch, gas) in enumerate(SHAPES):
         run = bench.run_dir(f"compile-{batch}")
         options = [*overrides(bench, batch, gas), "train.check_memory=false"]
