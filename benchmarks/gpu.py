@@ -27,7 +27,7 @@ from pathlib import Path
 from gpu_common import VOCABULARY, Bench, facts, load, report, store
 
 SECTIONS = {
-    "peak": ("gpu_inside", 60),
+    "peak": ("gpu_device", 60),
     "gpt2": ("gpu_programs", 330),
     "variants": ("gpu_programs", 300),
     "loop": ("gpu_inside", 120),
@@ -35,7 +35,7 @@ SECTIONS = {
     "start": ("gpu_programs", 180),
     "llama": ("gpu_programs", 200),
     "plan": ("gpu_programs", 60),
-    "generate": ("gpu_inside", 200),
+    "generate": ("gpu_device", 200),
 }
 """The sections in their order, each with its module and its limit in seconds."""
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from gpu_common import PADDED, Bench, load, overrides, quiet, spread
 
 WATCH = str(Path(__file__).with_name("gpu_watch.py"))
+INTERVAL = 10
+"""Steps between two lines of metrics."""
 NO_ENV: Mapping[str, str] = {}
 SKIP = 10
 """Steps left out at the start of a run: they allocate memory and may compile."""
@@ -35,7 +37,7 @@ class Trained:
     """What one run measured."""
 
     steps: list[float]
-    """Seconds per step, one value for each log interval (nanoGPT: for each step)."""
+    """Seconds per step, one value for each log interval."""
     memory: dict[str, int]
     """Peak device memory in bytes, allocated and reserved."""
 
@@ -66,7 +68,12 @@ def wordrun_command(run: Path, options: Sequence[str], steps: int, log_interval:
 
 
 def train_wordrun(
-    bench: Bench, name: str, options: Sequence[str], steps: int, log_interval: int = 10, env: Mapping[str, str] = NO_ENV
+    bench: Bench,
+    name: str,
+    options: Sequence[str],
+    steps: int,
+    log_interval: int = INTERVAL,
+    env: Mapping[str, str] = NO_ENV,
 ) -> Trained:
     """Train wordrun. The time of a step is from one line of metrics.jsonl to the next, logging included."""
     run = bench.run_dir(name)
@@ -94,11 +101,20 @@ def nanogpt_command(bench: Bench, batch: int, gas: int, steps: int) -> list[str]
 
 
 def train_nanogpt(bench: Bench, batch: int, gas: int, steps: int) -> Trained:
-    """Train nanoGPT's train.py. It reads the loss of every step, so that the times it prints are of whole steps."""
+    """Train nanoGPT's train.py. It waits for the device at every step, as by default."""
     log = bench.scratch / f"nanogpt-{time.time_ns()}.log"
     text = call(nanogpt_command(bench, batch, gas, steps), log, bench.nanogpt)
     times = re.findall(r"^iter \d+: loss .* time ([\d.]+)ms", text, re.MULTILINE)
-    return Trained([float(ms) / 1000 for ms in times][min(SKIP, steps // 2) :], memory(text))
+    seconds = [float(ms) / 1000 for ms in times][min(SKIP, steps // 2) :]
+    # Means over as many steps as between two lines of wordrun: its clock stops before it waits for the device, so that
+    # one step is printed too long and the next too short.
+    size = min(INTERVAL, len(seconds))
+    return Trained([statistics.mean(each) for each in batched(seconds, size)], memory(text))
+
+
+def batched(values: Sequence[float], size: int) -> list[Sequence[float]]:
+    """Return consecutive parts of ``size`` values, without the incomplete last one."""
+    return [values[at : at + size] for at in range(0, len(values) - size + 1, size)]
 
 
 def compile_all(bench: Bench) -> None:
@@ -129,7 +145,7 @@ def add_trained(bench: Bench, table: str, program: str, batch: int, gas: int, ru
     most = max((run.memory for run in runs), key=lambda each: each["allocated"])
     bench.add(
         table, program=program, batch=f"{batch} x {gas}", tokens_per_s=speed, ms_median=1000 * statistics.median(steps),
-        ms_min=1000 * min(steps), ms_max=1000 * max(steps), steps=len(steps),
+        ms_min=1000 * min(steps), ms_max=1000 * max(steps), intervals=len(steps),
         mfu_of_measured_peak=bench.mfu(speed * bench.shape.flops_per_token),
         allocated_gib=most["allocated"] / 2**30, reserved_gib=most["reserved"] / 2**30,
     )  # fmt: skip
