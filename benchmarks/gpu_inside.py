@@ -14,7 +14,7 @@ from torch import Tensor
 import wordrun
 from gpu_common import Bench, overrides, spread
 from gpu_trace import summarize
-from wordrun.backend.native import prepare_blocks
+from wordrun.backend.native import prepare
 from wordrun.config import AdamWConfig, GPTConfig
 from wordrun.model import Transformer, build, materialise
 from wordrun.train.hooks import Hook
@@ -81,7 +81,7 @@ class BareBlocks(Hook):
         backend, cfg = trainer.backend, trainer.cfg
         self.device, self.dtype = backend.device, backend.dtype
         self.model = materialise(trainer.task.make_model(), cfg.train.seed, self.device)
-        prepare_blocks(self.model, cfg)
+        prepare(self.model, cfg)
         assert isinstance(cfg.optimizer, AdamWConfig)
         self.optimizer = adamw(cfg.optimizer, self.model.named_parameters())
         size = cfg.model.batch_size
