@@ -61,6 +61,7 @@ MAY_USE: dict[str, set[str]] = {
     "test_dist": PARALLEL,
     "probe": PARALLEL,
     "arguments": {"errors", "registry", "config"},
+    "new": {"errors", "files"},
     "generate": PARALLEL | {"arguments", "checkpoint", "backend"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
