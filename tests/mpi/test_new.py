@@ -80,17 +80,18 @@ def test_it_trains_in_an_environment_without_the_repository(
         (source / name).write_bytes((ROOT / name).read_bytes())
     wheels = [wheel(each, tmp_path / "wheels") for each in (source, adder)]
     bin_ = environment(tmp_path / "env", *wheels)
-    path = f"{bin_}:{BIN}:{os.environ['PATH']}"  # mpiexec is in this environment's
+    # mpiexec and its library are this environment's.
+    mpi = {"PATH": f"{bin_}:{BIN}:{os.environ['PATH']}", "LD_LIBRARY_PATH": str(BIN.parent / "lib")}
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     where = "import adder, wordrun; print(adder.__file__, wordrun.__file__)"
     assert command(bin_ / "python", "-c", where).stdout.count(str(tmp_path / "env")) == 2
     words = ["model=adder", "data=adder", "tracker=jsonl", "model.block_size=32", *SMALL]
     wordrun = (bin_ / "launch", "-n", "2", "wordrun")
-    done = command(*wordrun, *words, "train.max_iters=4", "hydra.run.dir=ddp", PATH=path)
+    done = command(*wordrun, *words, "train.max_iters=4", "hydra.run.dir=ddp", **mpi)
     assert done.returncode == 0, done.stdout + done.stderr
     again = ["train.backend=FSDP", "train.resume=ddp", "train.max_iters=8", "hydra.run.dir=fsdp"]
-    done = command(*wordrun, *words, *again, PATH=path)
+    done = command(*wordrun, *words, *again, **mpi)
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(Path("fsdp"))[0] == losses(Path("ddp"))[0]
     assert losses(Path("fsdp"))[1] < losses(Path("ddp"))[0]
