@@ -22,9 +22,8 @@ Examples:
   wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep, in one process
   wordrun experiment=shakespeare --cfg job       print the config and exit
 
-A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR).
-outputs/latest is the newest. --config-dir DIR adds your own files, such as
-DIR/model/mine.yaml. Hydra's other flags: --hydra-help."""
+A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR), see
+outputs/latest. Your own files: conf/, --config-dir DIR. Hydra: --hydra-help."""
 EXPERIMENT = "experiment"
 GROUPS = (*SECTIONS, EXPERIMENT)
 METRICS = "metrics"
