@@ -126,6 +126,8 @@ def activation_memory(
     cfg, tp, tokens = model.cfg, strategy.layout.tp, strategy.tokens / parts
     sizes = {"compute": strategy.compute, "stream": strategy.stream, "fp32": FP32, "byte": 1}
     autocast = strategy.stream != strategy.compute
+    if type(cfg) not in saved_tensors.registry:  # a subclass may save something else
+        raise NoEstimateError(f"no estimate for model={cfg.name}")
     tensors = saved_tensors(cfg, on_cpu=strategy.on_cpu, bf16=strategy.cfg.train.dtype == "bf16")
 
     def size(tensor: SavedTensor) -> float:

@@ -14,10 +14,11 @@ from typing import Any
 
 from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
-from wordrun.config import PARTS, Config, part_of
+from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
@@ -113,7 +114,7 @@ class Trainer(Training):
         self.result: backend.StepResult
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
-        configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
+        configured = [parts("hooks")[name].load()(options) for name, options in cfg.hooks.items()]
         self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
         self.run = Run(cfg, world)
         resume.resume(self, self.start)
