@@ -134,8 +134,8 @@ class Meeting:
 
     def _processes(self) -> Iterator[tuple[int, str]]:
         """Yield this launch's processes on this host and their ranks, the launcher's own first."""
-        launcher = self.plan.launcher
-        found = processes.of_launch(self.launcher, self.plan.decided.launch_id, is_step=launcher.is_step)
+        # In a job, daemons may start the ranks (srun, PALS).
+        found = processes.of_launch(self.launcher, self.plan.decided.launch_id, is_step=not self.plan.job.is_local)
         for pid in found - {*self._ranks}:
             words = read_proc(f"/proc/{pid}/environ").split("\0")
             # rank_env.sh exports RANK to its command; its own shell does not have it.

@@ -7,6 +7,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
+from wordrun.launch.job import short
 from wordrun.launch.kills import Outcome
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.meeting import Meeting
@@ -91,8 +93,9 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
 def _output(plan: LaunchPlan, status_dir: str) -> Output:
     """Return the output, with pipes for each rank if all ranks run on this machine."""
     launcher, options = plan.launcher, plan.options
+    here = plan.job.is_local or [short(host) for host in plan.hosts] == [short(socket.gethostname())]
     # A file may name other hosts, and with options of its own the launcher may label or redirect the ranks' output.
-    own = plan.job.is_local and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
+    own = here and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
     output = Output(launcher.noise, launcher.own_lines, status_dir if own else "")
     if output.pipes:
         output.open_pipes(plan.ranks.np)

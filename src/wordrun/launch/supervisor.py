@@ -131,7 +131,7 @@ class Supervisor:
             self.last_lines = lines_of(self.failed[0], self.output.lines_of(self.failed[0]))
 
     def explain(self, status: int) -> None:
-        """Repeat how the first rank failed, and its last lines, if other output has followed them.
+        """Repeat the last lines of the first rank to fail, if other output has followed them.
 
         If no rank reported a failure, show what the launcher said about it.
         """
@@ -139,8 +139,8 @@ class Supervisor:
         if status and not self.output.quiet:
             aborted = next(filter(None, map(ABORTED.match, folded)), None)
             say(f"rank {aborted[1]} {_ending(status)}" if aborted else "\n".join(folded))
-        if own and own != self.output.tail.lines()[-len(own) :]:
-            say("\n".join([f"{self.complaint}; its last lines:", *(f"  {line}" for line in own)]))
+        if self.failed and own and own != self.output.tail.lines()[-len(own) :]:
+            say("\n".join([f"the last lines of rank {self.failed[0]}:", *(f"  {line}" for line in own)]))
 
     def end_what_ranks_left(self) -> None:
         """End processes left by ranks that have exited: mpiexec would wait for them to close the ranks' output."""
