@@ -256,7 +256,7 @@ class Trainer(Training):
             return
         if error or self.stop_reason:
             level = logging.ERROR if failed else logging.INFO
-            LOGGER.log(level, "%s (after %d steps)", error or self.stop_reason, self.step, extra=FIRST_RANK)
+            LOGGER.log(level, "%s (at step %d)", error or self.stop_reason, self.step, extra=FIRST_RANK)
         loss = self.metrics.get("val_loss")
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
