@@ -73,7 +73,7 @@ def main():
     dp, tp = mesh["dp"], mesh["tp"]
     torch.manual_seed(0)
     model = Llama().to(device)
-    for block in model[1 : 1 + LAYERS]:
+    for block in list(model)[1 : 1 + LAYERS]:
         columns = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
         parallelize_module(block, tp, columns | {name: RowwiseParallel() for name in ("out", "down")})
         fully_shard(block, mesh=dp)
