@@ -132,7 +132,9 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     total = torch.zeros((), device=device)
     # In the same order on every rank, even where some of these kinds are missing.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
-        squares = nn.utils.get_total_norm(shards.get(axes, [])).to(device) ** 2
+        mine = shards.get(axes)
+        # Without gradients, the norm would be on the CPU, and copying it would wait for the device.
+        squares = nn.utils.get_total_norm(mine).to(device) ** 2 if mine else torch.zeros((), device=device)
         for axis in axes:
             if mesh[axis].size() > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
