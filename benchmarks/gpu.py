@@ -1,8 +1,9 @@
-"""The figures on one GPU, section by section: peaks, training beside nanoGPT, loop, profile, start, Llama, generation.
+"""The figures on one GPU: training and generation beside nanoGPT, profile, start-up, Llama, and the plan for them.
 
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/gpu.py --nanogpt nanoGPT --out figures
     python benchmarks/gpu.py --nanogpt nanoGPT --out figures --only profile,plan --budget 120
+    python benchmarks/gpu.py --nanogpt nanoGPT --out figures --only variants --variant "model.batch_size=24 NAME=VALUE"
 
 Each section runs in a process of its own with a time limit, so that a failure loses nothing else. What it has measured
 by then is in OUT/results.json. A second call with the same folder replaces the sections that it runs. OUT/gpu.md has
@@ -26,14 +27,15 @@ from pathlib import Path
 from gpu_common import VOCABULARY, Bench, facts, load, report, store
 
 SECTIONS = {
-    "peak": ("gpu_inside", 60),
+    "peak": ("gpu_device", 60),
     "gpt2": ("gpu_programs", 330),
+    "variants": ("gpu_programs", 300),
     "loop": ("gpu_inside", 120),
     "profile": ("gpu_inside", 120),
     "start": ("gpu_programs", 180),
     "llama": ("gpu_programs", 200),
     "plan": ("gpu_programs", 60),
-    "generate": ("gpu_inside", 200),
+    "generate": ("gpu_device", 200),
 }
 """The sections in their order, each with its module and its limit in seconds."""
 
@@ -53,7 +55,8 @@ def write_data(bench: Bench) -> None:
 def run_section(name: str, args: argparse.Namespace, limit: float) -> str:
     """Run one section in a process of its own and return how it ended."""
     command = [sys.executable, __file__, "--nanogpt", str(args.nanogpt), "--out", str(args.out), "--section", name,
-               "--scratch", str(args.scratch), "--rounds", str(args.rounds), *["--tiny"] * args.tiny]  # fmt: skip
+               "--scratch", str(args.scratch), "--rounds", str(args.rounds), *["--tiny"] * args.tiny,
+               *(f"--variant={each}" for each in args.variant)]  # fmt: skip
     process = subprocess.Popen(command, start_new_session=True)
     try:
         return "done" if process.wait(limit) == 0 else "failed"
@@ -87,13 +90,19 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (default: all)")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for everything (default 3600)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of wordrun and nanoGPT in gpt2 (default 2)")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="TEXT",
+        help="overrides or NAME=VALUE of the environment to compare with the defaults in variants; can be repeated",
+    )  # fmt: skip
     parser.add_argument("--scratch", type=Path, help="folder for data, runs and compile caches (default: temporary)")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.nanogpt, args.out = args.nanogpt.resolve(), args.out.resolve()
     if args.section:
-        return section(Bench(args.section, args.out, args.scratch, args.nanogpt, args.tiny, args.rounds))
+        return section(
+            Bench(args.section, args.out, args.scratch, args.nanogpt, args.tiny, args.rounds, tuple(args.variant))
+        )
     names = args.only.split(",")
     if unknown := set(names) - SECTIONS.keys():
         parser.error(f"--only has {', '.join(sorted(unknown))}; the sections are {', '.join(SECTIONS)}")

@@ -55,6 +55,8 @@ class Bench:
     tiny: bool
     """Test the script itself: two small layers on the CPU."""
     rounds: int
+    variants: tuple[str, ...] = ()
+    """Overrides and environment variables, separated by spaces, to compare with the defaults."""
 
     @property
     def shape(self) -> Shape:

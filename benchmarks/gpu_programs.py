@@ -9,17 +9,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from gpu_common import PADDED, Bench, load, overrides, quiet, spread
 
 WATCH = str(Path(__file__).with_name("gpu_watch.py"))
+INTERVAL = 10
+"""Steps between two lines of metrics."""
+NO_ENV: Mapping[str, str] = {}
 SKIP = 10
 """Steps left out at the start of a run: they allocate memory and may compile."""
+LLAMA = "llama3_1b, MFU by Transformer.flops_per_token"
 SHAPES = ((12, 5), (48, 1))
 """Sequences per micro-step and micro-steps per step; 12 is nanoGPT's default."""
 
@@ -34,15 +37,17 @@ class Trained:
     """What one run measured."""
 
     steps: list[float]
-    """Seconds per step, one value for each log interval (nanoGPT: for each step)."""
+    """Seconds per step, one value for each log interval."""
     memory: dict[str, int]
     """Peak device memory in bytes, allocated and reserved."""
 
 
-def call(command: Sequence[str], log: Path, cwd: Path) -> str:
+def call(command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str] = NO_ENV) -> str:
     """Run a command to its end, and return its output, which also goes to ``log``."""
     with log.open("w") as file:
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, cwd=cwd).returncode
+        status = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, check=False, cwd=cwd, env={**os.environ, **env}
+        ).returncode
     text = log.read_text(errors="replace")
     if status:
         raise RuntimeError(f"{' '.join(command)}\nended with {status}:\n{text[-2000:]}")
@@ -62,10 +67,17 @@ def wordrun_command(run: Path, options: Sequence[str], steps: int, log_interval:
             f"train.log_interval={log_interval}", f"hydra.run.dir={run}"]  # fmt: skip
 
 
-def train_wordrun(bench: Bench, name: str, options: Sequence[str], steps: int, log_interval: int = 10) -> Trained:
+def train_wordrun(
+    bench: Bench,
+    name: str,
+    options: Sequence[str],
+    steps: int,
+    log_interval: int = INTERVAL,
+    env: Mapping[str, str] = NO_ENV,
+) -> Trained:
     """Train wordrun. The time of a step is from one line of metrics.jsonl to the next, logging included."""
     run = bench.run_dir(name)
-    text = call(wordrun_command(run, options, steps, log_interval), run.with_suffix(".log"), bench.scratch)
+    text = call(wordrun_command(run, options, steps, log_interval), run.with_suffix(".log"), bench.scratch, env)
     lines = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
     skip = min(SKIP, steps // 2)
     found = [
@@ -89,30 +101,40 @@ def nanogpt_command(bench: Bench, batch: int, gas: int, steps: int) -> list[str]
 
 
 def train_nanogpt(bench: Bench, batch: int, gas: int, steps: int) -> Trained:
-    """Train nanoGPT's train.py. It reads the loss of every step, so that the times it prints are of whole steps."""
+    """Train nanoGPT's train.py. It waits for the device at every step, as by default."""
     log = bench.scratch / f"nanogpt-{time.time_ns()}.log"
     text = call(nanogpt_command(bench, batch, gas, steps), log, bench.nanogpt)
     times = re.findall(r"^iter \d+: loss .* time ([\d.]+)ms", text, re.MULTILINE)
-    return Trained([float(ms) / 1000 for ms in times][min(SKIP, steps // 2) :], memory(text))
+    seconds = [float(ms) / 1000 for ms in times][min(SKIP, steps // 2) :]
+    # Means over as many steps as between two lines of wordrun: its clock stops before it waits for the device, so that
+    # one step is printed too long and the next too short.
+    size = min(INTERVAL, len(seconds))
+    return Trained([statistics.mean(each) for each in batched(seconds, size)], memory(text))
+
+
+def batched(values: Sequence[float], size: int) -> list[Sequence[float]]:
+    """Return consecutive parts of ``size`` values, without the incomplete last one."""
+    return [values[at : at + size] for at in range(0, len(values) - size + 1, size)]
 
 
 def compile_all(bench: Bench) -> None:
-    """Compile every setting at once, so that the runs that are measured find everything in the cache."""
+    """Compile several settings at once, so that the runs that are measured find them in the cache.
+
+    nanoGPT at the larger micro-batch compiles when it is measured: the device has no memory for all of them together.
+    """
     began = time.perf_counter()
-    commands = []
-    for batch, gas in shapes(bench):
+    jobs: list[subprocess.Popen[bytes]] = []
+    for number, (batch, gas) in enumerate(SHAPES):
         run = bench.run_dir(f"compile-{batch}")
         options = [*overrides(bench, batch, gas), "train.check_memory=false"]
-        commands += [
-            (wordrun_command(run, options, 2, 1), bench.scratch),
-            (nanogpt_command(bench, batch, gas, 2), bench.nanogpt),
-        ]
-    jobs = []
-    for number, (command, cwd) in enumerate(commands):
-        with (bench.scratch / f"compile-{number}.log").open("w") as log:
-            jobs.append(subprocess.Popen(command, cwd=cwd, stdout=log, stderr=subprocess.STDOUT))
+        commands = [(wordrun_command(run, options, 2, 1), bench.scratch)]
+        if number == 0:
+            commands.append((nanogpt_command(bench, batch, gas, 2), bench.nanogpt))
+        for command, cwd in commands:
+            with (bench.scratch / f"compile-{len(jobs)}.log").open("w") as log:
+                jobs.append(subprocess.Popen(command, cwd=cwd, stdout=log, stderr=subprocess.STDOUT))
     failed = sum(job.wait() != 0 for job in jobs)
-    bench.add("compilation, all settings at once", seconds=time.perf_counter() - began, failed=failed)
+    bench.add("compilation, three settings at once", seconds=time.perf_counter() - began, failed=failed)
 
 
 def add_trained(bench: Bench, table: str, program: str, batch: int, gas: int, runs: Sequence[Trained]) -> float:
@@ -123,7 +145,7 @@ def add_trained(bench: Bench, table: str, program: str, batch: int, gas: int, ru
     most = max((run.memory for run in runs), key=lambda each: each["allocated"])
     bench.add(
         table, program=program, batch=f"{batch} x {gas}", tokens_per_s=speed, ms_median=1000 * statistics.median(steps),
-        ms_min=1000 * min(steps), ms_max=1000 * max(steps), steps=len(steps),
+        ms_min=1000 * min(steps), ms_max=1000 * max(steps), intervals=len(steps),
         mfu_of_measured_peak=bench.mfu(speed * bench.shape.flops_per_token),
         allocated_gib=most["allocated"] / 2**30, reserved_gib=most["reserved"] / 2**30,
     )  # fmt: skip
@@ -160,6 +182,27 @@ def gpt2(bench: Bench) -> None:
             add_trained(bench, table, "wordrun, not compiled", batch, gas, eager)
 
 
+def variants(bench: Bench) -> None:
+    """The first setting of gpt2 with the defaults, with the vocabulary's own padding, and with each --variant."""
+    usual = shapes(bench)[0]
+    steps = 12 if bench.tiny else 60
+    for name in ("", "model.vocab_size=null", *bench.variants):
+        words = name.split()
+        env = dict(word.split("=", 1) for word in words if word[:1].isupper())
+        changed = {word.partition("=")[0]: word for word in words if not word[:1].isupper()}
+        batch, gas = (
+            int(changed[key].partition("=")[2]) if key in changed else value
+            for key, value in zip(("model.batch_size", "optimizer.gas"), usual, strict=True)
+        )
+        options = [each for each in overrides(bench, batch, gas) if each.partition("=")[0] not in changed]
+        try:
+            done = train_wordrun(bench, "variant", [*options, *changed.values()], steps, 10 - 8 * bench.tiny, env)
+        except RuntimeError as error:
+            bench.add("not run", variant=name, why=str(error)[-300:].replace("\n", " "))
+        else:
+            add_trained(bench, "variants of wordrun", name or "defaults", batch, gas, [done])
+
+
 def first_step(bench: Bench, options: Sequence[str], cache: Path) -> float:
     """Return the seconds from the start of wordrun until metrics.jsonl has the first step."""
     run = bench.run_dir("start")
@@ -186,20 +229,13 @@ def start(bench: Bench) -> None:
         bench.add("start to first step", kind=name, seconds=first_step(bench, options, cache))
 
 
-def planned(options: Sequence[str], device: str = "h100-80") -> dict[str, Any]:
-    """Return the plan of the configured strategy on one device: the first row of its JSON."""
-    command = [sys.executable, "-m", "wordrun", "plan", "--json", "plan.devices=1", f"plan.device={device}", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    first: dict[str, Any] = json.loads(done.stdout)["strategies"][0]
-    return first
+def planned_bytes(options: Sequence[str], checkpointing: str) -> float | None:
+    """Return the planned peak of the configured strategy on one H100 in bytes, or None if there is no estimate."""
+    from wordrun.plan.candidates import Estimate
+    from wordrun.plan.cli import plan as report
 
-
-def planned_bytes(options: Sequence[str], checkpointing: str) -> int | None:
-    """Return the planned peak in bytes, or None if there is no estimate."""
-    kinds = planned(options).get("memory", {})
-    return int(kinds[checkpointing]["total"]) if checkpointing in kinds else None
+    row = report(["plan.devices=1", "plan.device=h100-80", *options]).rows[0]
+    return row.memory[checkpointing].total if isinstance(row, Estimate) else None
 
 
 def llama_options(bench: Bench, backend: str, checkpointing: str, batch: int) -> list[str]:
@@ -213,31 +249,38 @@ def llama_options(bench: Bench, backend: str, checkpointing: str, batch: int) ->
 
 def llama(bench: Bench) -> None:
     """llama3_1b at the largest batch that fits by the plan, with each kind of activation checkpointing."""
-    import wordrun
-    from wordrun.model import meta_model
-
-    usable = (4 if bench.tiny else 79.2 * 0.9) * 2**30
-    for backend, checkpointing in (("FSDP", "selective"), ("FSDP", "none"), ("FSDP", "full"), ("DDP", "none")):
+    for checkpointing in ("selective", "none", "full"):
         for batch in (2,) if bench.tiny else (24, 16, 12, 8, 6, 4, 2, 1):
             # On one rank FSDP shards nothing, so the plan for DDP serves where it has none for FSDP.
             need = planned_bytes(llama_options(bench, "DDP", checkpointing, batch), checkpointing)
-            if need is not None and need <= usable:
+            if need is not None and need <= 79.2 * 0.9 * 2**30:
                 break
-        options = llama_options(bench, backend, checkpointing, batch)
-        try:
-            done = train_wordrun(bench, f"llama-{backend}-{checkpointing}", options, 20, 5)
-        except RuntimeError as error:
-            bench.add("not run", backend=backend, checkpointing=checkpointing, why=str(error)[-300:].replace("\n", " "))
-            continue
-        cfg = wordrun.compose(options)
-        tokens, flops = batch * cfg.model.block_size, meta_model(cfg.model, PADDED).flops_per_token()
-        speed = tokens / statistics.median(done.steps)
-        bench.add(
-            "llama3_1b, MFU by Transformer.flops_per_token", backend=backend, checkpointing=checkpointing, batch=batch,
-            block=cfg.model.block_size, tokens_per_s=speed, ms_median=1000 * statistics.median(done.steps),
-            ms_min=1000 * min(done.steps), ms_max=1000 * max(done.steps), mfu_of_measured_peak=bench.mfu(speed * flops),
-            allocated_gib=done.memory["allocated"] / 2**30, reserved_gib=done.memory["reserved"] / 2**30,
-        )  # fmt: skip
+        for backend in ("FSDP", "DDP"):
+            options = llama_options(bench, backend, checkpointing, batch)
+            try:
+                done = train_wordrun(bench, f"llama-{backend}-{checkpointing}", options, 20, 5)
+            except RuntimeError as error:
+                why = str(error)[-300:].replace("\n", " ")
+                bench.add("not run", backend=backend, checkpointing=checkpointing, batch=batch, why=why)
+                continue
+            add_llama(bench, backend, checkpointing, batch, done)
+            break  # DDP only where FSDP does not run
+
+
+def add_llama(bench: Bench, backend: str, checkpointing: str, batch: int, done: Trained) -> None:
+    """Add a row for one run of llama3_1b."""
+    import wordrun
+    from wordrun.model import meta_model
+
+    model = wordrun.compose(llama_options(bench, "DDP", checkpointing, batch)).model
+    median = statistics.median(done.steps)
+    speed = batch * model.block_size / median
+    bench.add(
+        LLAMA, backend=backend, checkpointing=checkpointing, batch=batch, block=model.block_size, tokens_per_s=speed,
+        ms_median=1000 * median, ms_min=1000 * min(done.steps), ms_max=1000 * max(done.steps),
+        mfu_of_measured_peak=bench.mfu(speed * meta_model(model, PADDED).flops_per_token()),
+        allocated_gib=done.memory["allocated"] / 2**30, reserved_gib=done.memory["reserved"] / 2**30,
+    )  # fmt: skip
 
 
 def plan(bench: Bench) -> None:
@@ -249,7 +292,7 @@ def plan(bench: Bench) -> None:
                 batch, gas = map(int, row["batch"].split(" x "))
                 options = overrides(bench, batch, gas, compiled="not" not in row["program"])
                 cases.append((f"{row['program']}, {row['batch']}", options, "none", row))
-    for row in bench.rows("llama", "llama3_1b, MFU by Transformer.flops_per_token"):
+    for row in bench.rows("llama", LLAMA):
         options = llama_options(bench, "DDP", row["checkpointing"], row["batch"])
         name = f"llama3_1b, {row['backend']}, {row['checkpointing']}, batch {row['batch']}"
         cases.append((name, options, row["checkpointing"], row))
