@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,3 +64,30 @@ def test_a_model_uses_it_for_many_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(loss, "LARGE", 100)
     assert "_CrossEntropy" in str(model.losses(Batch(tokens, tokens)).grad_fn.next_functions[0][0].next_functions)  # type: ignore[union-attr]
     torch.testing.assert_close(model.losses(Batch(tokens, tokens)), usual)
+
+
+def test_compiling_the_model_leaves_the_loss_to_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as a part of the model, it would be the chunked code for the uncompiled case, several times slower."""
+    from wordrun import model as models
+    from wordrun.backend.native import prepare
+    from wordrun.config import Config, GPTConfig
+    from wordrun.data.batch import Batch
+
+    rows = []
+
+    def kernel(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(len(logits))
+        return loss._softmax(logits, *rest)
+
+    cfg = Config(model=GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, batch_size=4))
+    cfg.train.compile, cfg.train.compile_scope = True, "model"
+    monkeypatch.setattr(loss, "LARGE", 100)
+    monkeypatch.setattr(loss, "CHUNK", 100)
+    monkeypatch.setattr(loss, "_compiled", lambda: kernel)
+    whole = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: whole(module, backend="eager"))
+    model, usual = models.build(cfg.model, 50), models.build(cfg.model, 50)
+    prepare(model, cfg)
+    tokens = torch.randint(50, (4, 8))
+    torch.testing.assert_close(model.losses(Batch(tokens, tokens)), usual.losses(Batch(tokens, tokens)))
+    assert rows == [32]

@@ -239,6 +239,8 @@ def prepare_rest(model: Model, cfg: Config) -> None:
         return
     model.compiled_loss = True
     if cfg.train.compile_scope == "model":
+        for name in model.uncompiled:
+            setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
         model.compile()
 
 

@@ -93,6 +93,7 @@ class Transformer(Model):
         multiple: pad the vocabulary to a multiple of this.
     """
 
+    uncompiled = ("feature_losses",)  # compiles its kernel itself
     first_layers: tuple[str, ...]
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
