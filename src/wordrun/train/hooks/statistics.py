@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from wordrun.backend.native import local
-from wordrun.config import StatisticsConfig
+from wordrun.checks import microbatches
+from wordrun.config import PPConfig, StatisticsConfig
 from wordrun.dist.collectives import gather_json
 from wordrun.train.training import Hook, Training, due, native
 
@@ -31,14 +32,19 @@ class Statistics(Hook):
         self._sums = self._largest = torch.empty(0)
         """Tables with a row for each layer: sums of squared gradients, sums of squared activations and their number;
         largest gradient and activation."""
+        self._passes: dict[int, list[tuple[Tensor, int, Tensor]]] = {}
+        """Sum of squares, number and largest of the activations in each forward pass of this step, by row."""
 
     def setup(self, trainer: Training) -> None:
         """Agree on the layers of the model, of which the ranks of a pipeline have different ones."""
         backend = trainer.backend
-        mine = [_layer(name) for part in backend.parts for name, _ in part.named_parameters()]
+        mine = [f"blocks.{key}" for part in backend.parts for key in part.blocks]
+        if self.options.gradients:
+            own = native(trainer, "statistics")
+            mine = [_layer(name) for name, _ in own.named_parameters(once=True)]
+            if not self._layers:
+                own.on_gradients.append(lambda: self._measure_gradients(trainer))
         found = [name for names in gather_json(list(dict.fromkeys(mine)), backend.device) for name in names]
-        if not self._layers and self.options.gradients:
-            native(trainer, "statistics").on_gradients.append(lambda: self._measure_gradients(trainer))
         self._layers = {name: row for row, name in enumerate(dict.fromkeys(found))}
 
     def before_step(self, trainer: Training) -> None:
@@ -49,6 +55,7 @@ class Statistics(Hook):
         rows = len(self._layers)
         self._sums = torch.zeros(rows, 3, device=trainer.backend.device)
         self._largest = torch.zeros(rows, 2, device=trainer.backend.device)
+        self._passes = {}
         if self.options.activations:
             for part in trainer.backend.parts:
                 for key, block in part.blocks.items():
@@ -59,6 +66,7 @@ class Statistics(Hook):
         """Record what was measured in this step."""
         if due(trainer.step, self.options.interval):
             self.close()
+            self._add_passes(trainer)
             trainer.log_metrics(self._metrics())
 
     def close(self) -> None:
@@ -85,19 +93,23 @@ class Statistics(Hook):
             self._largest[row, 0] = torch.maximum(self._largest[row, 0], largest)
 
     def _measure_activations(self, row: int) -> Any:
-        @torch.no_grad()
-        def measure(output: Tensor) -> None:
-            square, largest = _measured(output, self._sums.device)
-            self._sums[row, 1] += square
-            self._sums[row, 2] += output.numel()
-            self._largest[row, 1] = torch.maximum(self._largest[row, 1], largest)
+        def measure(module: Any, inputs: Any, output: Any) -> None:
+            if module.training and isinstance(output, Tensor):
+                mine = local(output.detach())
+                square, largest = _measured(mine, self._sums.device)
+                self._passes.setdefault(row, []).append((square, mine.numel(), largest))
 
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            # Evaluations do not count, nor the pass in which a pipeline learns its shapes.
-            if module.training and torch.is_grad_enabled() and isinstance(output, Tensor):
-                measure(local(output.detach()))
+        return measure
 
-        return hook
+    def _add_passes(self, trainer: Training) -> None:
+        """Add the forward passes to the tables, except the one in which a new pipeline learns its shapes."""
+        cfg, count = trainer.cfg, trainer.gas
+        if isinstance(cfg.backend, PPConfig):
+            count *= microbatches(cfg, cfg.backend, trainer.layout.pp)
+        for row, passes in self._passes.items():
+            squares, numbers, largest = zip(*passes[-count:], strict=True)
+            self._sums[row, 1], self._sums[row, 2] = torch.stack(squares).sum(), sum(numbers)
+            self._largest[row, 1] = torch.stack(largest).max()
 
     def _metrics(self) -> dict[str, float]:
         """Return the metrics of all ranks' tables; every rank must call this."""
