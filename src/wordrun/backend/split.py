@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import local, prepare_block
+from wordrun.backend.native import local, prepare_block, prepare_rest
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.config import FSDPConfig
 from wordrun.model import Model
@@ -64,6 +64,8 @@ class Splitter:
         model.tie()
         self._split(model, {name: style for name, style in outside.items() if hasattr(model, name)})
         model.tie()  # splitting untied the parameters
+        if not plan:  # torch cannot compile a cross entropy of logits sharded by vocabulary
+            prepare_rest(model, spec.cfg)
         if self.sharded:
             self._shard(model)
             self._prefetch([block for block in model.blocks.values() if isinstance(block, FSDPModule)])

@@ -46,6 +46,8 @@ class Model(nn.Module):
 
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one."""
+    compiled: tuple[str, ...] = ()
+    """Methods that are compiled besides the blocks."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
 
