@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wordrun import compat
-from wordrun.checkpoint import index
+from wordrun.checkpoint import folder as folders, index
 from wordrun.checkpoint.saved import find
 
 pytestmark = pytest.mark.timeout(300)
@@ -95,6 +95,36 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def averages(run: Path) -> dict[str, torch.Tensor]:
     return dict(find(run).weights("ema"))
+
+
+FAILING = """
+import sys
+import wordrun
+from wordrun import dist
+from wordrun.train.hooks import Hook
+
+class Watch(Hook):
+    def after_step(self, trainer):
+        if trainer.step == 4 and trainer.world.rank == 1:
+            raise ValueError("nothing to see")
+
+with dist.session() as world:
+    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    wordrun.Trainer(cfg, world, hooks=[Watch()]).train()
+"""
+
+
+def test_a_hook_that_raises_on_one_rank_ends_all_and_is_named(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(FAILING)
+    words = ["train.checkpoint_interval=2", "train.async_save=false", "hydra.run.dir=run"]
+    done = ranks(2, "script.py", *SMALL, *FSDP, *words, under="fork", timeout=100)
+    assert done.returncode == 1
+    assert "[rank 1] the hook Watch failed in after_step after 4 steps: ValueError: nothing to see" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "raise ValueError" in (tmp_path / "run/failures/rank-1.txt").read_text()
+    assert [each.step for each in folders.all_in(tmp_path / "run")] == [2]
+    assert find(tmp_path / "run").step == 2
 
 
 def test_hooks_see_one_model_under_every_layout(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

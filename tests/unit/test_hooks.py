@@ -141,6 +141,25 @@ def test_averages_resume_to_the_bit_and_begin_where_there_are_none(small: Words,
     assert "averaged" not in said.partition("resumed")[0]
 
 
+class Lose(Hook):
+    """Makes the gradients of the seventh step NaN, once."""
+
+    def at_start(self, trainer: Any) -> None:
+        weight = trainer.backend.parts[0].head.weight
+        self.handle = weight.register_hook(lambda g: g * math.nan if trainer.step == 6 else g)
+
+    def before_step(self, trainer: Any) -> None:
+        if trainer.step == 4 and trainer.state.rollbacks:
+            self.handle.remove()
+
+
+def test_a_rollback_restores_the_average(small: Words, tmp_path: Path) -> None:
+    trainer = train(small(*STEPS, "hooks=[ema]", "train.on_nonfinite=rollback"), tmp_path / "run", Lose())
+    assert trainer.state.rollbacks == {4: 1}
+    assert ema_of(trainer).updates == trainer.step == 8
+    assert all(average.isfinite().all() for average in ema_of(trainer).averages.values())
+
+
 # Statistics
 
 
@@ -291,6 +310,16 @@ def test_hooks_from_python_resume_each_with_its_own_state(small: Words, tmp_path
     train(small(*STEPS, resume), tmp_path / "branch", first, second)
     assert (first.steps, second.steps) == (8, 108)
     assert first.total.unique().tolist() == [8]
+
+
+def test_hooks_with_the_names_of_others_keep_their_own() -> None:
+    def made(name: str) -> Hook:
+        return type(name, (Hook,), {})()
+
+    hooks = HookSet(
+        [made("Log")], {"ema": made("EMA")}, [made(n) for n in ("Log", "ema", "A", "A", "Last")], made("Last")
+    )
+    assert list(hooks) == ["Log", "ema", "Log-2", "ema-2", "A", "A-2", "Last-2", "Last"]
 
 
 def test_the_state_of_version_0_1_has_the_name_of_the_class(small: Words, tmp_path: Path, seal: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ class Training(Protocol):
     @property
     def stop_reason(self) -> str:
         """Why a hook wants the run to end before train.max_iters; empty: none does."""
-        return next((reason for hook in self.hooks.values() if (reason := hook.stop_reason())), "")
+        return self.hooks.stop_reason()
 
     @property
     def done(self) -> bool:
@@ -183,9 +184,12 @@ class HookSet(Mapping[str, Hook]):
         self._own = {type(hook).__name__ for hook in (*first, last)}
         for hook in added:
             name = type(hook).__name__
-            alike = sum(type(other) is type(hook) for other in self.values())
-            self._hooks[f"{name}-{alike + 1}" if name in self._hooks else name] = hook
+            numbered = (f"{name}-{number}" for number in itertools.count(2))
+            free = (each for each in itertools.chain([name], numbered) if each not in {*self._hooks, *self._own})
+            self._hooks[next(free)] = hook
         self._hooks[type(last).__name__] = last
+        self._with: dict[str, list[tuple[str, Hook]]] = {}
+        """The hooks that define a method, by its name: most hooks have few, and a step calls several."""
 
     def __getitem__(self, name: str) -> Hook:
         """Return the hook with this name."""
@@ -203,16 +207,34 @@ class HookSet(Mapping[str, Hook]):
         Raises:
             HookError: a hook that is not wordrun's own raised an exception other than a UserError.
         """
-        for name, hook in self.items():
+        for name, hook in self._defining(event):
             with self._named(name, event, trainer.step or None):
                 getattr(hook, event)(trainer)
 
     def learning_rate(self, trainer: Training, scheduled: float) -> float:
         """Return the learning rate of the next step."""
-        for name, hook in self.items():
+        for name, hook in self._defining("learning_rate"):
             with self._named(name, "learning_rate", trainer.step):
                 scheduled = hook.learning_rate(trainer, scheduled)
         return scheduled
+
+    def stop_reason(self) -> str:
+        """Return why a hook wants the run to end; empty: none does."""
+        for name, hook in self._defining("stop_reason"):
+            with self._named(name, "stop_reason"):
+                if reason := hook.stop_reason():
+                    return reason
+        return ""
+
+    def _defining(self, method: str) -> list[tuple[str, Hook]]:
+        if method not in self._with:
+            default = getattr(Hook, method)
+            self._with[method] = [
+                (name, hook)
+                for name, hook in self.items()
+                if getattr(getattr(hook, method), "__func__", None) != default
+            ]
+        return self._with[method]
 
     def close(self) -> None:
         """Close all hooks; a failure is logged, so that it neither hides why the run ended nor affects other hooks."""
