@@ -232,7 +232,7 @@ def test_zero_stages_shard_what_the_paper_says() -> None:
     [
         ("model=gpt2 plan.devices=1", "DDP", "none"),
         ("model=gpt2 plan.devices=512", "DDP", "none"),
-        ("model=gpt2 plan.devices=1 plan.memory=14", "DDP", "selective"),
+        ("model=gpt2 plan.devices=1 plan.memory=7", "DDP", "selective"),
         ("model=gpt2_xl model.batch_size=1 plan.devices=4 plan.memory=25", "FSDP like ZeRO-2", "none"),
         ("model=gpt2_xl model.batch_size=1 plan.devices=64 plan.memory=25", "FSDP within nodes", "none"),
         ("model=llama3_8b model.block_size=2048 plan.devices=2", "FSDP, offload", "none"),

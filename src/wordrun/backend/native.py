@@ -265,11 +265,13 @@ def prepare(model: Model, cfg: Config) -> None:
 
 def prepare_rest(model: Model, cfg: Config) -> None:
     """Apply torch.compile to what is outside the blocks, or to the complete ``model``, as set in ``cfg``."""
-    if cfg.train.compile and cfg.train.compile_scope == "model":
+    if not cfg.train.compile:
+        return
+    model.compiled_loss = True
+    if cfg.train.compile_scope == "model":
+        for name in model.uncompiled:
+            setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
         model.compile()
-    elif cfg.train.compile:
-        for name in model.compiled:
-            setattr(model, name, torch.compile(getattr(model, name)))
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:

@@ -64,8 +64,7 @@ class Splitter:
         model.tie()
         self._split(model, {name: style for name, style in outside.items() if hasattr(model, name)})
         model.tie()  # splitting untied the parameters
-        if not plan:  # torch cannot compile a cross entropy of logits sharded by vocabulary
-            prepare_rest(model, spec.cfg)
+        prepare_rest(model, spec.cfg)
         if self.sharded:
             self._shard(model)
             self._prefetch([block for block in model.blocks.values() if isinstance(block, FSDPModule)])
@@ -132,7 +131,8 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     total = torch.zeros((), device=device)
     # In the same order on every rank, even where some of these kinds are missing.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
-        squares = nn.utils.get_total_norm(shards.get(axes, [])).to(device) ** 2
+        # Of no tensors, torch's norm is on the CPU, and copying it would wait for the device.
+        squares = nn.utils.get_total_norm(shards[axes]).to(device) ** 2 if axes in shards else torch.zeros_like(total)
         for axis in axes:
             if mesh[axis].size() > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+from wordrun.model import loss
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
@@ -92,7 +93,7 @@ class Transformer(Model):
         multiple: pad the vocabulary to a multiple of this.
     """
 
-    compiled = ("feature_losses",)
+    uncompiled = ("feature_losses",)  # compiles its kernel itself
     first_layers: tuple[str, ...]
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
@@ -222,7 +223,15 @@ class Transformer(Model):
 
     def feature_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (B,) of each sequence from its features (B, T, C) and ``targets`` (B, T)."""
-        return self.criterion(self.output(x), targets)
+        weight = self.head.weight
+        # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
+        plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
+        if not plain or targets.numel() * len(weight) <= loss.LARGE:
+            return self.criterion(self.output(x), targets)
+        losses = loss.cross_entropy(
+            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, compiled=self.compiled_loss
+        )
+        return losses.view(targets.shape).mean(1)
 
     def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the residual stream (B, T, C) at the end of this stage, normalised if it is the last."""
@@ -235,7 +244,8 @@ class Transformer(Model):
 
     def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        return (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
+        losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
+        return losses
 
     @staticmethod
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:

@@ -61,23 +61,24 @@ def deterministic() -> Iterator[None]:
     Raises:
         ConfigError: CUDA has been used in this process without the setting that cuBLAS needs.
     """
-    if WORKSPACE not in os.environ and torch.cuda.is_initialized():
+    if WORKSPACE not in os.environ and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigError(
             f"train.deterministic=true needs {WORKSPACE}=:4096:8 in the environment before CUDA is first used in this "
             f"process: set it at the start (os.environ[{WORKSPACE!r}] = ':4096:8' in a notebook)"
         )
     os.environ.setdefault(WORKSPACE, ":4096:8")
-    filled, benchmark = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    memory: Any = torch.utils.deterministic  # its type lacks the attribute
+    filled, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     # Filling new tensors with NaN only finds code that reads them before writing.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False  # choosing by time could choose differently
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = filled
         torch.backends.cudnn.benchmark = benchmark
 
 
