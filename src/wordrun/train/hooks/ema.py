@@ -37,7 +37,10 @@ class EMA(Hook):
         self.averages = self.averages or {name: torch.empty_like(tensor) for name, tensor in weights.items()}
         for name, average in self.averages.items():
             average.copy_(weights[name])
-        if trainer.step:
+
+    def at_start(self, trainer: Training) -> None:
+        """Log that a resumed run starts a new average."""
+        if trainer.step and not self.updates:
             LOGGER.info("the checkpoint has no averaged weights: the average starts at step %d", trainer.step)
 
     def after_step(self, trainer: Training) -> None:
