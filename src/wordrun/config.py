@@ -704,6 +704,74 @@ class EarlyStopConfig(HookConfig):
 
 
 @dataclass
+class EMAConfig(HookConfig):
+    """Exponential moving average of the weights, kept beside the model and saved in checkpoints."""
+
+    decay: float = 0.999
+    """Share of the average that each update keeps; at most (1 + n) / (10 + n) in update n, to forget the first ones."""
+    interval: int = 1
+    """Steps between updates."""
+    evaluate: bool = True
+    """Also evaluate the averaged weights, as ema_val_loss."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*fractions("hooks.ema", self, "decay"), *positive("hooks.ema", self, "interval")]
+
+
+@dataclass
+class StatisticsConfig(HookConfig):
+    """Statistics of the gradients and the activations of each layer."""
+
+    interval: int = 100
+    """Steps between measurements."""
+    gradients: bool = True
+    """Norm and largest absolute value of each layer's gradients, before clipping."""
+    activations: bool = True
+    """Root mean square and largest absolute value of each block's output."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("hooks.statistics", self, "interval")
+
+
+@dataclass
+class SpikesConfig(HookConfig):
+    """How many standard deviations the training loss is above its mean over the preceding steps."""
+
+    window: int = 128
+    """Number of preceding steps; there is no score until there are as many."""
+    threshold: float = 6.0
+    """Score from which a step counts as a spike, which is logged."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from above_zero("hooks.spikes", self, "threshold")
+        if self.window < 2:
+            yield f"hooks.spikes.window={self.window} should be at least 2"
+
+
+@dataclass
+class LRRangeConfig(HookConfig):
+    """Learning-rate range test: raise the learning rate geometrically, find where the loss falls fastest, and end."""
+
+    lowest: float = 1e-6
+    """First learning rate."""
+    highest: float = 1.0
+    """Last learning rate, unless the loss diverges before."""
+    steps: int = 100
+    """Number of steps from the first to the last learning rate."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from above_zero("hooks.lr_range", self, "lowest", "highest")
+        if self.lowest >= self.highest:
+            yield f"hooks.lr_range.lowest={self.lowest:g} should be below hooks.lr_range.highest={self.highest:g}"
+        if self.steps < 10:
+            yield f"hooks.lr_range.steps={self.steps} should be at least 10"
+
+
+@dataclass
 class ProfilerConfig(Section):
     """Profiling of the run."""
 
