@@ -25,7 +25,7 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"version", "errors", "files", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
-CONFIG = BASE | {"dist", "config", "validation", "ds_config", "checks", "composer"}
+CONFIG = BASE | {"dist", "project", "registry", "config", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": set(),
@@ -39,11 +39,15 @@ MAY_USE: dict[str, set[str]] = {
     "ports": set(),
     "run_id": set(),
     "log": {"errors"},
-    "dist": BASE,
-    "config": {"errors", "validation"},
+    "project": {"errors"},
+    "registry": {"errors", "project"},
+    "parts": {"registry"},
+    "dist": BASE | {"registry"},
+    "config": {"errors", "validation", "registry"},
     "ds_config": {"errors", "config"},
-    "checks": {"errors", "validation", "dist", "config", "ds_config"},
-    "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
+    "checks": {"errors", "validation", "registry", "dist", "config", "ds_config"},
+    "part_source": {"errors", "project", "registry", "config"},
+    "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG | {"compat"},
@@ -56,13 +60,14 @@ MAY_USE: dict[str, set[str]] = {
     "train": PARALLEL | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat"},
     "test_dist": PARALLEL,
     "probe": PARALLEL,
-    "arguments": {"errors", "config"},
+    "arguments": {"errors", "registry", "config"},
+    "new": {"errors", "files"},
     "generate": PARALLEL | {"arguments", "checkpoint", "backend"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
     "cli": {"errors", "dist", "interrupts", "version"},
     "__main__": {"cli", "interrupts"},
-    "": {"composer", "train", "version"},
+    "": {"composer", "registry", "train", "version"},
 }
 
 

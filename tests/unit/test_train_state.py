@@ -12,8 +12,9 @@ import pytest
 
 import wordrun
 from wordrun.checkpoint.saved import find
-from wordrun.config import PARTS, EarlyStopConfig, Part, TrackerConfig, from_plain, to_plain
+from wordrun.config import EarlyStopConfig, TrackerConfig, from_plain, to_plain
 from wordrun.errors import ConfigError
+from wordrun.registry import Part, parts
 from wordrun.track import Tracker
 from wordrun.track.jsonl import read
 from wordrun.train.hooks.early_stop import EarlyStop
@@ -177,7 +178,7 @@ class Memory(Tracker):
 
 
 def test_a_tracker_needs_only_log(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARTS["tracker"], "memory", Part(TrackerConfig, f"{__name__}:Memory"))
+    monkeypatch.setitem(parts("tracker"), "memory", Part(TrackerConfig, f"{__name__}:Memory"))
     monkeypatch.setattr(Memory, "lines", [])
     cfg = wordrun.compose(small("train.log_interval=1", "train.checkpoint_interval=2", f"hydra.run.dir={tmp_path}/run"))
     cfg.tracker["memory"] = TrackerConfig()

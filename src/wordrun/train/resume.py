@@ -195,7 +195,8 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
     backend_name, layout = trainer.cfg.train.backend, list(trainer.layout.shape)
     same = manifest["backend_name"] == backend_name and manifest["layout"] == layout
     mine = rng_name(world.rank)
-    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [])
+    states = manifest.get("hooks")
+    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], trainer.hooks.tensors(states or {}))
     if same:
         try:
             rng.restore(rng.from_tensor(own[mine]))
@@ -203,10 +204,7 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
             raise DamagedError(f"{folder} is damaged: {mine}: {first_line(error)}") from None
     else:
         seed_everything(rank_seed(trainer.cfg, world.rank) + manifest["step"] * world.size)
-    for hook in trainer.hooks:
-        stored = manifest.get("hooks", {}).get(type(hook).__name__)
-        if stored is not None:
-            hook.load_state_dict(stored)
+    trainer.hooks.load(trainer, states)
 
 
 def rank_seed(cfg: Config, rank: int) -> int:
@@ -227,7 +225,7 @@ def manifest(trainer: Training) -> dict[str, Any]:
         "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
         "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
         "trackers": trainer.run.tracker_states(),
-        "hooks": {type(hook).__name__: state for hook in trainer.hooks if (state := hook.state_dict())},
+        "hooks": trainer.hooks.states(),
     }  # fmt: skip
 
 
