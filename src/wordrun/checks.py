@@ -9,7 +9,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from wordrun import config, ds_config
+from wordrun import config, ds_config, registry
 from wordrun.config import Config, DeepSpeedConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout, resolve
 from wordrun.errors import ConfigError
@@ -50,10 +50,11 @@ def _check_several(cfg: Config) -> Iterator[str]:
     if "jsonl" not in cfg.tracker:
         yield "tracker must include jsonl, which resuming a run requires: add it"
     for section in config.SEVERAL:
-        parts = config.PARTS[section]
+        known = registry.parts(section)
         for name, options in getattr(cfg, section).items():
-            yield from one_of(section, name, parts)
-            if name in parts and type(options) is not (wanted := parts[name].options):
+            yield from one_of(section, name, known)
+            if name in known and not known[name].configures(options):
+                wanted = known[name].options
                 yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
     yield from _check_hooks(cfg)
 
@@ -98,8 +99,8 @@ def _check_choice(cfg: Config) -> Iterator[str]:
     train, backend = cfg.train, cfg.backend
     if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
         yield "optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it"
-    if train.backend not in config.BACKENDS:
-        yield from one_of("train.backend", train.backend, config.BACKENDS)
+    if train.backend not in registry.backends():
+        yield from one_of("train.backend", train.backend, registry.backends())
     elif train.backend != backend.name:
         yield (
             f"train.backend={train.backend} contradicts backend={backend.name}: select the backend with "

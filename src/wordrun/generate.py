@@ -27,12 +27,12 @@ USAGE = """\
 Generate text from a trained model.
 
   wordrun generate run=outputs/latest prompt="ROMEO:"
-  wordrun generate run=outputs/latest prompt=$'First line\\nSecond line\\n' length=200 temperature=0.5
-  wordrun generate run=outputs/latest prompt="ROMEO:" num_samples=3 top_k=null top_p=0.9
-  wordrun generate run=outputs/latest checkpoint=best prompt="ROMEO:" seed=7 > sample.txt
+  wordrun generate run=outputs/latest prompt=$'First line\\nSecond line\\n' length=200
+  wordrun generate run=outputs/latest num_samples=3 top_k=null top_p=0.9
+  wordrun generate run=outputs/latest checkpoint=best seed=7 > sample.txt
 
-The text is streamed to standard output, everything else goes to standard error. The same options produce the same text.
-See docs/generate.md for details.
+The text is streamed to standard output, everything else goes to standard error.
+The same options produce the same text. See docs/generate.md for details.
 """
 
 

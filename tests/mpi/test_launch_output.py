@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -185,8 +186,18 @@ def test_the_last_lines_are_the_failed_ranks_own(launcher: str, command: Command
     done = command("launch", "--launcher", launcher, "-n", "2", "python", "-c", FAILS)
     assert done.returncode == 1
     assert done.stderr.count("my peer is gone") == 20
-    end = ["launch: rank 1 ended with exit status 1; its last lines:", "launch:   no such thing"]
+    end = ["launch: the last lines of rank 1:", "launch:   no such thing"]
     assert done.stderr.splitlines()[-2:] == end
+
+
+def test_the_last_lines_are_the_failed_ranks_own_in_a_job_of_one_host(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text(f"{socket.gethostname()}\n")
+    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    done = command("launch", "--ppn", "2", "--oversubscribe", "python", "-c", FAILS, **job)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2:] == ["launch: the last lines of rank 1:", "launch:   no such thing"], (
+        done.stderr
+    )
 
 
 @by_launcher

@@ -14,10 +14,11 @@ from torch import Tensor
 from wordrun.backend.optimizer import remember_ratios
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.config import Config, part_of
+from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.model import Model
+from wordrun.registry import part_of
 
 MakeModel = Callable[..., Any]
 """Returns a ``Model`` on the meta device: the full model or, given ``layers``, the pipeline stage with those blocks."""

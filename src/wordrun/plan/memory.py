@@ -15,7 +15,7 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.checks import microbatches, vocab_multiple
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig, SGDConfig
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, LionConfig, PPConfig, SGDConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, numel, shapes_of
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
@@ -120,6 +120,8 @@ def _optimizer_state(strategy: Strategy, count: float, tensors: int = 0) -> floa
         return average + FP32 * (2 * count + tensors)
     if isinstance(optimizer, SGDConfig):
         return average + (FP32 * count if optimizer.momentum else 0)
+    if isinstance(optimizer, LionConfig):
+        return average + FP32 * count
     raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
 
 

@@ -98,13 +98,14 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
 
 
 def unfinished(trainer: Training) -> Folder | None:
-    """Return the newest checkpoint of an unfinished run that ``trainer`` could continue, among the newest in outputs/.
+    """Return the last checkpoint of the unfinished run that got furthest, of the newest that ``trainer`` could resume.
 
-    It must be in the folder of the same data, not be in use, and have the same fixed options, data and batch.
+    It must be in the same data's folder in outputs/, not be in use, and have the same fixed options, data and batch.
     """
     outputs, here = Path("outputs").absolute(), Path(trainer.cfg.run_dir).absolute()
     if outputs not in here.parents or here.parent == outputs:
         return None
+    furthest: Folder | None = None
     runs = outputs.joinpath(here.relative_to(outputs).parts[0]).glob("*/*/")
     for run_dir in sorted(runs, key=lambda path: path.name, reverse=True)[:NEWEST]:
         record, found = read_record(run_dir), folders.all_in(run_dir)[-1:]
@@ -114,9 +115,9 @@ def unfinished(trainer: Training) -> Folder | None:
             manifest = found[0].manifest()
             found[0].require(manifest, STATE)
             check_options(trainer, manifest, found[0].path)
-            if found[0].step < trainer.cfg.train.max_iters:
-                return found[0]
-    return None
+            if (furthest.step if furthest else 0) < found[0].step < trainer.cfg.train.max_iters:
+                furthest = found[0]
+    return furthest
 
 
 def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[str, Any]]:
@@ -165,9 +166,9 @@ def fixed_options(cfg: Config) -> dict[str, Any]:
 
 
 def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> None:
-    """Refuse to resume from the checkpoint in ``folder`` with options that contradict it.
+    """Refuse to resume from the checkpoint in ``folder`` with options that differ from it.
 
-    Options that are newer than the checkpoint have their defaults in both.
+    Options that did not exist when it was written are not compared.
 
     Raises:
         ConfigError: options differ; the message lists each with both values.

@@ -14,10 +14,11 @@ from typing import Any
 
 from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
-from wordrun.config import PARTS, Config, part_of
+from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
@@ -112,7 +113,7 @@ class Trainer(Training):
         )  # fmt: skip
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
-        configured = {name: PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()}
+        configured = {name: parts("hooks")[name].load()(options) for name, options in cfg.hooks.items()}
         self.hooks = HookSet([Log(), Bar(), Evaluate(), *self.task.hooks()], configured, hooks, Checkpoint())
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)
@@ -254,7 +255,7 @@ class Trainer(Training):
             return
         if error or self.stop_reason:
             level = logging.ERROR if failed else logging.INFO
-            LOGGER.log(level, "%s (after %d steps)", error or self.stop_reason, self.step, extra=FIRST_RANK)
+            LOGGER.log(level, "%s (at step %d)", error or self.stop_reason, self.step, extra=FIRST_RANK)
         loss = self.metrics.get("val_loss")
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
