@@ -56,8 +56,42 @@ def _check_several(cfg: Config) -> Iterator[str]:
             if name in known and not known[name].configures(options):
                 wanted = known[name].options
                 yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
-    if "early_stop" in cfg.hooks and not cfg.train.eval_interval:
+    yield from _check_hooks(cfg)
+
+
+def _check_hooks(cfg: Config) -> Iterator[str]:
+    train, engine = cfg.train, isinstance(cfg.backend, DeepSpeedConfig)
+    if "early_stop" in cfg.hooks and not train.eval_interval:
         yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
+    if "ema" in cfg.hooks and engine:
+        yield (
+            "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded inside "
+            "its engine: use train.backend=DDP or FSDP"
+        )
+    statistics = cfg.hooks.get("statistics")
+    if isinstance(statistics, config.StatisticsConfig):
+        if statistics.gradients and engine:
+            yield (
+                "hooks=[statistics] cannot read the gradients of train.backend=deepspeed, which its engine flattens: "
+                "use hooks.statistics.gradients=false, or train.backend=DDP or FSDP"
+            )
+        if statistics.activations and train.compile:
+            yield (
+                "hooks=[statistics] cannot read activations inside compiled blocks: use "
+                "hooks.statistics.activations=false, or train.compile=false"
+            )
+    test = cfg.hooks.get("lr_range")
+    if isinstance(test, config.LRRangeConfig):
+        if train.checkpoint_interval:
+            yield (
+                "hooks=[lr_range] trains until the model diverges, which should not be saved: use "
+                "train.checkpoint_interval=0"
+            )
+        if test.steps > train.max_iters:
+            yield (
+                f"hooks.lr_range.steps={test.steps} is more than train.max_iters={train.max_iters}: raise "
+                "train.max_iters, or take fewer steps"
+            )
 
 
 def _check_choice(cfg: Config) -> Iterator[str]:

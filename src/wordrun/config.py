@@ -24,6 +24,9 @@ DTYPES = {
 }  # fmt: skip
 
 
+MOST_LAYERS = 10_000
+
+
 class Section:
     """A section of the config."""
 
@@ -56,6 +59,8 @@ class ModelConfig(Section):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+        if self.n_layer > MOST_LAYERS:  # its memory is summed layer by layer
+            yield f"model.n_layer={self.n_layer} should be at most {MOST_LAYERS}"
         yield from fractions("model", self, "dropout")
         if self.n_head > 0 and self.n_embd > 0 and self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
@@ -137,7 +142,7 @@ class DataConfig(Section):
     """Kind of source: file (path), download (path, downloaded from url if missing), sample (built-in synthetic text),
     hf (dataset), shards (path: a folder of tokens prepared elsewhere) or mix (several datasets)."""
     path: str | None = None
-    """A UTF-8 text file, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
+    """A UTF-8 text file, a folder or a glob: .txt, .md, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
     url: str | None = None
     """URL from which to download the file if path does not exist."""
     sha256: str | None = None
@@ -624,8 +629,8 @@ class TrainConfig(Section):
     """Run directory or checkpoint to resume from, or auto: the newest checkpoint in this run directory if there is
     one, else a new run; null: auto if the job was requeued, chained or retried, else a new run."""
     init_from: str | None = None
-    """Where to load the initial weights from: a run directory, a checkpoint, or a Hugging Face model (hf:DIRECTORY or
-    hf:NAME)."""
+    """Where a new run loads its initial weights from: a run directory, a checkpoint, or a Hugging Face model
+    (hf:DIRECTORY or hf:NAME). A resumed run ignores it."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -649,11 +654,6 @@ class TrainConfig(Section):
             yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
             yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
-        if self.init_from and self.resume not in (None, "auto"):
-            yield (
-                f"train.resume={self.resume} resumes a run and train.init_from={self.init_from} starts a new one: "
-                "choose one"
-            )
 
 
 @dataclass
@@ -701,6 +701,74 @@ class EarlyStopConfig(HookConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*positive("hooks.early_stop", self, "patience"), *not_negative("hooks.early_stop", self, "min_delta")]
+
+
+@dataclass
+class EMAConfig(HookConfig):
+    """Exponential moving average of the weights, kept beside the model and saved in checkpoints."""
+
+    decay: float = 0.999
+    """Share of the average that each update keeps; at most (1 + n) / (10 + n) in update n, to forget the first ones."""
+    interval: int = 1
+    """Steps between updates."""
+    evaluate: bool = True
+    """Also evaluate the averaged weights, as ema_val_loss."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*fractions("hooks.ema", self, "decay"), *positive("hooks.ema", self, "interval")]
+
+
+@dataclass
+class StatisticsConfig(HookConfig):
+    """Statistics of the gradients and the activations of each layer."""
+
+    interval: int = 100
+    """Steps between measurements."""
+    gradients: bool = True
+    """Norm and largest absolute value of each layer's gradients, before clipping."""
+    activations: bool = True
+    """Root mean square and largest absolute value of each block's output."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("hooks.statistics", self, "interval")
+
+
+@dataclass
+class SpikesConfig(HookConfig):
+    """How many standard deviations the training loss is above its mean over the preceding steps."""
+
+    window: int = 128
+    """Number of preceding steps; there is no score until there are as many."""
+    threshold: float = 6.0
+    """Score from which a step counts as a spike, which is logged."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from above_zero("hooks.spikes", self, "threshold")
+        if self.window < 2:
+            yield f"hooks.spikes.window={self.window} should be at least 2"
+
+
+@dataclass
+class LRRangeConfig(HookConfig):
+    """Learning-rate range test: raise the learning rate geometrically, find where the loss falls fastest, and end."""
+
+    lowest: float = 1e-6
+    """First learning rate."""
+    highest: float = 1.0
+    """Last learning rate, unless the loss diverges before."""
+    steps: int = 100
+    """Number of steps from the first to the last learning rate."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from above_zero("hooks.lr_range", self, "lowest", "highest")
+        if self.lowest >= self.highest:
+            yield f"hooks.lr_range.lowest={self.lowest:g} should be below hooks.lr_range.highest={self.highest:g}"
+        if self.steps < 10:
+            yield f"hooks.lr_range.steps={self.steps} should be at least 10"
 
 
 @dataclass

@@ -40,3 +40,7 @@ register("profiler", "pyinstrument", "wordrun.config:PyinstrumentConfig", "wordr
 register("profiler", "torch", "wordrun.config:TorchProfilerConfig", "wordrun.train.profile:TorchProfiler")
 
 register("hooks", "early_stop", "wordrun.config:EarlyStopConfig", "wordrun.train.hooks.early_stop:EarlyStop")
+register("hooks", "ema", "wordrun.config:EMAConfig", "wordrun.train.hooks.ema:EMA")
+register("hooks", "statistics", "wordrun.config:StatisticsConfig", "wordrun.train.hooks.statistics:Statistics")
+register("hooks", "spikes", "wordrun.config:SpikesConfig", "wordrun.train.hooks.spikes:Spikes")
+register("hooks", "lr_range", "wordrun.config:LRRangeConfig", "wordrun.train.hooks.lr_range:LRRange")

@@ -306,3 +306,9 @@ def test_a_sweep_is_not_for_many_ranks(command: Command, tmp_path: Path) -> None
     assert "-m runs its points one after another in one process, but there are 2 ranks" in done.stderr
     assert "launch -n 2 python -m wordrun train.seed=$s" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_is_reported_before_torch_is_loaded(command: Command) -> None:
+    done = command("wordrun", "data=text", "data.path=none.txt")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "none.txt cannot be read: No such file or directory" in done.stderr

@@ -374,6 +374,7 @@ def test_the_number_of_ranks_takes_part() -> None:
 
 IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__n_head": 0}, ["model.n_head=0", "at least 1"]),
+    ({"model__n_layer": 10**8}, ["model.n_layer=100000000 should be at most 10000"]),
     ({"model__n_embd": 3}, ["model.n_embd=3", "model.n_head=4", "n_embd=4"]),
     ({"model__vocab_size": 0}, ["model.vocab_size=0", "at least 1"]),
     ({"model__dropout": 1.0}, ["model.dropout=1.0", "less than 1"]),

@@ -424,6 +424,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("overrides", "size"),
     [
         (["optimizer=adamw"], 8),
+        (["hooks=[ema]"], 12),
         (["optimizer=sgd"], 4),
         (["optimizer=lion"], 4),
         (["optimizer=sgd", "optimizer.momentum=0"], 0),

@@ -441,6 +441,11 @@ def test_a_file_that_becomes_readable_changes_the_fingerprint(texts: Path, monke
     assert locate(source.data).left_out() == [f"{texts / 'a.txt'} (cannot be read: Permission denied)"]
 
 
+def test_a_folder_of_notes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("# A title\n")
+    assert [item.path for item in locate(DataConfig("text", path=str(tmp_path))).items()] == [f"{tmp_path}/notes.md"]
+
+
 def test_a_folder_is_listed_once_and_without_hidden_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listing a large folder takes seconds, and each question about the files used to list it again."""
     good_and_bad(tmp_path / "in")

@@ -113,14 +113,15 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
 
 
 def _optimizer_state(strategy: Strategy, count: float, tensors: int = 0) -> float:
-    """Return the bytes of optimizer state, in fp32, of ``count`` parameters in ``tensors`` tensors."""
+    """Return the bytes of fp32 optimizer state, and of hooks.ema, of ``count`` parameters in ``tensors`` tensors."""
     optimizer = strategy.cfg.optimizer
+    average = FP32 * count if "ema" in strategy.cfg.hooks else 0
     if optimizer.name == "adamw":  # two moments, and a step count for each tensor
-        return FP32 * (2 * count + tensors)
+        return average + FP32 * (2 * count + tensors)
     if isinstance(optimizer, SGDConfig):
-        return FP32 * count if optimizer.momentum else 0
+        return average + (FP32 * count if optimizer.momentum else 0)
     if isinstance(optimizer, LionConfig):
-        return FP32 * count
+        return average + FP32 * count
     raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
 
 

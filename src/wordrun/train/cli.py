@@ -135,7 +135,12 @@ def _tree(args: Namespace) -> Tree:
 
 def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
     try:
-        return 0, compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
+        cfg = compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
+        if cfg.data.kind == "file":
+            from wordrun.prepare.sources import locate
+
+            locate(cfg.data).files()  # a missing file is reported before torch is loaded
+        return 0, cfg
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_status, None
