@@ -124,9 +124,11 @@ def test_files_hold_only_differences(group: str, name: str) -> None:
     base, *others = content.pop("defaults")
     assert [key for other in others for key in other if (group, key) != ("data", TOKENIZER_OF_DATA)] == []
     # In a group of several each part has a key of its own.
-    schema = re.fullmatch(rf"/schema/{group}/(\w+)@{name if group in SEVERAL else '_here_'}", base)
+    schema = re.fullmatch(rf"/schema/{group}/(\w+)@({group}\.)?{name if group in SEVERAL else '_here_'}", base)
     assert schema, base
     defaults = asdict(schemas(group)[schema[1]].options())
+    if schema[2]:  # a file for the whole config, such as hooks/lr_range.yaml
+        (content,), defaults = content.values(), asdict(Config().train)
     assert {key: value for key, value in content.items() if defaults[key] == value} == {}
 
 
