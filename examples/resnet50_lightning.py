@@ -8,7 +8,7 @@ is the one of transformers, untrained, on scikit-learn's digits, which need no n
 
 1. Trainer has to be told how many ranks there are, by node. launch sets the variables with these numbers.
 2. TorchElasticEnvironment reads launch's other variables, whichever launcher started the ranks. The course relies on
-   those of SLURM, which require --ntasks-per-node.
+   those of SLURM.
 3. Lightning divides the data among the ranks. BATCH_SIZE is that of each rank, so a step sees more images.
 4. sync_dist averages what is logged over the ranks. Only rank 0 writes the logs and the checkpoint.
 """
