@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from wordrun.errors import UserError
+from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
 from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
 
 DTYPES = {
@@ -27,17 +28,12 @@ DTYPES = {
 }  # fmt: skip
 
 
-class Section:
-    """A section of the config."""
-
-    def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone, a message each; ``wordrun.checks`` compares sections."""
-        return []
-
-
 @dataclass
-class ModelConfig(Section):
+class TransformerConfig(ModelConfig):
     """Options of every transformer."""
+
+    task: ClassVar[str] = TEXT
+    divides: ClassVar[tuple[str, ...]] = ("tp", "pp")
 
     name: str = "nano"
     """Name of the preset; part of the run directory."""
@@ -49,8 +45,6 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     block_size: int = 64
     """Sequence length in tokens (context length)."""
-    batch_size: int = 12
-    """Sequences per rank and micro-step."""
     dropout: float = 0.0
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
@@ -58,7 +52,8 @@ class ModelConfig(Section):
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+        yield from super().problems()
+        yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         yield from fractions("model", self, "dropout")
         if self.n_head > 0 and self.n_embd > 0 and self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
@@ -74,7 +69,7 @@ class ModelConfig(Section):
 
 
 @dataclass
-class GPTConfig(ModelConfig):
+class GPTConfig(TransformerConfig):
     """A GPT-2-style transformer."""
 
     bias: bool = False
@@ -88,7 +83,7 @@ class GPTConfig(ModelConfig):
 
 
 @dataclass
-class LlamaConfig(ModelConfig):
+class LlamaConfig(TransformerConfig):
     """A LLaMA-style transformer."""
 
     name: str = "llama_debug"
@@ -131,8 +126,10 @@ class LlamaConfig(ModelConfig):
 
 
 @dataclass
-class DataConfig(Section):
+class TextConfig(DataConfig):
     """Where the text comes from, and how it is divided into sequences."""
+
+    task: ClassVar[str] = TEXT
 
     name: str = "shakespeare"
     """Name of the dataset; part of the run directory."""
@@ -175,11 +172,10 @@ class DataConfig(Section):
     """Start each sequence at the first document boundary inside it, if there is one."""
     mask_documents: bool = False
     """Mask attention so that tokens attend only within their own document."""
-    prefetch: int = 2
-    """Number of steps whose batches a background thread prepares in advance; 0: none."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
+        yield from super().problems()
         yield from one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
         yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind in ("file", "download") and not self.path:
@@ -193,7 +189,6 @@ class DataConfig(Section):
         if not 0 < self.val_fraction < 1:
             yield f"data.val_fraction={self.val_fraction} should be between 0 and 1"
         yield from positive("data", self, "shard_mb", "workers")
-        yield from not_negative("data", self, "prefetch")
         yield from self._mix_problems()
 
     def _mix_problems(self) -> Iterable[str]:
@@ -742,6 +737,18 @@ class Config:
     run_dir: str = ""
     """Where the run writes; comes from hydra.run.dir=DIR."""
 
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The model's options, for code about transformers."""
+        assert isinstance(self.model, TransformerConfig)
+        return self.model
+
+    @property
+    def text(self) -> TextConfig:
+        """The data's options, for code about text."""
+        assert isinstance(self.data, TextConfig)
+        return self.data
+
 
 @cache
 def field_docs(cls: type[Any]) -> dict[str, str]:
@@ -789,11 +796,11 @@ PARTS: dict[str, dict[str, Part]] = {
         "hf": Part(HFTokenizerConfig, "wordrun.data.tokenizers.subword:HFTokenizer"),
     },
     "data": {
-        "file": Part(DataConfig, "wordrun.prepare.sources.files:FileSource"),
-        "download": Part(DataConfig, "wordrun.prepare.sources.download:DownloadSource"),
-        "sample": Part(DataConfig, "wordrun.prepare.sources.sample:SampleSource"),
-        "hf": Part(DataConfig, "wordrun.prepare.sources.hub:HubSource"),
-        "shards": Part(DataConfig, "wordrun.prepare.sources.shards:ShardSource"),
+        "file": Part(TextConfig, "wordrun.prepare.sources.files:FileSource"),
+        "download": Part(TextConfig, "wordrun.prepare.sources.download:DownloadSource"),
+        "sample": Part(TextConfig, "wordrun.prepare.sources.sample:SampleSource"),
+        "hf": Part(TextConfig, "wordrun.prepare.sources.hub:HubSource"),
+        "shards": Part(TextConfig, "wordrun.prepare.sources.shards:ShardSource"),
     },
     "backend": {
         "ddp": Part(DDPConfig, "wordrun.backend.ddp:DDPBackend"),
@@ -827,7 +834,7 @@ PARTS: dict[str, dict[str, Part]] = {
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {
     **{kind: {name: part.options for name, part in parts.items()} for kind, parts in PARTS.items()},
-    "data": {"text": DataConfig},
+    "data": {"text": TextConfig},
     "train": {"default": TrainConfig},
 }
 """Config groups and their schemas; an option file under conf/GROUP begins with one of them."""

@@ -55,7 +55,7 @@ class PipelineBackend(FSDPBackend):
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")
         self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.coordinate]
-        super().__init__(spec, [blocks_of(stage, self.count, cfg.model.n_layer) for stage in self.numbers])
+        super().__init__(spec, [blocks_of(stage, self.count, cfg.transformer.n_layer) for stage in self.numbers])
         self.group = self.mesh.get_group("pp")
         parts = [
             PipelineStage(part, number, self.count, self.device, group=self.group)

@@ -183,8 +183,8 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     """
     seed, eot = cfg.train.seed, eot_for("align", cfg, corpus)
     if not corpus.mix:
-        return Sequences(corpus.train, cfg.model.block_size, seed, eot)
-    orders = [Sequences(part.train, cfg.model.block_size, seed + i, eot) for i, part in enumerate(corpus.mix)]
+        return Sequences(corpus.train, cfg.transformer.block_size, seed, eot)
+    orders = [Sequences(part.train, cfg.transformer.block_size, seed + i, eot) for i, part in enumerate(corpus.mix)]
     return Mix(orders, [part.share for part in corpus.mix], seed)
 
 

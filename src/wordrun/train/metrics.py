@@ -17,6 +17,9 @@ from wordrun.data.fixed_set import FixedSet
 from wordrun.dist.collectives import all_mean, all_sum
 from wordrun.train.state import TrainState
 
+OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
+"""Metrics that a task without tokens does not have."""
+
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a device in ``dtype``, or None if it is unknown."""
@@ -41,13 +44,13 @@ class Meter:
         dtype: compute dtype.
         ranks: number of ranks.
         examples_per_step: examples in one step over all ranks.
-        tokens_per_example: tokens in an example.
-        flops_per_example: floating-point operations of an example's forward and backward pass.
+        tokens_per_example: tokens in an example; None: it has none.
+        flops_per_example: floating-point operations of an example's forward and backward pass; None: unknown.
     """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, ranks: int, examples_per_step: int,
-        tokens_per_example: int, flops_per_example: int,
+        tokens_per_example: int | None, flops_per_example: int | None,
     ) -> None:  # fmt: skip
         self.clock = Stopwatch(device)
         self.device, self.ranks = device, ranks
@@ -71,21 +74,27 @@ class Meter:
         means = all_mean(torch.tensor([result.loss.item(), sum(seconds.values()) / steps, *passes], device=self.device))
         loss, dt, dtf, dtb = means.tolist()
         sps = self.examples_per_step / dt
-        tps = sps * self.tokens_per_example
-        return {
+        size, flops = self.tokens_per_example or 0, self.flops_per_example
+        line = {
             "step": state.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
             "dt": dt, "dtf": dtf, "dtb": dtb, "sps": sps, "sps_per_gpu": sps / self.ranks,
-            "tps": tps, "tps_per_gpu": tps / self.ranks,
-            "mfu": 100 * sps * self.flops_per_example / (self.ranks * self.peak) if self.peak else None,
-            "tokens": state.position * self.tokens_per_example, "time": state.elapsed(),
+            "tps": sps * size, "tps_per_gpu": sps * size / self.ranks,
+            "mfu": 100 * sps * flops / (self.ranks * self.peak) if self.peak and flops else None,
+            "tokens": state.position * size, "time": state.elapsed(),
         }  # fmt: skip
+        return line if size else {name: value for name, value in line.items() if name not in OF_TOKENS}
+
+
+def rate(metrics: dict[str, Any]) -> str:
+    """Return the throughput in ``metrics``: tokens, or examples where the task has no tokens."""
+    return f"{metrics['tps']:,.0f} tokens/s" if "tps" in metrics else f"{metrics['sps']:,.0f} examples/s"
 
 
 def one_line(metrics: dict[str, Any], max_iters: int, seconds_left: float = 0.0) -> str:
     """Return the most important of ``metrics`` as a line for the log."""
     parts = [
         f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"{1000 * metrics['dt']:.1f} ms/step",
-        f"{metrics['tps']:,.0f} tokens/s",
+        rate(metrics),
     ]  # fmt: skip
     if metrics["mfu"] is not None:
         parts.append(f"MFU {metrics['mfu']:.1f} %")

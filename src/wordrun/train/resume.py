@@ -232,5 +232,5 @@ def manifest(trainer: Training) -> dict[str, Any]:
 
 def _facts(trainer: Training) -> dict[str, Any]:
     """Return the values, besides options, that determine the order and meaning of the data."""
-    batch = {"the global batch (train.global_batch_size), in sequences,": trainer.examples_per_step}
+    batch = {f"the global batch (train.global_batch_size), in {trainer.task.unit},": trainer.examples_per_step}
     return {**batch, **trainer.task.fixed()}

@@ -22,13 +22,13 @@ from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.language import LanguageTask, settle_data
 from wordrun.train.memory import MemoryCheck
 from wordrun.train.metrics import Meter, device_name, mean_loss
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
+from wordrun.train.task import Task, task_of
 from wordrun.train.training import Hook, Training
 
 # After a failure, wait this long for the checkpoint being written; other ranks may no longer respond.
@@ -40,10 +40,11 @@ class Summary:
     """The result of a run."""
 
     steps: int
-    tokens: int
+    tokens: int | None
+    """None if the task has no tokens."""
     seconds: float
     loss: float | None
-    """Training loss of the last logged step, nats per token."""
+    """Training loss of the last logged step; of text, in nats per token."""
     val_loss: float | None
     best_val_loss: float | None
 
@@ -56,7 +57,7 @@ class Trainer(Training):
     ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
     """
 
-    task: LanguageTask
+    task: Task
 
     def __init__(
         self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None,
@@ -84,15 +85,16 @@ class Trainer(Training):
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
         world = self.world
-        self.cfg, banner = settle_data(self.cfg, world)
+        task = task_of(self.cfg)
+        self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.memory = MemoryCheck(cfg, world, self.layout)
-        self.memory.before_data()
-        self.task = LanguageTask(cfg, world, self.layout, banner)
-        self.memory.before_model(self.task.vocab_size)
+        self.memory.before_data(task.least_shapes(cfg))
+        self.task = task(cfg, world, self.layout, banner)
+        self.memory.before_model(self.task.shapes())
         weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
@@ -115,7 +117,7 @@ class Trainer(Training):
         self.run = Run(cfg, world)
         resume.resume(self, self.start)
         written = self.step if self.start.source == self.run.path else -1
-        self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer.to_json(), written)
+        self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer_json, written)
 
     def train(self) -> Summary:
         """Train to the end and return the result; every rank must call this.
@@ -195,14 +197,17 @@ class Trainer(Training):
         """Return ``prompt`` and its generated continuation; every rank must call this.
 
         Further options are temperature, top_k and seed, see ``LanguageTask.generate``; the config has the defaults.
+
+        Raises:
+            ConfigError: the options are invalid, or the run's task is not text.
         """
         return self.task.generate(self.backend, prompt, length, **options)
 
     def summary(self) -> Summary:
         """Return the result so far."""
-        state = self.state
+        state, size = self.state, self.task.tokens_per_example
         return Summary(
-            steps=state.step, tokens=state.position * self.task.tokens_per_example, seconds=state.elapsed(),
+            steps=state.step, tokens=None if size is None else state.position * size, seconds=state.elapsed(),
             loss=state.metrics.get("loss"), val_loss=state.metrics.get("val_loss"), best_val_loss=state.best_loss,
         )  # fmt: skip
 
@@ -283,8 +288,8 @@ class Trainer(Training):
         )  # fmt: skip
         ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(
-            "batch: %d sequences = %s x %d x %d accumulation", self.examples_per_step, ranks, cfg.model.batch_size,
-            self.gas,
+            "batch: %d %s = %s x %d x %d accumulation", self.examples_per_step, self.task.unit, ranks,
+            cfg.model.batch_size, self.gas,
         )  # fmt: skip
         self.task.announce(cfg.train.max_iters * self.examples_per_step)
         LOGGER.info("run directory: %s", relative(self.run.path))

@@ -19,6 +19,9 @@ from wordrun.train.state import TrainState
 class Task(Protocol):
     """What checkpoints need from a task."""
 
+    unit: str
+    """What the examples are called."""
+
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
 

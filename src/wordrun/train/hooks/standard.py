@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.train.checkpoint import SaveError
-from wordrun.train.metrics import one_line
+from wordrun.train.metrics import one_line, rate
 from wordrun.train.training import Hook, Training, due
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
@@ -132,10 +132,10 @@ class Bar(Hook):
             return
         self._progress = Progress(
             TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[tps]} tokens/s"), TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]}"), TimeRemainingColumn(),
             console=screen, refresh_per_second=4, expand=True,
         )  # fmt: skip
-        self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", tps="-")
+        self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", rate="")
         self._progress.start()
 
     def after_step(self, trainer: Training) -> None:
@@ -143,10 +143,11 @@ class Bar(Hook):
         if self._progress is None:
             return
         # A resumed run has no metrics until its first line.
-        loss, tps = (trainer.state.metrics.get(name) for name in ("loss", "tps"))
+        metrics = trainer.state.metrics
+        loss = metrics.get("loss")
         self._progress.update(
             self._progress.task_ids[0], completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
-            tps="-" if tps is None else f"{tps:,.0f}",
+            rate=rate(metrics) if "sps" in metrics else "",
         )  # fmt: skip
 
     def close(self) -> None:
