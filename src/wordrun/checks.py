@@ -55,6 +55,9 @@ def _check_several(cfg: Config) -> Iterator[str]:
             yield from one_of(section, name, parts)
             if name in parts and type(options) is not (wanted := parts[name].options):
                 yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
+    if cfg.metrics and isinstance(cfg.backend, PPConfig):
+        names = ",".join(cfg.metrics)
+        yield f"metrics=[{names}] needs the model's outputs, which a pipeline leaves on its last stage: use metrics=[]"
     if "early_stop" in cfg.hooks and not cfg.train.eval_interval:
         yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
 

@@ -16,6 +16,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
+from wordrun.config_images import ConvNetConfig, FakeImagesConfig, ImageFolderConfig, ImagesConfig, ResNetConfig
 from wordrun.errors import UserError
 from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
 from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
@@ -176,7 +177,8 @@ class TextConfig(DataConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from super().problems()
-        yield from one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
+        kinds = [name for name, part in PARTS["data"].items() if issubclass(part.options, TextConfig)]
+        yield from one_of("data.kind", self.kind, [*kinds, "mix"])
         yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind in ("file", "download") and not self.path:
             yield f"data={self.name} needs data.path=FILE, a text file"
@@ -672,6 +674,23 @@ class EarlyStopConfig(HookConfig):
 
 
 @dataclass
+class MetricConfig(Section):
+    """Options of a metric, which evaluations report besides the loss."""
+
+
+@dataclass
+class TopKConfig(MetricConfig):
+    """Share of targets that are among the likeliest classes (or, for text, tokens)."""
+
+    k: int = 5
+    """How many of the likeliest count."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("metrics.top5", self, "k")
+
+
+@dataclass
 class ProfilerConfig(Section):
     """Profiling of the run."""
 
@@ -734,6 +753,7 @@ class Config:
     tracker: dict[str, TrackerConfig] = field(default_factory=lambda: {"jsonl": TrackerConfig()})
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     hooks: dict[str, HookConfig] = field(default_factory=dict)
+    metrics: dict[str, MetricConfig] = field(default_factory=dict)
     run_dir: str = ""
     """Where the run writes; comes from hydra.run.dir=DIR."""
 
@@ -787,6 +807,8 @@ PARTS: dict[str, dict[str, Part]] = {
     "model": {
         "gpt": Part(GPTConfig, "wordrun.model.gpt:GPT"),
         "llama": Part(LlamaConfig, "wordrun.model.llama:Llama"),
+        "convnet": Part(ConvNetConfig, "wordrun.model.images:ConvNet"),
+        "resnet": Part(ResNetConfig, "wordrun.model.images:ResNet"),
     },
     "tokenizer": {
         "char": Part(TokenizerConfig, "wordrun.data.tokenizers.char:CharTokenizer"),
@@ -801,6 +823,11 @@ PARTS: dict[str, dict[str, Part]] = {
         "sample": Part(TextConfig, "wordrun.prepare.sources.sample:SampleSource"),
         "hf": Part(TextConfig, "wordrun.prepare.sources.hub:HubSource"),
         "shards": Part(TextConfig, "wordrun.prepare.sources.shards:ShardSource"),
+        "digits": Part(ImagesConfig, "wordrun.data.images:digits"),
+        "mnist": Part(ImagesConfig, "wordrun.data.images:mnist"),
+        "cifar10": Part(ImagesConfig, "wordrun.data.images:cifar10"),
+        "imagefolder": Part(ImageFolderConfig, "wordrun.data.images:imagefolder"),
+        "fake_images": Part(FakeImagesConfig, "wordrun.data.images:fake_images"),
     },
     "backend": {
         "ddp": Part(DDPConfig, "wordrun.backend.ddp:DDPBackend"),
@@ -828,13 +855,22 @@ PARTS: dict[str, dict[str, Part]] = {
         "pyinstrument": Part(PyinstrumentConfig, "wordrun.train.profile:PyinstrumentProfiler"),
         "torch": Part(TorchProfilerConfig, "wordrun.train.profile:TorchProfiler"),
     },
+    "metrics": {
+        "accuracy": Part(MetricConfig, "wordrun.train.measures:accuracy"),
+        "top5": Part(TopKConfig, "wordrun.train.measures:top_k"),
+    },
     "hooks": {"early_stop": Part(EarlyStopConfig, "wordrun.train.hooks.early_stop:EarlyStop")},
 }
 """Every part that a config can choose: kind (a config group) to name (for data, of data.kind) to options and code."""
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {
     **{kind: {name: part.options for name, part in parts.items()} for kind, parts in PARTS.items()},
-    "data": {"text": TextConfig},
+    "data": {
+        "text": TextConfig,
+        "images": ImagesConfig,
+        "imagefolder": ImageFolderConfig,
+        "fake_images": FakeImagesConfig,
+    },
     "train": {"default": TrainConfig},
 }
 """Config groups and their schemas; an option file under conf/GROUP begins with one of them."""
@@ -862,7 +898,7 @@ RENAMED: dict[str, str] = {
 """Options that have a better name now, old to new; the old names are accepted until the next release."""
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "run_dir")
-SEVERAL = ("tracker", "hooks")
+SEVERAL = ("tracker", "hooks", "metrics")
 """Sections of which a run can have several parts: mappings from the name of a part to its options."""
 
 

@@ -25,7 +25,7 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"version", "errors", "files", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
-CONFIG = BASE | {"dist", "config", "sections", "validation", "ds_config", "checks", "composer"}
+CONFIG = BASE | {"dist", "config", "config_images", "sections", "validation", "ds_config", "checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": set(),
@@ -41,12 +41,13 @@ MAY_USE: dict[str, set[str]] = {
     "log": {"errors"},
     "dist": BASE,
     "sections": {"validation"},
-    "config": {"errors", "sections", "validation"},
+    "config_images": {"sections", "validation"},
+    "config": {"errors", "sections", "config_images", "validation"},
     "ds_config": {"errors", "config"},
     "checks": {"errors", "validation", "dist", "config", "ds_config"},
     "composer": {"errors", "run_id", "log", "config", "checks", "checkpoint"},
     "launch": BASE,
-    "data": CONFIG,
+    "data": CONFIG | {"compat"},
     "model": CONFIG | {"compat"},
     "track": CONFIG,
     "compat": {"errors"},

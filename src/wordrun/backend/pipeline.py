@@ -145,8 +145,8 @@ class PipelineBackend(FSDPBackend):
             gradient += theirs
 
     @torch.no_grad()
-    def losses(self, batch: Any) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,)."""
+    def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,); only the last stage has outputs, so none are returned."""
         inputs, every, targets = self.parts[0].stage_inputs([batch])
         with self.forward_context():
             return self._forward(

@@ -66,14 +66,25 @@ class Order(ABC):
     block_size: int
     per_epoch: int
     """Sequences per epoch; for a mix, until every part has been visited once."""
+    document: int | None = None
+    """The end-of-text token that precedes each document, if attention is confined to documents."""
+
+    @property
+    def unit(self) -> str:
+        """What the examples are called in messages."""
+        return f"sequences of model.block_size={self.block_size}"
 
     @abstractmethod
     def fill(self, first: int, batch: Batch) -> None:
         """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
 
+    def empty(self, size: int, *, pinned: bool = False) -> Batch:
+        """Return an uninitialised batch of ``size`` sequences."""
+        return Batch.empty(size, self.block_size, pinned=pinned, eot=self.document)
+
     def batch(self, first: int, count: int) -> Batch:
         """Return ``count`` sequences of the run starting at index ``first``."""
-        batch = Batch.empty(count, self.block_size)
+        batch = self.empty(count)
         self.fill(first, batch)
         return batch
 

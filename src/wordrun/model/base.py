@@ -45,7 +45,7 @@ class Model(nn.Module):
     """
 
     blocks: nn.ModuleDict
-    """The modules that are sharded, recomputed and compiled one by one."""
+    """The modules that are sharded, recomputed and compiled one by one; a model without them is sharded as a whole."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
 
@@ -58,6 +58,15 @@ class Model(nn.Module):
                 Call it, rather than its ``forward`` method: module hooks gather parameters and compile.
         """
         raise NotImplementedError
+
+    def metrics(self, batch: Any, outputs: Tensor) -> dict[str, Tensor]:
+        """Return what an evaluation reports besides the loss, by name: a value for each example of ``batch``, (B,).
+
+        Args:
+            batch: as for ``losses``.
+            outputs: what ``forward`` returned when ``losses`` called it.
+        """
+        return {}
 
     def tie(self) -> None:
         """Tie shared parameters again; allocating memory has made copies of them."""

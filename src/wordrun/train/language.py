@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -62,7 +63,7 @@ class LanguageTask(Task):
         self.make_model = partial(meta_model, cfg.transformer, self.vocab_size, multiple=multiple)
         self.meta_model: Transformer = meta_model(cfg.transformer, self.vocab_size)
         self.sequences = order_of_run(cfg, self.corpus)
-        self.eot = eot_for("mask_documents", cfg, self.corpus)
+        self.sequences.document = eot_for("mask_documents", cfg, self.corpus)
         self.tokens_per_example = cfg.transformer.block_size
         self.flops_per_example = self.make_model().flops_per_token() * cfg.transformer.block_size
 
@@ -124,15 +125,20 @@ class LanguageTask(Task):
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
         size, prefetch = self.cfg.model.batch_size, self.cfg.data.prefetch
-        return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch, self.eot)
+        return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
     def validation_set(self, count: int | None) -> FixedSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
         parts = [(len(part.val), part.share) for part in self.corpus.mix]
         model = self.cfg.transformer
         return FixedSet(
-            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.eot, parts
-        )
+            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp,
+            self.sequences.document, parts,
+        )  # fmt: skip
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the perplexity."""
+        return {"perplexity": math.exp(min(means["loss"], 700))}
 
     def hooks(self) -> list[Hook]:
         """Return the hooks of this task: samples, if the tokenizer has its vocabulary."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.data.fixed_set import FixedSet
 from wordrun.dist.collectives import all_mean, all_sum
+from wordrun.errors import UserError
 from wordrun.train.state import TrainState
 
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
@@ -103,6 +103,16 @@ def one_line(metrics: dict[str, Any], max_iters: int, seconds_left: float = 0.0)
     return "  ".join(parts)
 
 
+class ValidationSet(Protocol):
+    """This rank's share of the validation examples, in the same number of batches on every rank."""
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+
+    def __getitem__(self, i: int, /) -> tuple[Any, torch.Tensor]:
+        """Return a batch, and the weight of each of its examples, (B,)."""
+
+
 @contextlib.contextmanager
 def evaluation_mode(backend: Backend) -> Iterator[None]:
     """Put the model into evaluation mode within a ``with`` block."""
@@ -114,13 +124,35 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
         part.train(training)
 
 
-def mean_loss(backend: Backend, validation: FixedSet) -> float:
-    """Return the mean loss over ``validation`` on all ranks; every rank must call this."""
-    total = torch.zeros(2, dtype=torch.float64)
+Measure = Callable[[Any, torch.Tensor], dict[str, torch.Tensor]]
+"""Returns further values of each example of a batch, (B,), by name, given the batch and the model's outputs."""
+
+
+def means(backend: Backend, validation: ValidationSet, measure: Measure | None = None) -> dict[str, float]:
+    """Return the means over ``validation`` on all ranks: of the loss, under "loss", and of what ``measure`` returns.
+
+    Every rank must call this.
+
+    Raises:
+        UserError: a value has another shape than (B,).
+    """
+    totals: dict[str, torch.Tensor] = {}
     with evaluation_mode(backend):
         for i in range(len(validation)):
             batch, weights = validation[i]
-            losses = backend.losses(batch.to(backend.device))
-            total += torch.stack(((losses.cpu().double() * weights).sum(), weights.sum()))
-    loss_sum, count = all_sum(total.float().to(backend.device)).tolist()
-    return float(loss_sum / count)
+            batch = batch.to(backend.device)
+            outputs: list[torch.Tensor] = []
+            values = {"loss": backend.losses(batch) if measure is None else backend.losses(batch, outputs)}
+            if measure is not None:
+                with torch.no_grad():
+                    values |= measure(batch, outputs[-1])
+            for name, each in values.items():
+                if each.shape != weights.shape:
+                    raise UserError(
+                        f"{name} of a batch has the shape {list(each.shape)}, but should have a value for each "
+                        f"example: {list(weights.shape)}"
+                    )
+                total = torch.stack(((each.cpu().double() * weights).sum(), weights.sum()))
+                totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + total
+    sums = all_sum(torch.stack(list(totals.values())).float().to(backend.device)).tolist()
+    return {name: total / count for name, (total, count) in zip(totals, sums, strict=True)}

@@ -31,7 +31,7 @@ FREE = {
         "check_memory", "timeout_s", "checkpoint_interval", "keep_checkpoints", "save_best", "async_save",
         "on_save_error", "on_nonfinite", "resume", "init_from",
     },
-    "backend": None, "tracker": None, "profiler": None, "hooks": None,
+    "backend": None, "tracker": None, "profiler": None, "hooks": None, "metrics": None,
 }  # fmt: skip
 """Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
 

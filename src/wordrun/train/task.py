@@ -14,12 +14,12 @@ from wordrun.backend import Backend
 from wordrun.backend.base import MakeModel
 from wordrun.checkpoint.saved import find
 from wordrun.config import Config
-from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.model import Model
 from wordrun.plan.shapes import ModelShapes
+from wordrun.train.metrics import ValidationSet
 from wordrun.train.training import Hook
 
 
@@ -98,9 +98,13 @@ class Task:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
         raise NotImplementedError
 
-    def validation_set(self, count: int | None) -> FixedSet:
+    def validation_set(self, count: int | None) -> ValidationSet:
         """Return this rank's share of ``count`` validation examples (None: all)."""
         raise NotImplementedError
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return what else an evaluation reports, given the ``means`` of the loss and of all metrics."""
+        return {}
 
     def hooks(self) -> list[Hook]:
         """Return the hooks of this task."""

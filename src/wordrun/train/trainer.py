@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from wordrun import backend, compat, dist, log
@@ -18,12 +18,13 @@ from wordrun.config import PARTS, Config, part_of
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.model import Model
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.memory import MemoryCheck
-from wordrun.train.metrics import Meter, device_name, mean_loss
+from wordrun.train.metrics import Measure, Meter, device_name, means
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
@@ -190,8 +191,31 @@ class Trainer(Training):
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best, last=last)
 
     def evaluate(self) -> float:
-        """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
-        return mean_loss(self.backend, self.validation)
+        """Return the mean loss over the fixed validation set; every rank must call this."""
+        return self.measure()["val_loss"]
+
+    def measure(self) -> dict[str, float]:
+        """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME.
+
+        Every rank must call this.
+        """
+        found = means(self.backend, self.validation, self._metrics)
+        found |= self.task.derived(found)
+        for name, value in found.items():
+            if not math.isfinite(value) and math.isfinite(found["loss"]):
+                LOGGER.warning("the metric %s is %s at step %d", name, value, self.step, extra=FIRST_RANK)
+        return {f"val_{name}": value for name, value in found.items()}
+
+    @cached_property
+    def _metrics(self) -> Measure | None:
+        """The model's own metrics and those of the config; None: there are none, and no outputs are needed."""
+        parts = {name: partial(PARTS["metrics"][name].load(), options) for name, options in self.cfg.metrics.items()}
+        model = self.backend.parts[-1]
+        if not parts and type(model).metrics is Model.metrics:
+            return None
+        return lambda batch, outputs: {
+            **model.metrics(batch, outputs), **{name: metric(outputs, batch) for name, metric in parts.items()}
+        }  # fmt: skip
 
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
         """Return ``prompt`` and its generated continuation; every rank must call this.
@@ -256,9 +280,10 @@ class Trainer(Training):
         if error or self.stop_reason:
             level = logging.ERROR if failed else logging.INFO
             LOGGER.log(level, "%s (after %d steps)", error or self.stop_reason, self.step, extra=FIRST_RANK)
-        loss = self.metrics.get("val_loss")
-        if loss is not None:
-            LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
+        if (loss := self.metrics.get("val_loss")) is not None:
+            found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
+            others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
+            LOGGER.info("validation loss %.4f%s", loss, f" ({others})" if others else "")
         for plot in plots:
             LOGGER.info("plot: %s", relative(plot))
         LOGGER.info("run directory: %s", relative(self.run.path))

@@ -14,6 +14,8 @@ from wordrun.train.training import Hook, Training, due
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
 LINE_S = 5.0
+# Shown otherwise: the loss in front, and the perplexity at the end of the run.
+QUIET = ("val_loss", "val_perplexity")
 
 
 class Log(Hook):
@@ -59,18 +61,21 @@ class Log(Hook):
 
 
 class Evaluate(Hook):
-    """Measures the validation loss every train.eval_interval steps and after the last."""
+    """Measures the validation loss and metrics every train.eval_interval steps and after the last."""
 
     def after_step(self, trainer: Training) -> None:
         """Evaluate on all ranks."""
         state, train = trainer.state, trainer.cfg.train
         if not train.eval_interval or not (due(state.step, train.eval_interval) or state.step == train.max_iters):
             return
-        loss = trainer.evaluate()
+        values = trainer.measure()
+        loss = values["val_loss"]
         state.record_evaluation(loss)
-        trainer.run.log({"step": state.step, "val_loss": loss})
+        state.metrics.update(values)
+        trainer.run.log({"step": state.step, **values})
         best = float("inf") if state.best_loss is None else state.best_loss
-        LOGGER.info("step %d/%d  val_loss %.4f  best %.4f", state.step, train.max_iters, loss, best)
+        others = "".join(f"  {name} {value:.4g}" for name, value in values.items() if name not in QUIET)
+        LOGGER.info("step %d/%d  val_loss %.4f  best %.4f%s", state.step, train.max_iters, loss, best, others)
 
 
 class Sample(Hook):
