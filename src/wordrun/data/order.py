@@ -190,13 +190,17 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     """Return the training sequences of a run.
 
     Raises:
-        ConfigError: if the corpus is too short, or data.align needs an end-of-text token that the tokenizer lacks.
+        ConfigError: if the corpus is too short, or an option needs an end-of-text token that the tokenizer lacks.
     """
-    seed, eot = cfg.train.seed, eot_for("align", cfg, corpus)
-    if not corpus.mix:
-        return Sequences(corpus.train, cfg.transformer.block_size, seed, eot)
-    orders = [Sequences(part.train, cfg.transformer.block_size, seed + i, eot) for i, part in enumerate(corpus.mix)]
-    return Mix(orders, [part.share for part in corpus.mix], seed)
+    seed, eot, size = cfg.train.seed, eot_for("align", cfg, corpus), cfg.transformer.block_size
+    order: Order
+    if corpus.mix:
+        orders = [Sequences(part.train, size, seed + i, eot) for i, part in enumerate(corpus.mix)]
+        order = Mix(orders, [part.share for part in corpus.mix], seed)
+    else:
+        order = Sequences(corpus.train, size, seed, eot)
+    order.document = eot_for("mask_documents", cfg, corpus)
+    return order
 
 
 def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:

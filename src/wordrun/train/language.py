@@ -17,7 +17,7 @@ from wordrun.checks import vocab_multiple
 from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
-from wordrun.data.order import eot_for, order_of_run
+from wordrun.data.order import order_of_run
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
@@ -63,7 +63,6 @@ class LanguageTask(Task):
         self.make_model = partial(meta_model, cfg.transformer, self.vocab_size, multiple=multiple)
         self.meta_model: Transformer = meta_model(cfg.transformer, self.vocab_size)
         self.sequences = order_of_run(cfg, self.corpus)
-        self.sequences.document = eot_for("mask_documents", cfg, self.corpus)
         self.tokens_per_example = cfg.transformer.block_size
         self.flops_per_example = self.make_model().flops_per_token() * cfg.transformer.block_size
 
