@@ -56,6 +56,18 @@ def test_a_run_reports_examples_and_no_tokens() -> None:
     assert "examples/s" in Path("run/log.txt").read_text()
 
 
+def test_metrics_of_text_are_means_over_tokens(small: Any) -> None:
+    with wordrun.Trainer(wordrun.compose(small("metrics=[accuracy,top5]", "hydra.run.dir=run"))) as trainer:
+        trainer.train()
+        found = trainer.measure()
+        model, validation = trainer.backend.parts[0].eval(), trainer.validation
+        batches = [validation[i][0] for i in range(len(validation))]
+        hits = torch.cat([model(batch.tokens).argmax(-1) == batch.targets for batch in batches])
+    assert found["val_accuracy"] == pytest.approx(hits.float().mean().item())
+    assert found["val_accuracy"] <= found["val_top5"]
+    assert found["val_perplexity"] == pytest.approx(np.exp(found["val_loss"]))
+
+
 def test_what_is_for_text_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     train("train.max_iters=1")
     assert not list(Path("run").glob("checkpoints/*/tokenizer.json"))

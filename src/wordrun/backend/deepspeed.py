@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from wordrun import compat, ds_config
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
-from wordrun.backend.native import average, keeping, prepare_blocks
+from wordrun.backend.native import average, prepare
 from wordrun.backend.optimizer import set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
@@ -51,7 +51,7 @@ class DeepSpeedBackend:
                 else:
                     materialise(model, cfg.train.seed, self.device)
                     self._fill(model, "")
-                prepare_blocks(model, cfg)
+                prepare(model, cfg)
                 optimizer = self._make_optimizer(model, shapes)
                 self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
             except Exception as error:
@@ -127,7 +127,11 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        return self.parts[0].losses(batch, self.engine if outputs is None else keeping(self.engine, outputs))
+        if outputs is None:
+            return self.parts[0].losses(batch, self.engine)
+        losses, seen = self.parts[0].losses_and_outputs(batch, self.engine)
+        outputs.append(seen)
+        return losses
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

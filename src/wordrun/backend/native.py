@@ -103,7 +103,12 @@ class NativeBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        return self.forward_losses(batch, None if outputs is None else keeping(self.parts[0], outputs))
+        if outputs is None:
+            return self.forward_losses(batch)
+        with self.forward_context():
+            losses, seen = self.parts[0].losses_and_outputs(batch)
+            outputs.append(full(seen))
+            return full(losses)
 
     def forward_losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), calling the model through ``forward`` if given."""
@@ -207,17 +212,6 @@ class NativeBackend:
         """Release everything that uses the process group."""
 
 
-def keeping(forward: Callable[..., Tensor], outputs: list[Tensor]) -> Callable[..., Tensor]:
-    """Return ``forward`` with what it returns appended, unsharded, to ``outputs``."""
-
-    def keep(*args: Any, **kwargs: Any) -> Tensor:
-        result = forward(*args, **kwargs)
-        outputs.append(full(result))
-        return result
-
-    return keep
-
-
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -245,10 +239,22 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
         compat.scale([shard for shard in shards if shard.device == device], factor.to(device))
 
 
-def prepare_blocks(model: Model, cfg: Config) -> None:
-    """Apply activation checkpointing and torch.compile to the blocks of ``model``, as set in ``cfg``."""
+def prepare(model: Model, cfg: Config) -> None:
+    """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
     for number, block in enumerate(model.blocks.values()):
         prepare_block(block, number, cfg)
+    prepare_rest(model, cfg)
+
+
+def prepare_rest(model: Model, cfg: Config) -> None:
+    """Apply torch.compile to what is outside the blocks, or to the complete ``model``, as set in ``cfg``."""
+    if not cfg.train.compile:
+        return
+    model.compiled_loss = True
+    if cfg.train.compile_scope == "model":
+        for name in model.uncompiled:
+            setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
+        model.compile()
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:
@@ -259,7 +265,7 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     elif kind == "full" or (kind.isdecimal() and number % int(kind) == 0):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if cfg.train.compile:
+    if cfg.train.compile and cfg.train.compile_scope == "blocks":
         block.compile()  # per block: they are alike, so torch compiles only one
 
 

@@ -171,8 +171,8 @@ class PipelineBackend(FSDPBackend):
             every: keyword arguments for the other stages.
         """
         x = inputs
-        # Without sharding, autocast keeps the residual stream in fp32.
-        dtype = self.dtype if self.sharded else torch.float32
+        # Without sharding, autocast in fp16 keeps the residual stream in fp32.
+        dtype = self.dtype if self.sharded or self.dtype == torch.bfloat16 else torch.float32
         between = self.parts[0].stage_output_shape(inputs, self.layout.tp)
         for stage, part in zip(self.numbers, self.parts, strict=True):
             if stage and self.owners[stage - 1] != self.coordinate:

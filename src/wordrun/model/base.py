@@ -46,6 +46,10 @@ class Model(nn.Module):
 
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one; a model without them is sharded as a whole."""
+    compiled_loss = False
+    """Whether to compute the loss by a compiled function, if the model has one."""
+    uncompiled: tuple[str, ...] = ()
+    """Methods that are not traced when the complete model is compiled."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
 
@@ -67,6 +71,16 @@ class Model(nn.Module):
             outputs: what ``forward`` returned when ``losses`` called it.
         """
         return {}
+
+    def losses_and_outputs(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the losses of ``batch``, (B,), and the outputs from which its metrics are computed."""
+        outputs: list[Tensor] = []
+
+        def keep(*args: Any, **kwargs: Any) -> Tensor:
+            outputs.append((forward or self)(*args, **kwargs))
+            return outputs[-1]
+
+        return self.losses(batch, keep), outputs[-1]
 
     def tie(self) -> None:
         """Tie shared parameters again; allocating memory has made copies of them."""

@@ -16,7 +16,7 @@ from wordrun.config import LlamaConfig
 from wordrun.model.attention import causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, Transformer
+from wordrun.model.transformer import Block, RMSNorm, Transformer
 
 TRAINED_LENGTH = 8192
 """Context length in tokens of Llama 3, which rope_factor extends."""
@@ -132,4 +132,4 @@ class Llama(Transformer):
 
     def new_norm(self) -> nn.Module:
         """Return a norm."""
-        return nn.RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
+        return RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)

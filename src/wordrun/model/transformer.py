@@ -15,10 +15,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import TransformerConfig
+from wordrun.model import loss
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
+
+
+class LayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``x``."""
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``x``."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Block(nn.Module):
@@ -73,6 +93,7 @@ class Transformer(Model):
         multiple: pad the vocabulary to a multiple of this.
     """
 
+    uncompiled = ("feature_losses",)  # compiles its kernel itself
     first_layers: tuple[str, ...]
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
@@ -172,7 +193,7 @@ class Transformer(Model):
 
     def forward(
         self, x: Tensor, at: int | None = None, caches: Sequence[KVCache] | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | None = None, targets: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the logits or, before the last stage, the residual stream for the next stage.
 
@@ -181,22 +202,41 @@ class Transformer(Model):
             at: compute the logits of this token only.
             caches: KV caches of the tokens before ``x``, one per block of this stage.
             documents: (B, T) document number of each token, if attention must stay within documents.
+            targets: (B, T) the next tokens; return the losses of the last stage rather than its logits.
 
         Returns:
-            (B, T, V), or (B, V) with ``at``, -inf for padding; before the last stage, (B, T, C).
+            (B, T, V), or (B, V) with ``at``, -inf for padding; (B,) with ``targets``; before the last stage, (B, T, C).
         """
         x = self.features(x, caches, documents)
         if not self.is_last:
             return x
-        logits = self.head(x if at is None else x[:, at])
+        if targets is not None:
+            return self.feature_losses(x, targets)
+        return self.output(x if at is None else x[:, at])
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the logits (..., V) of the features ``x`` (..., C), -inf for padding."""
+        logits = self.head(x)
         if self.unpadded_rows:
             exclude(logits, self.vocab_size)
         return logits  # type: ignore[no-any-return]
 
+    def feature_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy (B,) of each sequence from its features (B, T, C) and ``targets`` (B, T)."""
+        weight = self.head.weight
+        # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
+        plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
+        if not plain or targets.numel() * len(weight) <= loss.LARGE:
+            return self.criterion(self.output(x), targets)
+        losses = loss.cross_entropy(
+            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, compiled=self.compiled_loss
+        )
+        return losses.view(targets.shape).mean(1)
+
     def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the residual stream (B, T, C) at the end of this stage, normalised if it is the last."""
         if self.is_first:
-            x = self.embed(x, caches[0].length if caches else 0)
+            x = in_compute_dtype(self.embed(x, caches[0].length if caches else 0))
         mask = None if documents is None else document_mask(documents)
         for block, cache in zip(self.blocks.values(), caches or repeat(None), strict=False):
             x = block(x, cache=cache, mask=mask)
@@ -204,7 +244,15 @@ class Transformer(Model):
 
     def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        return self.criterion((forward or self)(batch.tokens, documents=batch.documents), batch.targets)
+        losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
+        return losses
+
+    def losses_and_outputs(
+        self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
+        logits = (forward or self)(batch.tokens, documents=batch.documents)
+        return self.criterion(logits, batch.targets), logits
 
     @staticmethod
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -231,6 +279,16 @@ class Transformer(Model):
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
         """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""
         return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd
+
+
+def in_compute_dtype(x: Tensor) -> Tensor:
+    """Return the residual stream ``x`` in bf16 if autocast computes in bf16, as with bf16 parameters.
+
+    Half the memory traffic between the matrix products; in fp16, the stream could overflow.
+    """
+    kind = x.device.type
+    bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return x.bfloat16() if bf16 else x
 
 
 @torch.no_grad()
