@@ -40,7 +40,7 @@ REGISTER = 'import wordrun\n\nwordrun.register("optimizer", "rprop", "{0}:RpropC
 
 
 @pytest.fixture(autouse=True)
-def _only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget what a test registers and imports."""
     before = {kind: dict(parts(kind)) for kind in KINDS}
     modules, path, registered = set(sys.modules), list(sys.path), set(registry._registered)
@@ -49,7 +49,7 @@ def _only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         registry._parts[kind].clear()
         registry._parts[kind].update(each)
     for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(("/tmp", str(Path.cwd()))):
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
     sys.path[:] = path
     registry._registered.intersection_update(registered)
