@@ -82,3 +82,13 @@ with wordrun.Trainer(cfg) as trainer:
     )
     done = ranks(2, script, under="fork", timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_deepspeed_trains_and_resumes_a_network_with_batch_norm(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    words = ["model.dropout=0", "model.norm=sync", "train.checkpoint_interval=4", "train.backend=deepspeed"]
+    one = figures(ranks, 1, tmp_path / "one", *words[:2], "model.batch_size=16")
+    whole = figures(ranks, 2, tmp_path / "whole", *words, "model.batch_size=8")
+    same(whole, one)
+    start = f"train.resume={tmp_path}/whole/checkpoints/step-00000004"
+    assert figures(ranks, 2, tmp_path / "again", *words, "model.batch_size=8", start) == whole
