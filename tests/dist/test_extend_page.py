@@ -58,7 +58,7 @@ def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
         ["train.backend=TP", "hydra.run.dir=tp"],
         ["train.backend=DDP", "train.resume=auto", "hydra.run.dir=ddp", "train.max_iters=9", "hooks.target.val_loss=9"],
     )
-    done = ranks(2, page / "script.py", json.dumps([[*SMALL, *run] for run in runs]), PYTHONPATH=str(page))
+    done = ranks(2, page / "script.py", json.dumps([[*SMALL, *run] for run in runs]))
     assert done.returncode == 0, done.stdout + done.stderr
     plain = figures(page / "plain")
     assert len(plain) == 10
