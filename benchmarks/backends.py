@@ -69,7 +69,7 @@ def bare(trainer: wordrun.Trainer) -> Step:
     mesh = init_device_mesh("cpu", (ranks,))
 
     def new(layers: Any = None) -> Transformer:
-        return materialise(meta_model(cfg.model, VOCABULARY, layers), cfg.train.seed, "cpu")
+        return materialise(meta_model(cfg.transformer, VOCABULARY, layers), cfg.train.seed, "cpu")
 
     def finish(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         reduce_gradients(parameters)
@@ -82,7 +82,7 @@ def bare(trainer: wordrun.Trainer) -> Step:
         optimizer.zero_grad(set_to_none=True)
 
     if name == "PP":
-        part = new(blocks_of(rank, ranks, cfg.model.n_layer))
+        part = new(blocks_of(rank, ranks, cfg.transformer.n_layer))
         stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def memories(world: dist.World, folder: str) -> list[str]:
             step()  # allocates the optimizer's state,
             step()  # and this one DDP's last buckets
             measured = peak(step)
-            model = shapes_of(trainer.cfg.model, VOCABULARY)
+            model = shapes_of(trainer.cfg.transformer, VOCABULARY)
             options = PlanConfig(devices=world.size, per_node=world.size, device="cpu")
             strategy = Planner(trainer.cfg, model, hardware(options)).strategy(backend, trainer.cfg.backend)
             need = memory(model, strategy, "none", pp_rank=trainer.layout.index(world.rank, "pp"))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wordrun.config import BPETokenizerConfig, DataConfig, TokenizerConfig
+from wordrun.config import BPETokenizerConfig, TextConfig, TokenizerConfig
 from wordrun.data import tokenizers
 from wordrun.data.corpus import open_prepared
 from wordrun.data.loader import Loader
@@ -64,7 +64,7 @@ def row(name: str, value: str, wanted: str = "") -> None:
     print(f"| {name} | {value} | {wanted} |", flush=True)
 
 
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, folder: Path) -> None:
+def prepare(data: TextConfig, tokenizer: TokenizerConfig, folder: Path) -> None:
     """Prepare ``data`` in ``folder``, where nothing is."""
     run.execute(run.begin(locate(data), tokenizer, folder), World())
 
@@ -87,7 +87,7 @@ def characters(scratch: Path, nanogpt: Path, text: str, rounds: int) -> None:
             finally:
                 sys.stdout = before
 
-    data = DataConfig("chars", path=str(scratch / "input.txt"))
+    data = TextConfig("chars", path=str(scratch / "input.txt"))
 
     def ours() -> float:
         shutil.rmtree(scratch / "chars", ignore_errors=True)
@@ -125,7 +125,7 @@ def byte_pairs(scratch: Path, text: str, rounds: int) -> None:
     (out / "work").mkdir(exist_ok=True)
     words = tokenizers.build(BPETokenizerConfig(), [text])
     (out / "tokenizer.json").write_text(words.to_json())
-    data = DataConfig("bpe", path=str(scratch / "one"))
+    data = TextConfig("bpe", path=str(scratch / "one"))
     source = locate(data)
     (item,) = source.items()
     texts = [json.loads(line)["text"] for line in (scratch / "one" / "0.jsonl").read_text().splitlines()]
@@ -284,7 +284,7 @@ def start(scratch: Path, rounds: int) -> None:
 
     def seconds(examine: bool) -> float:
         begin = time.perf_counter()
-        _, train, _ = open_prepared(folder, DataConfig(), TokenizerConfig("byte"), examine=examine)
+        _, train, _ = open_prepared(folder, TextConfig(), TokenizerConfig("byte"), examine=examine)
         Sequences(train, 64, seed=1).batch(0, 8)
         return time.perf_counter() - begin
 

@@ -272,7 +272,7 @@ def add_llama(bench: Bench, backend: str, checkpointing: str, batch: int, done: 
     import wordrun
     from wordrun.model import meta_model
 
-    model = wordrun.compose(llama_options(bench, "DDP", checkpointing, batch)).model
+    model = wordrun.compose(llama_options(bench, "DDP", checkpointing, batch)).transformer
     median = statistics.median(done.steps)
     speed = batch * model.block_size / median
     bench.add(

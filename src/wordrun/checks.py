@@ -56,6 +56,9 @@ def _check_several(cfg: Config) -> Iterator[str]:
             if name in known and not known[name].configures(options):
                 wanted = known[name].options
                 yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
+    if cfg.metrics and isinstance(cfg.backend, PPConfig):
+        names = ",".join(cfg.metrics)
+        yield f"metrics=[{names}] needs the model's outputs, which a pipeline leaves on its last stage: use metrics=[]"
     yield from _check_hooks(cfg)
 
 
@@ -97,6 +100,10 @@ def _check_hooks(cfg: Config) -> Iterator[str]:
 def _check_choice(cfg: Config) -> Iterator[str]:
     """Check for options that conflict with the choice made in another section."""
     train, backend = cfg.train, cfg.backend
+    if cfg.model.task != cfg.data.task:
+        options = [part.options for part in registry.parts("model").values() if not part.origin]
+        use = " or ".join(f"model={each().name}" for each in options if each.task == cfg.data.task) or "a model for it"
+        yield f"model={cfg.model.name} cannot train on data={cfg.data.name}: use {use}, or other data"
     if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
         yield "optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it"
     if train.backend not in registry.backends():
@@ -160,7 +167,7 @@ def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
     Tensor parallelism divides the vocabulary by ``tp``, and accelerators prefer multiples of ``ALIGNED``. It is not
     padded if model.vocab_size sets it, nor for DeepSpeed, whose checkpoints would contain the padding.
     """
-    if cfg.model.vocab_size is not None or isinstance(cfg.backend, DeepSpeedConfig):
+    if cfg.transformer.vocab_size is not None or isinstance(cfg.backend, DeepSpeedConfig):
         return 1
     return math.lcm(tp, 1 if on_cpu else ALIGNED)
 
@@ -191,10 +198,18 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     """Check the model and the batch against the layout of the ranks."""
+    wanted = {"tp": at.tp > 1, "pp": isinstance(cfg.backend, PPConfig)}
+    missing = [axis for axis, is_wanted in wanted.items() if is_wanted and axis not in cfg.model.divides]
+    for axis in missing:
+        what = {"tp": "its matrices can be divided among", "pp": "its layers can be divided into stages for"}[axis]
+        yield (
+            f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
+            f"say how {what} ranks: use train.backend=DDP or FSDP"
+        )
     if isinstance(cfg.backend, FSDPConfig):
         yield from _check_tensor(cfg.model, at.tp)
         yield from _check_sharding(cfg, cfg.backend, at)
-    if isinstance(cfg.backend, PPConfig):
+    if isinstance(cfg.backend, PPConfig) and not missing:
         yield from _check_pipeline(cfg, cfg.backend, at)
 
 
@@ -228,10 +243,10 @@ def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:
 
 def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]:
     count, parts = stages(backend, at.pp), microbatches(cfg, backend, at.pp)
-    if count > cfg.model.n_layer:
+    if count > cfg.transformer.n_layer:
         yield (
             f"a pipeline of {count} stages (backend.pp={at.pp}, backend.schedule={backend.schedule}) needs as many "
-            f"blocks, but model.n_layer={cfg.model.n_layer}: use a smaller backend.pp, or a deeper model"
+            f"blocks, but model.n_layer={cfg.transformer.n_layer}: use a smaller backend.pp, or a deeper model"
         )
     if cfg.model.batch_size % parts:
         yield (

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from wordrun.errors import UserError, unpickling_problem
+from wordrun.errors import ConfigError, UserError, unpickling_problem
 
 PRODUCTS = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -171,3 +172,41 @@ def _replace(module: str, name: str, value: Any) -> None:
     found = importlib.import_module(module)
     if hasattr(found, name):
         setattr(found, name, value)
+
+
+def sync_batch_norm(module: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
+    """Return what torch's SyncBatchNorm with the weights and statistics of ``module`` makes of ``x``.
+
+    ``module`` is not one itself, because DDP refuses a model on a CPU that contains one.
+    """
+    torchs = torch.nn.SyncBatchNorm
+    module._check_non_zero_input_channels = torchs._check_non_zero_input_channels.__get__(module)  # type: ignore[assignment]
+    return torchs.forward(module, x)  # type: ignore[arg-type]
+
+
+def torchvision(module: str, user: str) -> Any:
+    """Import a module of torchvision, which ``user`` needs.
+
+    Its wheels for CUDA do not find their operators beside a torch for CPUs, and the import of torchvision fails as it
+    describes two of them to the compiler. Data and models use neither, so both are declared, and will never be called.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(f"torchvision.{module}")
+    except ImportError as error:
+        raise ConfigError(f"{user} needs torchvision ({error}): pip install 'wordrun[vision]'") from None
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error) or _declared:
+            raise
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    _declared.append(torch.library.Library("torchvision", "FRAGMENT"))  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        _declared[0].define(f"{name}() -> ()")  # type: ignore[no-untyped-call]
+    return importlib.import_module(f"torchvision.{module}")
+
+
+_declared: list[torch.library.Library] = []
+"""The operators of torchvision that ``torchvision`` has declared; they exist as long as this object."""

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from wordrun.errors import UserError, nearest
 from wordrun.registry import Part, part_of, parts
+from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
 from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
 
 DTYPES = {
@@ -27,17 +28,12 @@ DTYPES = {
 MOST_LAYERS = 10_000
 
 
-class Section:
-    """A section of the config."""
-
-    def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone, a message each; ``wordrun.checks`` compares sections."""
-        return []
-
-
 @dataclass
-class ModelConfig(Section):
+class TransformerConfig(ModelConfig):
     """Options of every transformer."""
+
+    task: ClassVar[str] = TEXT
+    divides: ClassVar[tuple[str, ...]] = ("tp", "pp")
 
     name: str = "nano"
     """Name of the preset; part of the run directory."""
@@ -49,8 +45,6 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     block_size: int = 64
     """Sequence length in tokens (context length)."""
-    batch_size: int = 12
-    """Sequences per rank and micro-step."""
     dropout: float = 0.0
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
@@ -58,7 +52,8 @@ class ModelConfig(Section):
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+        yield from super().problems()
+        yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         if self.n_layer > MOST_LAYERS:  # its memory is summed layer by layer
             yield f"model.n_layer={self.n_layer} should be at most {MOST_LAYERS}"
         yield from fractions("model", self, "dropout")
@@ -76,7 +71,7 @@ class ModelConfig(Section):
 
 
 @dataclass
-class GPTConfig(ModelConfig):
+class GPTConfig(TransformerConfig):
     """A GPT-2-style transformer."""
 
     bias: bool = False
@@ -90,7 +85,7 @@ class GPTConfig(ModelConfig):
 
 
 @dataclass
-class LlamaConfig(ModelConfig):
+class LlamaConfig(TransformerConfig):
     """A LLaMA-style transformer."""
 
     name: str = "llama_debug"
@@ -133,8 +128,10 @@ class LlamaConfig(ModelConfig):
 
 
 @dataclass
-class DataConfig(Section):
+class TextConfig(DataConfig):
     """Where the text comes from, and how it is divided into sequences."""
+
+    task: ClassVar[str] = TEXT
 
     name: str = "shakespeare"
     """Name of the dataset; part of the run directory."""
@@ -177,14 +174,13 @@ class DataConfig(Section):
     """Start each sequence at the first document boundary inside it, if there is one."""
     mask_documents: bool = False
     """Mask attention so that tokens attend only within their own document."""
-    prefetch: int = 2
-    """Number of steps whose batches a background thread prepares in advance; 0: none."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
+        yield from super().problems()
         yield from one_of("data.kind", self.kind, [*parts("data"), "mix"])
         part = parts("data").get(self.kind)
-        if type(self) is DataConfig and part and not part.configures(self):
+        if type(self) is TextConfig and part and not part.configures(self):
             yield f"data.kind={self.kind} has options of its own: select it by data={self.kind}"
         yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind in ("file", "download") and not self.path:
@@ -198,7 +194,6 @@ class DataConfig(Section):
         if not 0 < self.val_fraction < 1:
             yield f"data.val_fraction={self.val_fraction} should be between 0 and 1"
         yield from positive("data", self, "shard_mb", "workers")
-        yield from not_negative("data", self, "prefetch")
         yield from self._mix_problems()
 
     def _mix_problems(self) -> Iterable[str]:
@@ -772,6 +767,23 @@ class LRRangeConfig(HookConfig):
 
 
 @dataclass
+class MetricConfig(Section):
+    """Options of a metric, which evaluations report besides the loss."""
+
+
+@dataclass
+class TopKConfig(MetricConfig):
+    """Share of targets that are among the likeliest classes (or, for text, tokens)."""
+
+    k: int = 5
+    """How many of the likeliest count."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("metrics.top5", self, "k")
+
+
+@dataclass
 class ProfilerConfig(Section):
     """Profiling of the run."""
 
@@ -834,8 +846,21 @@ class Config:
     tracker: dict[str, TrackerConfig] = field(default_factory=lambda: {"jsonl": TrackerConfig()})
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     hooks: dict[str, HookConfig] = field(default_factory=dict)
+    metrics: dict[str, MetricConfig] = field(default_factory=dict)
     run_dir: str = ""
     """Where the run writes; comes from hydra.run.dir=DIR."""
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The model's options, for code about transformers."""
+        assert isinstance(self.model, TransformerConfig)
+        return self.model
+
+    @property
+    def text(self) -> TextConfig:
+        """The data's options, for code about text."""
+        assert isinstance(self.data, TextConfig)
+        return self.data
 
 
 TRAIN = {"default": Part(TrainConfig, "wordrun.train.trainer:Trainer")}
@@ -867,7 +892,7 @@ RENAMED: dict[str, str] = {
 """Options that have a better name now, old to new; the old names are accepted until the next release."""
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "run_dir")
-SEVERAL = ("tracker", "hooks")
+SEVERAL = ("tracker", "hooks", "metrics")
 """Sections of which a run can have several parts: mappings from the name of a part to its options."""
 
 

@@ -83,6 +83,8 @@ def export(options: ExportConfig) -> Path:
     from wordrun.checkpoint.saved import find
 
     saved = find(Path(options.run), options.checkpoint)
+    if options.form == "huggingface":
+        saved.require_text()
     name = saved.folder.name if options.weights == "model" else f"{saved.folder.name}-{options.weights}"
     out = Path(options.out or saved.folder.parent.parent / options.form / name)
     if out.exists():
@@ -115,8 +117,8 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
     from wordrun.backend.precision import TORCH_DTYPES
     from wordrun.model.huggingface import to_huggingface
 
-    cfg, weights, kind = saved.config.model, saved.weights(which), TORCH_DTYPES[dtype]
-    model = saved.meta_model()
+    cfg, weights, kind = saved.config.transformer, saved.weights(which), TORCH_DTYPES[dtype]
+    model = saved.transformer()
     shards: list[list[str]] = [[]]
     room = limit
     # Plan the files on the meta model first: each file name includes their number.
@@ -149,8 +151,8 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     from wordrun.data.tokenizers.huggingface import tokenizer_json
     from wordrun.model.huggingface import huggingface_config
 
-    cfg, ours = saved.config.model, from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
-    facts = huggingface_config(cfg, saved.meta_model().vocab_size)
+    cfg, ours = saved.config.transformer, from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
+    facts = huggingface_config(cfg, saved.transformer().vocab_size)
     tokenizer, end = (None, ours.eot) if ours.missing else tokenizer_json(json.loads(ours.to_json()))
     facts |= {"bos_token_id": end, "eos_token_id": end}
     _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})
@@ -167,16 +169,17 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
 def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
     from wordrun.checkpoint import folder as folders, shards
-    from wordrun.checkpoint.saved import MODEL
+    from wordrun.checkpoint.saved import ARGUMENTS, MODEL
 
     weights = saved.weights(which)
     mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]
     shards.write(folder, mine)
     shards.write_index(folder)
-    (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
+    if saved.tokenizer_json:
+        (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
     files = folders.describe(folder, [path.name for path in folder.iterdir()])
     folders.write_manifest(folder, {
-        "step": saved.step, "config": saved.manifest["config"], "vocab_size": saved.vocab_size,
+        **{name: saved.manifest[name] for name in ("step", "config", *ARGUMENTS) if name in saved.manifest},
         "backend": {"kind": "weights"}, "files": files,
     })  # fmt: skip
 

@@ -115,6 +115,7 @@ def write(options: GenerateConfig) -> None:
     if dtype != TORCH_DTYPES.get(asked, dtype):
         _say(f"dtype={asked}: this {device.type} would emulate it, and computes in fp32 instead")
     saved = find(Path(options.run), options.checkpoint)
+    saved.require_text()
     tokenizer = tokenizers.from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
     try:
         prompt = torch.from_numpy(tokenizer.encode(options.prompt))
@@ -134,7 +135,7 @@ def write(options: GenerateConfig) -> None:
     start = time.perf_counter()
     texts = generate(
         Cached(model), prompt.expand(options.num_samples, -1).to(device), options.length,
-        block_size=saved.config.model.block_size, temperature=options.temperature, top_k=options.top_k,
+        block_size=saved.config.transformer.block_size, temperature=options.temperature, top_k=options.top_k,
         top_p=options.top_p, seed=options.seed, slide=options.slide, on_tokens=lambda column: show(column[:1].tolist()),
     )  # fmt: skip
     seconds = time.perf_counter() - start
@@ -148,7 +149,7 @@ def write(options: GenerateConfig) -> None:
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: str = "model") -> Transformer:
     """Return the checkpoint's model in evaluation mode, with its weights ``which`` in ``dtype`` on ``device``."""
-    model = saved.meta_model()
+    model = saved.transformer()
     state = {name: tensor.to(device, dtype) for name, tensor in saved.weights(which).items()}
     if model.tied:
         state["head.weight"] = state["tokens.weight"]

@@ -157,12 +157,12 @@ class Squared(GPT):
 import random
 from dataclasses import dataclass
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.prepare.sources.base import Document, Source, WorkItem
 
 
 @dataclass
-class SumsConfig(DataConfig):
+class SumsConfig(TextConfig):
     """Sums of two numbers, one in each line."""
 
     most: int = 99

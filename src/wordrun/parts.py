@@ -4,6 +4,8 @@ from wordrun.registry import register
 
 register("model", "gpt", "wordrun.config:GPTConfig", "wordrun.model.gpt:GPT")
 register("model", "llama", "wordrun.config:LlamaConfig", "wordrun.model.llama:Llama")
+register("model", "convnet", "wordrun.config_images:ConvNetConfig", "wordrun.model.images:ConvNet")
+register("model", "resnet", "wordrun.config_images:ResNetConfig", "wordrun.model.images:ResNet")
 
 register("tokenizer", "char", "wordrun.config:TokenizerConfig", "wordrun.data.tokenizers.char:CharTokenizer")
 register("tokenizer", "byte", "wordrun.config:TokenizerConfig", "wordrun.data.tokenizers.char:ByteTokenizer")
@@ -11,11 +13,16 @@ register("tokenizer", "gpt2", "wordrun.config:GPT2TokenizerConfig", "wordrun.dat
 register("tokenizer", "bpe", "wordrun.config:BPETokenizerConfig", "wordrun.data.tokenizers.subword:BPETokenizer")
 register("tokenizer", "hf", "wordrun.config:HFTokenizerConfig", "wordrun.data.tokenizers.subword:HFTokenizer")
 
-register("data", "file", "wordrun.config:DataConfig", "wordrun.prepare.sources.files:FileSource")
-register("data", "download", "wordrun.config:DataConfig", "wordrun.prepare.sources.download:DownloadSource")
-register("data", "sample", "wordrun.config:DataConfig", "wordrun.prepare.sources.sample:SampleSource")
-register("data", "hf", "wordrun.config:DataConfig", "wordrun.prepare.sources.hub:HubSource")
-register("data", "shards", "wordrun.config:DataConfig", "wordrun.prepare.sources.shards:ShardSource")
+register("data", "file", "wordrun.config:TextConfig", "wordrun.prepare.sources.files:FileSource")
+register("data", "download", "wordrun.config:TextConfig", "wordrun.prepare.sources.download:DownloadSource")
+register("data", "sample", "wordrun.config:TextConfig", "wordrun.prepare.sources.sample:SampleSource")
+register("data", "hf", "wordrun.config:TextConfig", "wordrun.prepare.sources.hub:HubSource")
+register("data", "shards", "wordrun.config:TextConfig", "wordrun.prepare.sources.shards:ShardSource")
+register("data", "digits", "wordrun.config_images:ImagesConfig", "wordrun.data.images:digits")
+register("data", "mnist", "wordrun.config_images:ImagesConfig", "wordrun.data.images:mnist")
+register("data", "cifar10", "wordrun.config_images:ImagesConfig", "wordrun.data.images:cifar10")
+register("data", "imagefolder", "wordrun.config_images:ImageFolderConfig", "wordrun.data.images:imagefolder")
+register("data", "fake_images", "wordrun.config_images:FakeImagesConfig", "wordrun.data.images:fake_images")
 
 register("backend", "DDP", "wordrun.config:DDPConfig", "wordrun.backend.ddp:DDPBackend")
 register("backend", "FSDP", "wordrun.config:FSDPConfig", "wordrun.backend.fsdp:FSDPBackend")
@@ -44,3 +51,6 @@ register("hooks", "ema", "wordrun.config:EMAConfig", "wordrun.train.hooks.ema:EM
 register("hooks", "statistics", "wordrun.config:StatisticsConfig", "wordrun.train.hooks.statistics:Statistics")
 register("hooks", "spikes", "wordrun.config:SpikesConfig", "wordrun.train.hooks.spikes:Spikes")
 register("hooks", "lr_range", "wordrun.config:LRRangeConfig", "wordrun.train.hooks.lr_range:LRRange")
+
+register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")
+register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures:top_k")

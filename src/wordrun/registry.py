@@ -33,6 +33,7 @@ KINDS: Mapping[str, str] = {
     "tracker": "TrackerConfig",
     "profiler": "ProfilerConfig",
     "hooks": "HookConfig",
+    "metrics": "MetricConfig",
 }
 """Each kind of part, which is also a config group, and the base class of its options in ``wordrun.config``."""
 

@@ -113,12 +113,12 @@ def test_one_process_ignores_what_an_earlier_job_left(command: Command) -> None:
 VOCABULARY = """
 import os
 from wordrun import dist
-from wordrun.config import DataConfig, GPT2TokenizerConfig
+from wordrun.config import TextConfig, GPT2TokenizerConfig
 from wordrun.data.corpus import open_foreign
 
 with dist.session(device="cpu") as world:
     os.environ["TIKTOKEN_CACHE_DIR"] = f"cache-{world.rank}"
-    tokenizer, *_ = open_foreign(DataConfig("theirs", "shards", path="shards"), GPT2TokenizerConfig(), world)
+    tokenizer, *_ = open_foreign(TextConfig("theirs", "shards", path="shards"), GPT2TokenizerConfig(), world)
     assert tokenizer.encode("a").tolist() == [97]
 """
 

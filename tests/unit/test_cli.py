@@ -59,7 +59,7 @@ def test_help_fits_a_screen_and_names_every_choice(monkeypatch: pytest.MonkeyPat
 
 def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    shown = [config.GPTConfig, config.DataConfig, config.DDPConfig, config.AdamWConfig, config.TrainConfig,
+    shown = [config.GPTConfig, config.TextConfig, config.DDPConfig, config.AdamWConfig, config.TrainConfig,
              config.WandbConfig]  # fmt: skip
     for node in shown:
         docs = documentation(node)

@@ -26,14 +26,14 @@ from wordrun.config import (
     AdamWConfig,
     BPETokenizerConfig,
     Config,
-    DataConfig,
     DDPConfig,
     GPTConfig,
     HFTokenizerConfig,
     LlamaConfig,
-    ModelConfig,
+    TextConfig,
     TPConfig,
     TrackerConfig,
+    TransformerConfig,
     WandbConfig,
     schemas,
 )
@@ -58,7 +58,7 @@ def plain() -> Config:
 
 def good(**changes: Any) -> Config:
     """Return a config that passes, with options changed as in ``model__n_head=3`` or a whole section."""
-    data = DataConfig(name="sample", kind="sample")
+    data = TextConfig(name="sample", kind="sample")
     cfg = Config(model=GPTConfig(), backend=DDPConfig(), data=data, optimizer=AdamWConfig())
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -207,12 +207,12 @@ GPT3 = {"125m": 125e6, "350m": 356e6, "760m": 760e6, "1_3b": 1.3e9, "2_7b": 2.7e
         "175b": 175e9}  # fmt: skip
 
 
-def preset(name: str) -> ModelConfig:
+def preset(name: str) -> TransformerConfig:
     """Return the config that a file under conf/model makes, by its schema alone."""
     options = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     (schema,) = options.pop("defaults")
     part = schemas("model")[schema.removeprefix("/schema/model/").removesuffix("@_here_")]
-    made: ModelConfig = part.options(**options)
+    made: TransformerConfig = part.options(**options)
     return made
 
 
@@ -399,8 +399,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"data__kind": "shards"}, ["data=sample", "data.path=FOLDER"]),
     ({"data__kind": "mix"}, ["data=mix", "data.mix={fineweb: 3"]),
     ({"data__mix": {"a": 1.0}}, ["data.mix", "data=mix", "data=sample"]),
-    ({"data": DataConfig("mix", "mix", mix={"a": 1.0, "b": 0.0})}, ["data.mix.b=0", "above 0"]),
-    ({"data": DataConfig("mix", "mix", mix={"a": 1.0, "b": 1e-5})}, ["data.mix.b=1e-05", "raise it to 0.000244"]),
+    ({"data": TextConfig("mix", "mix", mix={"a": 1.0, "b": 0.0})}, ["data.mix.b=0", "above 0"]),
+    ({"data": TextConfig("mix", "mix", mix={"a": 1.0, "b": 1e-5})}, ["data.mix.b=1e-05", "raise it to 0.000244"]),
     ({"data__shard_mb": 0}, ["data.shard_mb=0", "at least 1"]),
     ({"data__workers": 0}, ["data.workers=0", "at least 1"]),
     ({"data__prefetch": -1}, ["data.prefetch=-1", "negative"]),
@@ -439,7 +439,7 @@ def test_the_impossible_is_refused_with_key_value_and_remedy(changes: dict[str, 
 
 
 # What tensor-parallel ranks cannot share: model, ranks, and for each message what it has to contain
-INDIVISIBLE: list[tuple[ModelConfig, int, list[list[str]]]] = [
+INDIVISIBLE: list[tuple[TransformerConfig, int, list[list[str]]]] = [
     (LlamaConfig(n_head=6, n_embd=96, n_kv_head=3), 2, [["model.n_kv_head=3", "use model.n_kv_head=6"]]),
     (LlamaConfig(n_hidden=351), 2, [["model.n_hidden=351", "use model.n_hidden=352"]]),
     (LlamaConfig(n_kv_head=2), 4, [["model.n_kv_head=2", "use model.n_kv_head=4"]]),
@@ -451,7 +451,7 @@ INDIVISIBLE: list[tuple[ModelConfig, int, list[list[str]]]] = [
 
 @pytest.mark.parametrize(("shapes", "ranks", "says"), INDIVISIBLE)
 def test_what_tensor_parallel_ranks_cannot_share_is_refused(
-    shapes: ModelConfig, ranks: int, says: list[list[str]]
+    shapes: TransformerConfig, ranks: int, says: list[list[str]]
 ) -> None:
     cfg = good(model=shapes, backend=TPConfig(), train__backend="TP")
     lines = complaints(lambda: check(cfg, ranks))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.data.corpus import Opened
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.order import Permutation, Sequences
@@ -241,9 +241,9 @@ def nowhere() -> str:
         return f"http://127.0.0.1:{held.getsockname()[1]}/input.txt"
 
 
-def download(url: str, path: Path, *, sha256: str = "", offline: str = "error") -> DataConfig:
+def download(url: str, path: Path, *, sha256: str = "", offline: str = "error") -> TextConfig:
     right = hashlib.sha256(TEXT.encode()).hexdigest()
-    return DataConfig("play", kind="download", path=str(path), url=url, sha256=sha256 or right, offline=offline)
+    return TextConfig("play", kind="download", path=str(path), url=url, sha256=sha256 or right, offline=offline)
 
 
 def test_a_download_is_kept(served: str, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_bad_text_file_is_one_clear_message(content: bytes | str | None, says:
     elif content:
         path.mkdir()
     with pytest.raises(ConfigError) as caught:
-        read(locate(DataConfig("text", path=str(path))))
+        read(locate(TextConfig("text", path=str(path))))
     assert says in str(caught.value)
     assert f"data.path={path}" in str(caught.value)
 
@@ -342,13 +342,13 @@ def test_an_unreadable_text_file_is_one_clear_message(tmp_path: Path) -> None:
     path.write_text(TEXT)
     path.chmod(0)
     with pytest.raises(ConfigError, match="Permission denied"):
-        read(locate(DataConfig("text", path=str(path))))
+        read(locate(TextConfig("text", path=str(path))))
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.txt").write_text(TEXT)
-    assert read(locate(DataConfig("text", path="~/mine.txt"))) == TEXT
+    assert read(locate(TextConfig("text", path="~/mine.txt"))) == TEXT
 
 
 # Splits and the sample
@@ -356,7 +356,7 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def in_memory(path: Path) -> Opened:
     """Return what a run reads of a small text in characters."""
-    source = locate(DataConfig("text", path=str(path)))
+    source = locate(TextConfig("text", path=str(path)))
     item = source.single_text()
     assert item is not None
     return read_text(source, item)

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.errors import ConfigError, UserError
 from wordrun.prepare.sources import files, hub, locate
 from wordrun.prepare.sources.base import WorkItem
@@ -40,7 +40,7 @@ def write(path: Path, texts: list[str], key: str = "text") -> Path:
 
 def read(path: Path | str, **options: Any) -> list[str]:
     """Return the texts of a source, as all its work items together have them."""
-    source = locate(DataConfig("mine", path=str(path), **options))
+    source = locate(TextConfig("mine", path=str(path), **options))
     return [document.text for item in source.items() for document in source.documents(item)]
 
 
@@ -79,7 +79,7 @@ def test_work_items_of_a_file_add_up_to_it(
     lines: list[str], count: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("t") / "a"
-    source = FileSource.locate(DataConfig(path=str(path)))
+    source = FileSource.locate(TextConfig(path=str(path)))
     for kind in ("text", "jsonl"):
         content = "".join(lines) if kind == "text" else "".join(json.dumps({"text": line}) + "\n" for line in lines)
         path.write_text("x" + content if kind == "text" else content, encoding="utf-8", newline="")
@@ -103,7 +103,7 @@ def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path, monkeypa
     text = "é" * 50
     path = write(tmp_path / "a.txt", [text])
     cuts = [0, 33, 67, 100]
-    source = FileSource.locate(DataConfig(path=str(path)))
+    source = FileSource.locate(TextConfig(path=str(path)))
     found = [
         document.text
         for i in range(3)
@@ -115,11 +115,11 @@ def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path, monkeypa
 
 def test_large_files_are_divided_by_size_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["x" * 1000] * 3000)
-    data = DataConfig(path=str(path), shard_mb=1)
+    data = TextConfig(path=str(path), shard_mb=1)
     assert [item.number for item in locate(data).items()] == [0, 1, 2]
     assert len(read(path, shard_mb=1)) == 3000
     write(tmp_path / "a.parquet", [f"{i}" * 300 for i in range(9000)])
-    data = DataConfig(path=str(tmp_path / "a.parquet"), shard_mb=1)
+    data = TextConfig(path=str(tmp_path / "a.parquet"), shard_mb=1)
     assert len(locate(data).items()) > 1
     assert len(read(tmp_path / "a.parquet", shard_mb=1)) == 9000
 
@@ -141,12 +141,12 @@ def test_a_local_hugging_face_data_set_is_read(form: str, tmp_path: Path, monkey
     else:
         table = datasets.Dataset.from_dict({"text": TEXTS})
         (datasets.DatasetDict({"train": table}) if form == "splits" else table).save_to_disk(str(folder))
-    source = locate(DataConfig("mine", "hf", dataset=str(folder)))
+    source = locate(TextConfig("mine", "hf", dataset=str(folder)))
     items = source.items()
     assert len(items) == 3
     assert [document.text for item in items for document in source.documents(item)] == TEXTS
     with pytest.raises(ConfigError, match=r"no column data\.text_key=content, but"):
-        locate(DataConfig("mine", "hf", dataset=str(folder), text_key="content")).items()
+        locate(TextConfig("mine", "hf", dataset=str(folder), text_key="content")).items()
 
 
 def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     begin = time.monotonic()
-    data = DataConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT")
+    data = TextConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT")
     with pytest.raises(UserError) as caught:
         locate(data).items()
     wanted = ("data=fineweb", "HuggingFaceFW/fineweb", "login node", "wordrun prepare data=fineweb", "hf download")
@@ -222,4 +222,4 @@ def test_a_damaged_parquet_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "says"), [("", "has no .txt, .jsonl"), ("*.txt", "matches no file")])
 def test_no_files_are_one_message(path: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        FileSource.locate(DataConfig(path=f"{tmp_path}/{path}")).files()
+        FileSource.locate(TextConfig(path=f"{tmp_path}/{path}")).files()

@@ -15,7 +15,7 @@ import torch
 
 from wordrun import model as models
 from wordrun.checkpoint.saved import Saved
-from wordrun.config import Config, GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import Config, GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.generate import Screen, _training, main
 from wordrun.model import Transformer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 V = 23
 BLOCK = 16
-CONFIGS: dict[str, ModelConfig] = {
+CONFIGS: dict[str, TransformerConfig] = {
     "gpt": GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=BLOCK, bias=True),
     "llama": LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=BLOCK),
 }

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from wordrun import model as models
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.errors import ConfigError
 from wordrun.model.huggingface import huggingface_config, match, to_huggingface, to_ours
 
@@ -30,7 +30,7 @@ MODELS = {
 }
 
 
-def from_huggingface(state: dict[str, torch.Tensor], cfg: ModelConfig) -> dict[str, torch.Tensor]:
+def from_huggingface(state: dict[str, torch.Tensor], cfg: TransformerConfig) -> dict[str, torch.Tensor]:
     """Return our model's state dict for the weights of transformers' model."""
     names, problems = match(state, {name: tensor.shape for name, tensor in state.items()}, cfg)
     if problems:
@@ -38,7 +38,7 @@ def from_huggingface(state: dict[str, torch.Tensor], cfg: ModelConfig) -> dict[s
     return {name: to_ours(name, state[theirs], cfg) for name, theirs in names.items()}
 
 
-def random_model(cfg: ModelConfig) -> models.Transformer:
+def random_model(cfg: TransformerConfig) -> models.Transformer:
     """Return a model all of whose weights, those of the norms included, are far from their first values."""
     model = models.build(cfg, V, seed=3)
     stream = torch.Generator().manual_seed(4)
@@ -48,7 +48,7 @@ def random_model(cfg: ModelConfig) -> models.Transformer:
     return model.eval()
 
 
-def their_model(cfg: ModelConfig, state: dict[str, torch.Tensor]) -> Any:
+def their_model(cfg: TransformerConfig, state: dict[str, torch.Tensor]) -> Any:
     """Return transformers' model with the weights ``state``."""
     options = huggingface_config(cfg, V)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**options))
@@ -63,7 +63,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
 @torch.no_grad()
-def test_logits_are_those_of_transformers(cfg: ModelConfig) -> None:
+def test_logits_are_those_of_transformers(cfg: TransformerConfig) -> None:
     ours = random_model(cfg)
     theirs = their_model(cfg, to_huggingface(ours.state_dict(), cfg))
     tokens = torch.randint(V, (1, cfg.block_size), generator=torch.Generator().manual_seed(0))
@@ -73,7 +73,7 @@ def test_logits_are_those_of_transformers(cfg: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
-def test_weights_come_back_as_they_went(cfg: ModelConfig) -> None:
+def test_weights_come_back_as_they_went(cfg: TransformerConfig) -> None:
     state = random_model(cfg).state_dict()
     there = to_huggingface(state, cfg)
     assert same(from_huggingface(there, cfg), dict(state))
@@ -83,7 +83,7 @@ def test_weights_come_back_as_they_went(cfg: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_the_parts_of_a_pipeline_make_the_whole_file(cfg: ModelConfig) -> None:
+def test_the_parts_of_a_pipeline_make_the_whole_file(cfg: TransformerConfig) -> None:
     whole = random_model(cfg).state_dict()
     parts = [models.meta_model(cfg, V, layers).state_dict() for layers in (range(1), range(1, 3))]
     together = [to_huggingface({name: whole[name] for name in part}, cfg) for part in parts]
@@ -118,7 +118,7 @@ def test_a_tied_llama_needs_no_output_layer() -> None:
         (GPT, LLAMA, "has no model.embed_tokens.weight"),
     ],
 )
-def test_weights_of_another_model_are_refused(written: ModelConfig, read: ModelConfig, says: str) -> None:
+def test_weights_of_another_model_are_refused(written: TransformerConfig, read: TransformerConfig, says: str) -> None:
     file = to_huggingface(random_model(written).state_dict(), written)
     with pytest.raises(ConfigError) as caught:
         from_huggingface(file, read)

@@ -25,7 +25,8 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"version", "errors", "files", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
-CONFIG = BASE | {"dist", "project", "registry", "config", "validation", "ds_config", "checks", "composer"}
+CONFIG = BASE | {"dist", "project", "registry", "config", "config_images", "sections", "validation", "ds_config"}
+CONFIG |= {"checks", "composer"}
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": set(),
@@ -43,13 +44,15 @@ MAY_USE: dict[str, set[str]] = {
     "registry": {"errors", "project"},
     "parts": {"registry"},
     "dist": BASE | {"registry"},
-    "config": {"errors", "validation", "registry"},
+    "sections": {"validation"},
+    "config_images": {"sections", "validation"},
+    "config": {"errors", "sections", "config_images", "validation", "registry"},
     "ds_config": {"errors", "config"},
     "checks": {"errors", "validation", "registry", "dist", "config", "ds_config"},
     "part_source": {"errors", "project", "registry", "config"},
     "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
     "launch": BASE,
-    "data": CONFIG,
+    "data": CONFIG | {"compat"},
     "model": CONFIG | {"compat"},
     "track": CONFIG,
     "compat": {"errors"},

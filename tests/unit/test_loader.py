@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import wordrun
-from wordrun.config import MIX_PERIOD, DataConfig, TokenizerConfig
+from wordrun.config import MIX_PERIOD, TextConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data.batch import Batch
 from wordrun.data.loader import Loader
@@ -205,7 +205,7 @@ def test_every_source_of_a_mix_has_its_share(shares: list[float]) -> None:
 def test_a_run_can_train_on_a_mix(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
     folder = tmp_path / "shards"
-    data = DataConfig("cats", path=str(tmp_path / "a.txt"), prepared=str(folder))
+    data = TextConfig("cats", path=str(tmp_path / "a.txt"), prepared=str(folder))
     run.execute(run.begin(locate(data), TokenizerConfig("byte"), folder), World())
     words = ["data=mix", f"data.mix={{sample: 3, {folder}: 1}}", "tokenizer=byte", "model.block_size=16"]
     found = obtain(wordrun.compose(words), World())
@@ -264,7 +264,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         (folder / f"{number}.txt").write_text(f"text number {number}. " * 200)
     out = tmp_path_factory.mktemp("prepared") / "out"
-    data = DataConfig("texts", path=str(folder), prepared=str(out), workers=1)
+    data = TextConfig("texts", path=str(folder), prepared=str(out), workers=1)
     run.execute(run.begin(locate(data), TokenizerConfig("byte"), out), World())
     return out
 

@@ -16,7 +16,7 @@ import wordrun
 from wordrun import cgroup
 from wordrun.checks import check
 from wordrun.composer import compose
-from wordrun.config import Config, ModelConfig
+from wordrun.config import Config, TransformerConfig
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, UserError
@@ -118,7 +118,7 @@ def test_offloaded_data_must_fit_into_host_memory() -> None:
 
 
 def test_without_an_estimate_only_the_states_count() -> None:
-    class OtherModel(ModelConfig):
+    class OtherModel(TransformerConfig):
         pass
 
     known = fit("model.batch_size=100000")

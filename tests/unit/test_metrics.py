@@ -88,7 +88,7 @@ def two_steps(figures: Meter) -> dict[str, float]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_line_has_the_names_of_the_legend() -> None:
-    assert {*two_steps(meter()), "val_loss"} == set(LEGEND)
+    assert {*two_steps(meter()), "val_loss", "val_NAME"} == set(LEGEND)
 
 
 @pytest.mark.usefixtures("alone")

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import model as models
-from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.data.batch import Batch
 from wordrun.model import Transformer
 from wordrun.model.generate import generate
@@ -92,7 +92,7 @@ def test_the_loss_of_a_sequence_is_the_mean_cross_entropy_of_its_tokens(model: T
 
 
 @pytest.mark.parametrize("cfg", [GPT, replace(LLAMA, tie=True)], ids=["gpt", "llama"])
-def test_the_output_layer_of_a_tied_model_is_the_embedding(cfg: ModelConfig) -> None:
+def test_the_output_layer_of_a_tied_model_is_the_embedding(cfg: TransformerConfig) -> None:
     model = models.build(cfg, V)
     assert model.head.weight is model.tokens.weight
     with torch.no_grad():
@@ -119,12 +119,12 @@ def test_parameters_are_counted_once() -> None:
 
 
 @BOTH
-def test_the_vocabulary_may_be_larger_than_the_tokenizers(cfg: ModelConfig) -> None:
+def test_the_vocabulary_may_be_larger_than_the_tokenizers(cfg: TransformerConfig) -> None:
     assert models.build(replace(cfg, vocab_size=64), V)(tokens(), at=-1).shape == (3, 64)
 
 
 @pytest.mark.parametrize("cfg", [GPT, LLAMA, replace(LLAMA, tie=True)], ids=["gpt", "llama", "tied llama"])
-def test_padding_of_the_vocabulary_changes_nothing(cfg: ModelConfig) -> None:
+def test_padding_of_the_vocabulary_changes_nothing(cfg: TransformerConfig) -> None:
     exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 16))
     assert padded.head.weight.shape == (32, cfg.n_embd)
     optimizers = [adamw(AdamWConfig(weight_decay=0.1), model.named_parameters()) for model in (exact, padded)]
@@ -149,7 +149,7 @@ def test_padding_of_the_vocabulary_changes_nothing(cfg: ModelConfig) -> None:
 
 
 @BOTH
-def test_the_first_weights_do_not_depend_on_the_padding(cfg: ModelConfig) -> None:
+def test_the_first_weights_do_not_depend_on_the_padding(cfg: TransformerConfig) -> None:
     exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 64))
     state = padded.state_dict()
     assert len(state["tokens.weight"]) == 64
@@ -212,7 +212,7 @@ def test_fake_tensors_and_inference_leave_nothing_behind() -> None:
 
 @BOTH
 @pytest.mark.parametrize("k", [1, 2])
-def test_parts_in_a_row_are_the_whole_model(cfg: ModelConfig, k: int) -> None:
+def test_parts_in_a_row_are_the_whole_model(cfg: TransformerConfig, k: int) -> None:
     cfg = replace(cfg, n_layer=3)
     whole = models.build(cfg, V, seed=2)
     parts = [models.materialise(models.meta_model(cfg, V, layers), 2, "cpu") for layers in (range(k), range(k, 3))]
@@ -233,7 +233,7 @@ def test_parts_in_a_row_are_the_whole_model(cfg: ModelConfig, k: int) -> None:
     [GPTConfig(n_layer=3, n_head=4, n_embd=256, bias=True), LlamaConfig(n_layer=3, n_head=4, n_embd=256, n_hidden=704)],
     ids=["gpt", "llama"],
 )
-def test_weights_begin_as_nanogpts(cfg: ModelConfig) -> None:
+def test_weights_begin_as_nanogpts(cfg: TransformerConfig) -> None:
     model = models.build(cfg, 500, seed=0)
     for name, p in model.named_parameters():
         if p.dim() < 2:
@@ -251,7 +251,7 @@ def test_an_untrained_model_knows_nothing(model: Transformer) -> None:
 
 
 @BOTH
-def test_the_seed_decides_the_weights(cfg: ModelConfig) -> None:
+def test_the_seed_decides_the_weights(cfg: TransformerConfig) -> None:
     def weights(seed: int) -> torch.Tensor:
         return torch.cat([p.flatten() for p in models.build(cfg, V, seed).parameters()])
 
@@ -269,7 +269,7 @@ def test_no_two_matrices_begin_alike(model: Transformer) -> None:
 
 
 @BOTH
-def test_dropout_acts_in_training_alone(cfg: ModelConfig) -> None:
+def test_dropout_acts_in_training_alone(cfg: TransformerConfig) -> None:
     model = models.build(replace(cfg, dropout=0.3), V)
     x = tokens()
     assert not model(x).equal(model(x))
@@ -309,7 +309,7 @@ def test_it_learns(model: Transformer) -> None:
         LlamaConfig(n_layer=3, n_head=4, n_kv_head=1, n_embd=64, n_hidden=100, block_size=32, tie=True, vocab_size=100),
     ],
 )
-def test_flops_are_those_that_torch_counts(cfg: ModelConfig) -> None:
+def test_flops_are_those_that_torch_counts(cfg: TransformerConfig) -> None:
     """Agree to the last operation, on the attention that torch counts: as matrix products, mask not taken off.
 
     The fused kernel that training uses on a CPU is unknown to the counter, which would leave attention out.

@@ -25,8 +25,8 @@ from wordrun.config import (
     DDPConfig,
     GPTConfig,
     LlamaConfig,
-    ModelConfig,
     OptimizerConfig,
+    TransformerConfig,
 )
 from wordrun.data.batch import Batch
 from wordrun.devices import VARIANTS
@@ -40,13 +40,13 @@ from wordrun.plan.candidates import Estimate, Planner, Unavailable
 from wordrun.plan.cli import USAGE, main, plan
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import ParameterShape, numel, shapes_of
-from wordrun.plan.strategy import NoEstimateError, Strategy, bubble, in_flight
+from wordrun.plan.shapes import NoEstimateError, ParameterShape, numel, shapes_of
+from wordrun.plan.strategy import Strategy, bubble, in_flight
 
 if TYPE_CHECKING:
     from conftest import Command
 
-SHAPES: dict[str, ModelConfig] = {
+SHAPES: dict[str, TransformerConfig] = {
     "gpt2": GPTConfig(n_layer=3, n_head=4, n_embd=128, block_size=128, batch_size=4, bias=True, gelu="tanh"),
     "wide gpt": GPTConfig(n_layer=2, n_head=2, n_embd=256, block_size=128, batch_size=4, dropout=0.1),
     "llama": LlamaConfig(
@@ -313,7 +313,7 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
     class OtherBackend(BackendConfig):  # its name is DDP, so that only the plan can object
         pass
 
-    class OtherModel(ModelConfig):
+    class OtherModel(TransformerConfig):
         pass
 
     found = plan(["model=gpt2", "model.vocab_size=50304"])

@@ -24,7 +24,7 @@ import pytest
 from matplotlib.image import imread
 
 import wordrun
-from wordrun.config import BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, TokenizerConfig
+from wordrun.config import BPETokenizerConfig, Config, GPT2TokenizerConfig, TextConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data.corpus import open_prepared
 from wordrun.dist import World
@@ -57,9 +57,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def made(texts: Path, folder: Path, tokenizer: TokenizerConfig = BYTE, ranks: int = 1, **options: Any) -> DataConfig:
+def made(texts: Path, folder: Path, tokenizer: TokenizerConfig = BYTE, ranks: int = 1, **options: Any) -> TextConfig:
     """Prepare ``texts`` as that many ranks, threads here, and return the options."""
-    data = DataConfig("mine", path=str(texts), prepared=str(folder), **options)
+    data = TextConfig("mine", path=str(texts), prepared=str(folder), **options)
     preparation = run.begin(locate(data), tokenizer, folder)
     failures: list[BaseException] = []
 
@@ -194,7 +194,7 @@ def test_what_was_finished_is_not_done_again(texts: Path, tmp_path: Path, monkey
 
 def test_a_shard_that_was_damaged_in_between_is_made_again(texts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    data = DataConfig("mine", path=str(texts), prepared=str(folder))
+    data = TextConfig("mine", path=str(texts), prepared=str(folder))
     source = locate(data)
     for item in run.begin(source, BYTE, folder).items[:2]:
         tokenize.process("shards", item, source, folder, lambda *counts: None)
@@ -221,7 +221,7 @@ def test_a_killed_preparation_is_continued(texts: Path, tmp_path: Path, start: S
     process.communicate()
     assert not (tmp_path / "out" / "manifest.json").exists()
     with pytest.raises(ConfigError, match="did not finish"):
-        open_prepared(tmp_path / "out", DataConfig(), BYTE)
+        open_prepared(tmp_path / "out", TextConfig(), BYTE)
     again = command(*words)
     assert again.returncode == 0, again.stderr
     assert main([*words[3:-2], f"data.prepared={tmp_path / 'at once'}"]) == 0
@@ -426,7 +426,7 @@ def test_a_folder_of_which_nothing_can_be_used_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_file_that_becomes_readable_changes_the_fingerprint(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = locate(DataConfig("mine", path=str(texts)))
+    source = locate(TextConfig("mine", path=str(texts)))
     readable = source.state()
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("a.txt"))
     assert source.state() != readable
@@ -443,7 +443,7 @@ def test_a_file_that_becomes_readable_changes_the_fingerprint(texts: Path, monke
 
 def test_a_folder_of_notes_is_read(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("# A title\n")
-    assert [item.path for item in locate(DataConfig("text", path=str(tmp_path))).items()] == [f"{tmp_path}/notes.md"]
+    assert [item.path for item in locate(TextConfig("text", path=str(tmp_path))).items()] == [f"{tmp_path}/notes.md"]
 
 
 def test_a_folder_is_listed_once_and_without_hidden_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +456,7 @@ def test_a_folder_is_listed_once_and_without_hidden_folders(tmp_path: Path, monk
     walks: list[Any] = []
     walk = os.walk
     monkeypatch.setattr(os, "walk", lambda folder: walks.append(folder) or walk(folder))
-    data = DataConfig("text", path=str(tmp_path / "in"), prepared=str(tmp_path / "out"))
+    data = TextConfig("text", path=str(tmp_path / "in"), prepared=str(tmp_path / "out"))
     source = locate(data)
     run.execute(run.begin(source, BYTE, tmp_path / "out"), World())
     assert source.single_text() is None
@@ -536,7 +536,7 @@ def test_what_a_tokenizer_learns_from_is_not_read_with_all_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("Grüße an alle.\n" * 100_000)
-    data = DataConfig("text", path=str(tmp_path / "text.txt"), shard_mb=1)
+    data = TextConfig("text", path=str(tmp_path / "text.txt"), shard_mb=1)
     source = locate(data)
     parts, read = source.items(), []
 
@@ -557,7 +557,7 @@ def test_what_a_tokenizer_learns_from_is_not_read_with_all_around_it(
 
 def by_workers(texts: Path, folder: Path) -> Iterator[list[int]]:
     """Begin to prepare ``texts`` in two worker processes."""
-    source = locate(DataConfig("mine", path=str(texts), prepared=str(folder)))
+    source = locate(TextConfig("mine", path=str(texts), prepared=str(folder)))
     preparation = run.begin(source, BYTE, folder)
     return workers.work_on("shards", source, folder, preparation.items, 2)
 
@@ -660,7 +660,7 @@ class Numerals(Source):
         return (Document(f"{item.number}{n}") for n in range(10))
 """)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(parts("data"), "numerals", Part(DataConfig, "numerals:Numerals"))
+    monkeypatch.setitem(parts("data"), "numerals", Part(TextConfig, "numerals:Numerals"))
     words = ["data=text", "data.kind=numerals", "data.workers=2", "tokenizer=byte", "model.block_size=16"]
     corpus = obtain.obtain(wordrun.compose(words), World())
     expected = [f"{item}{n}" for item in range(3) for n in range(9)]
@@ -674,16 +674,16 @@ class Numerals(Source):
 @pytest.mark.parametrize(
     ("data", "tokenizer", "name"),
     [
-        (DataConfig("sample", "sample"), TokenizerConfig("char"), "sample-char-ea16ade173"),
-        (DataConfig("play", "download", "play.txt", "http://x", "ab" * 32, val_fraction=0.2),
+        (TextConfig("sample", "sample"), TokenizerConfig("char"), "sample-char-ea16ade173"),
+        (TextConfig("play", "download", "play.txt", "http://x", "ab" * 32, val_fraction=0.2),
          BPETokenizerConfig(vocab_size=300), "play-bpe-c2042befce"),
-        (DataConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT", val_fraction=0.005),
+        (TextConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT", val_fraction=0.005),
          GPT2TokenizerConfig(), "fineweb-gpt2-91bd2687a6"),
-        (DataConfig("mine", "hf", dataset="set", text_key="content", shard_mb=8), BYTE, "mine-byte-4820c2db98"),
+        (TextConfig("mine", "hf", dataset="set", text_key="content", shard_mb=8), BYTE, "mine-byte-4820c2db98"),
     ],
 )  # fmt: skip
 def test_fingerprints_are_those_of_earlier_versions(
-    data: DataConfig, tokenizer: TokenizerConfig, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: TextConfig, tokenizer: TokenizerConfig, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "set").mkdir()
@@ -708,7 +708,7 @@ def test_fingerprints_are_those_of_earlier_versions(
 def test_shards_are_those_of_earlier_versions(
     tokenizer: TokenizerConfig, tokens: tuple[int, int], xxh3: tuple[str, str], tmp_path: Path
 ) -> None:
-    data = DataConfig("sample", "sample", prepared=str(tmp_path / "out"))
+    data = TextConfig("sample", "sample", prepared=str(tmp_path / "out"))
     run.execute(run.begin(locate(data), tokenizer, tmp_path / "out"), World())
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     expected = [

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.errors import ConfigError, UserError
 from wordrun.model import meta_model
 from wordrun.model.pretrained import fetch, model_config, open_weights, read_config
@@ -22,7 +22,7 @@ from wordrun.model.pretrained import fetch, model_config, open_weights, read_con
 V = 61
 GPT = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, bias=True, gelu="tanh")
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=24, rope_theta=5e5)
-THEIRS: dict[str, tuple[ModelConfig, Any]] = {
+THEIRS: dict[str, tuple[TransformerConfig, Any]] = {
     "gpt2": (GPT, transformers.GPT2Config(vocab_size=V, n_positions=24, n_embd=32, n_layer=2, n_head=4)),
     "llama": (LLAMA, transformers.LlamaConfig(
         vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Folders:
 
 
 @torch.no_grad()
-def check_logits(weights: Mapping[str, torch.Tensor], cfg: ModelConfig, theirs: Any) -> None:
+def check_logits(weights: Mapping[str, torch.Tensor], cfg: TransformerConfig, theirs: Any) -> None:
     ours = meta_model(cfg, V)
     ours.load_state_dict(dict(weights), assign=True)
     tokens = torch.randint(V, (2, cfg.block_size), generator=torch.Generator().manual_seed(0))
@@ -123,7 +123,7 @@ def test_a_gpt_without_biases_takes_those_that_are_0(folder: Folders) -> None:
         open_weights(path, replace(GPT, bias=False), V)
 
 
-def refused(path: Path, cfg: ModelConfig, vocab_size: int | None = V) -> str:
+def refused(path: Path, cfg: TransformerConfig, vocab_size: int | None = V) -> str:
     with pytest.raises(UserError) as caught:
         open_weights(path, cfg, vocab_size)
     return str(caught.value)

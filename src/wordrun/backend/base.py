@@ -17,6 +17,7 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
+from wordrun.errors import UserError
 from wordrun.model import Model
 from wordrun.registry import part_of
 
@@ -93,8 +94,11 @@ class Backend(Protocol):
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``, one batch per micro-step."""
 
-    def losses(self, batch: Any) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,), without gradients."""
+    def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), without gradients.
+
+        What the model's forward pass returned is appended to ``outputs``, if given; a pipeline cannot do that.
+        """
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return a language model's logits (B, V) at the last of ``tokens`` (B, T), without gradients."""
@@ -124,6 +128,20 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release everything that uses the process group, which is destroyed next; no step can follow."""
+
+
+def checked(losses: Tensor, model: Model, device: torch.device) -> Tensor:
+    """Return ``losses``, which ``model`` has computed on ``device``.
+
+    Raises:
+        UserError: they are not one number for each example, or on another device.
+    """
+    if losses.dim() != 1 or losses.device.type != device.type:
+        raise UserError(
+            f"{type(model).__name__}.losses should return the loss of each example, a tensor of shape [B] on "
+            f"{device.type}: it returned one of shape {list(losses.shape)} on {losses.device.type}"
+        )
+    return losses
 
 
 def build(spec: BackendSpec) -> Backend:

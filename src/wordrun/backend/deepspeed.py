@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun import compat, ds_config
-from wordrun.backend.base import BackendSpec, Save, StepResult
-from wordrun.backend.native import prepare
+from wordrun.backend.base import BackendSpec, Save, StepResult, checked
+from wordrun.backend.native import average, prepare
 from wordrun.backend.optimizer import set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
@@ -108,7 +108,7 @@ class DeepSpeedBackend:
         losses = []
         norm: Any = None
         for batch in batches:
-            loss = self.parts[0].losses(batch, self.engine).mean()
+            loss = checked(self.parts[0].losses(batch, self.engine), self.parts[0], self.device).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
@@ -117,15 +117,21 @@ class DeepSpeedBackend:
                 norm = get_total_norm([p.grad for p in self.parts[0].parameters() if p.grad is not None])
             self.engine.step()
             clock.lap("optimizer")
+        if buffers := [buffer for buffer in self.parts[0].buffers() if buffer.is_floating_point()]:
+            average(buffers)
         if norm is None:
             norm = self.engine.get_global_grad_norm()
         norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
         return StepResult(torch.stack(losses).mean(), norm)
 
     @torch.no_grad()
-    def losses(self, batch: Any) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,)."""
-        return self.parts[0].losses(batch, self.engine)
+    def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
+        if outputs is None:
+            return self.parts[0].losses(batch, self.engine)
+        losses, seen = self.parts[0].losses_and_outputs(batch, self.engine)
+        outputs.append(seen)
+        return losses
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

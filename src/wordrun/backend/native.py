@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
-from wordrun.backend.base import BackendSpec, Save, StepResult
+from wordrun.backend.base import BackendSpec, Save, StepResult, checked
 from wordrun.backend.optimizer import Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
@@ -105,14 +105,19 @@ class NativeBackend:
         return get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     @torch.no_grad()
-    def losses(self, batch: Any) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,)."""
-        return self.forward_losses(batch)
+    def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
+        if outputs is None:
+            return self.forward_losses(batch)
+        with self.forward_context():
+            losses, seen = self.parts[0].losses_and_outputs(batch)
+            outputs.append(full(seen))
+            return full(losses)
 
     def forward_losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), calling the model through ``forward`` if given."""
         with self.forward_context():
-            return full(self.parts[0].losses(batch, forward))
+            return full(checked(self.parts[0].losses(batch, forward), self.parts[0], self.device))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -149,10 +154,9 @@ class NativeBackend:
     @torch.no_grad()
     def _average_buffers(self) -> None:
         """Average buffers that depend on each rank's data, such as BatchNorm's running statistics."""
-        for _, buffer in self.buffers():
-            for group in self.buffer_groups() if buffer.is_floating_point() else ():
-                dist.all_reduce(buffer, group=group)
-                buffer /= dist.get_world_size(group)
+        buffers = [buffer for _, buffer in self.buffers() if buffer.is_floating_point()]
+        for group in self.buffer_groups() if buffers else ():
+            average(buffers, group)
 
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
         """Return this rank's shards of parameters and persistent buffers, by their names in a checkpoint."""
@@ -246,6 +250,15 @@ def local(tensor: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor; all ranks that hold shards of it must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def average(tensors: Sequence[Tensor], group: Any = None) -> None:
+    """Replace ``tensors`` by their means over the ranks of ``group`` (None: all), in one all-reduce."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:

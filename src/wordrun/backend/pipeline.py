@@ -55,7 +55,7 @@ class PipelineBackend(FSDPBackend):
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")
         self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.coordinate]
-        super().__init__(spec, [blocks_of(stage, self.count, cfg.model.n_layer) for stage in self.numbers])
+        super().__init__(spec, [blocks_of(stage, self.count, cfg.transformer.n_layer) for stage in self.numbers])
         self.group = self.mesh.get_group("pp")
         parts = [
             PipelineStage(part, number, self.count, self.device, group=self.group)
@@ -156,8 +156,8 @@ class PipelineBackend(FSDPBackend):
             gradient += theirs
 
     @torch.no_grad()
-    def losses(self, batch: Any) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,)."""
+    def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,); only the last stage has outputs, so none are returned."""
         inputs, every, targets = self.parts[0].stage_inputs([batch])
         with self.forward_context():
             return self._forward(

@@ -185,13 +185,14 @@ class Draft:
         self.step = step
         self.path = run_dir / CHECKPOINTS / f".{folder_name(step)}.new"
 
-    def begin(self, tokenizer_json: str) -> None:
-        """Create the folder and write the tokenizer, after removing leftovers of interrupted saves."""
+    def begin(self, tokenizer_json: str | None) -> None:
+        """Create the folder and write the tokenizer, if any, after removing leftovers of interrupted saves."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for left in self.path.parent.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
         self.path.mkdir()
-        write_text(self.path / TOKENIZER, tokenizer_json)
+        if tokenizer_json is not None:
+            write_text(self.path / TOKENIZER, tokenizer_json)
 
     def publish(self, manifest: Mapping[str, Any]) -> Folder:
         """Write the manifest and rename the folder; return the checkpoint."""

@@ -18,11 +18,13 @@ from wordrun.checkpoint.index import StoredTensor
 from wordrun.config import Config, from_plain
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.model import Transformer, meta_model
+from wordrun.model import Model, Transformer, new_model
 from wordrun.model.base import LazyWeights
 
 MODEL = "model."
 """Prefix of the names of weights in a checkpoint."""
+ARGUMENTS = ("vocab_size", "model_arguments")
+"""The entries of a manifest from which, with the config, the model is built: the first for text, the second else."""
 ENGINE = "engine"
 """Folder in a checkpoint for the files of DeepSpeed's engine."""
 
@@ -35,8 +37,9 @@ class Saved:
     step: int
     config: Config
     tokenizer_json: str
+    """Empty if the data are not text."""
     vocab_size: int
-    """The tokenizer's vocabulary size; the model's may be larger."""
+    """The tokenizer's vocabulary size; the model's may be larger. 0 if the data are not text."""
     manifest: dict[str, Any]
 
     @property
@@ -72,7 +75,25 @@ class Saved:
             return self._engine_weights()
         return LazyWeights({name: partial(_read, self.folder, full, stored) for name, full in names.items()})
 
-    def meta_model(self) -> Transformer:
+    def transformer(self) -> Transformer:
+        """Return ``meta_model`` of a run on text.
+
+        Raises:
+            UserError: the run was on other data.
+        """
+        self.require_text()
+        model: Transformer = self.meta_model()  # type: ignore[assignment]
+        return model
+
+    def require_text(self) -> None:
+        """Raise a UserError if the run was on other data than text."""
+        if "model_arguments" in self.manifest:
+            raise UserError(
+                f"{self.folder} was trained on data={self.config.data.name}, which is not text: it cannot generate "
+                "any, and only form=checkpoint can export it"
+            )
+
+    def meta_model(self) -> Model:
         """Return the model on the meta device, after comparing it with the weights.
 
         Raises:
@@ -80,9 +101,11 @@ class Saved:
         """
         stored = {} if self._is_engines else index.load(self.folder)
         try:
-            if stored and self.config.model.n_layer > len(stored):  # building them could take forever
-                raise ValueError(f"model.n_layer={self.config.model.n_layer} with {len(stored)} tensors")
-            model = meta_model(self.config.model, self.vocab_size)
+            layers = getattr(self.config.model, "n_layer", 0)
+            if stored and layers > len(stored):  # building them could take forever
+                raise ValueError(f"model.n_layer={layers} with {len(stored)} tensors")
+            arguments = self.manifest.get("model_arguments", {"vocab_size": self.vocab_size})
+            model: Model = new_model(self.config.model, **arguments)
             for name, weight in () if self._is_engines else model.weights():
                 if MODEL + name not in stored or stored[MODEL + name].shape != weight.shape:
                     raise ValueError(f"{name} should have the shape {list(weight.shape)}, and does not")
@@ -146,14 +169,15 @@ def _open(folder: Folder, check: bool) -> Saved:
     problem = folder.check_content(manifest["files"], manifest) if check else ""
     if problem:
         raise DamagedError(problem)
-    folder.require(manifest, {"vocab_size": int})
+    is_text = "model_arguments" not in manifest
+    folder.require(manifest, {"vocab_size": int} if is_text else {"model_arguments": dict})
     name = folders.TOKENIZER
     try:
-        tokenizer = (folder.path / name).read_text(encoding="utf-8")
+        tokenizer = (folder.path / name).read_text(encoding="utf-8") if is_text else ""
         name = folders.MANIFEST
         config = from_plain(manifest["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder.path} is damaged: {name}: {first_line(error)}") from None
     except UserError as error:
         raise UserError(f"{folder.path}: {error}") from None
-    return Saved(folder.path, folder.step, config, tokenizer, manifest["vocab_size"], manifest)
+    return Saved(folder.path, folder.step, config, tokenizer, manifest.get("vocab_size", 0), manifest)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wordrun import dist, files
-from wordrun.config import DataConfig, GPT2TokenizerConfig, TokenizerConfig
+from wordrun.config import GPT2TokenizerConfig, TextConfig, TokenizerConfig
 from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.char import CharTokenizer
@@ -53,7 +53,7 @@ Opened = tuple[Tokenizer, shards.Array, shards.Array]
 """The tokenizer, the training tokens and the validation tokens."""
 
 
-def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *, examine: bool = True) -> Opened:
+def open_prepared(folder: Path, data: TextConfig, tokenizer: TokenizerConfig, *, examine: bool = True) -> Opened:
     """Return the contents of a folder with a manifest.
 
     Args:
@@ -72,7 +72,7 @@ def open_prepared(folder: Path, data: DataConfig, tokenizer: TokenizerConfig, *,
     return manifests.tokenizer(folder, manifest), train, val
 
 
-def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokenizer: TokenizerConfig) -> None:
+def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokenizer: TokenizerConfig) -> None:
     """Raise ConfigError if the folder was prepared with options that differ from the run's."""
     made, theirs = manifest.settings, manifest.settings["tokenizer"]
     wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
@@ -90,7 +90,7 @@ def compare(folder: Path, manifest: manifests.Manifest, data: DataConfig, tokeni
         raise ConfigError("\n".join(problems))
 
 
-def open_foreign(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World) -> Opened:
+def open_foreign(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World) -> Opened:
     """Return the contents of the folder data.path: llm.c shards, nanoGPT files, .npy files, or our own shards.
 
     Every rank must call this, and has rank 0's tokenizer: other nodes may lack the vocabulary.
@@ -107,7 +107,7 @@ def open_foreign(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World
     return found, train, val
 
 
-def find_foreign(folder: Path, data: DataConfig) -> tuple[shards.Tokens, shards.Tokens]:
+def find_foreign(folder: Path, data: TextConfig) -> tuple[shards.Tokens, shards.Tokens]:
     """Return the training and validation tokens in ``folder``, told apart by file name.
 
     Without a validation file, the last data.val_fraction of the tokens is the validation split.

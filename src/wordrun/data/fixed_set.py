@@ -6,11 +6,23 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wordrun.data.batch import Batch
 from wordrun.data.shards import Array
 from wordrun.errors import ConfigError
+
+
+def deal(count: int, batch_size: int, rank: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Deal ``count`` examples round-robin to ``size`` ranks, in the same number of batches to each.
+
+    Returns:
+        The examples of rank ``rank``, the last one repeated as padding, and whether each counts.
+    """
+    per_rank = -(-count // (size * batch_size)) * batch_size
+    mine = np.arange(per_rank, dtype=np.int64) * size + rank
+    return np.minimum(mine, count - 1), mine < count
 
 
 class FixedSet:
@@ -49,11 +61,9 @@ class FixedSet:
             begin += length
         chosen = np.concatenate(starts)
         weights = [np.full(len(s), len(chosen) * share / len(s)) for s, share in zip(starts, shares, strict=True)]
-        per_rank = -(-len(chosen) // (size * batch_size)) * batch_size
-        mine = np.arange(per_rank, dtype=np.int64) * size + rank
-        last = np.minimum(mine, len(chosen) - 1)
-        self.weights = np.where(mine < len(chosen), np.concatenate(weights)[last], 0.0)
-        self._starts = chosen[last]
+        mine, counts = deal(len(chosen), batch_size, rank, size)
+        self.weights = np.where(counts, np.concatenate(weights)[mine], 0.0)
+        self._starts = chosen[mine]
         self._tokens, self._block_size, self._batch_size, self._eot = tokens, block_size, batch_size, eot
 
     def __len__(self) -> int:

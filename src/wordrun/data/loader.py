@@ -5,26 +5,42 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from wordrun.data.batch import Batch
-from wordrun.data.order import Order
 from wordrun.errors import ConfigError
 
 CLOSE_S = 1.0
 """Seconds that close() waits for the thread, which may hang in a file system; the thread is a daemon."""
 
 
+class Ordered(Protocol):
+    """The training examples of a run, by index."""
+
+    per_epoch: int
+    """Examples per epoch."""
+
+    @property
+    def unit(self) -> str:
+        """What the examples are called in messages."""
+
+    def empty(self, size: int, *, pinned: bool = False) -> Any:
+        """Return an uninitialised batch of ``size`` examples, with a method ``to(device)``."""
+
+    def fill(self, first: int, batch: Any) -> None:
+        """Overwrite ``batch`` with the run's examples starting at index ``first``."""
+
+
 @dataclass
 class _Slot:
     """Buffers for the batches of one step."""
 
-    batches: list[Batch]
+    batches: list[Any]
     copied: torch.Event | None = None
     """Recorded after the copy to the device; the buffers may then be overwritten."""
 
-    def to(self, device: torch.device) -> list[Batch]:
+    def to(self, device: torch.device) -> list[Any]:
         """Return copies of the batches on ``device``, which may not be complete yet."""
         copies = [batch.to(device) for batch in self.batches]
         self.copied = torch.Event(device)
@@ -36,13 +52,12 @@ class _Slot:
 class _Builder:
     """Builds this rank's batches for any step, in a thread that holds no reference to the loader."""
 
-    order: Order
+    order: Ordered
     size: int
     gas: int
     rank: int
     ranks: int
     pinned: bool
-    eot: int | None
     prefetch: int
     condition: threading.Condition = field(default_factory=threading.Condition)
     wanted: int = -1
@@ -56,8 +71,7 @@ class _Builder:
     def build(self, step: int, slot: _Slot | None = None) -> _Slot:
         """Return the batches of ``step``, in the buffers of ``slot`` if given."""
         if slot is None:
-            shape = self.size, self.order.block_size
-            slot = _Slot([Batch.empty(*shape, pinned=self.pinned, eot=self.eot) for _ in range(self.gas)])
+            slot = _Slot([self.order.empty(self.size, pinned=self.pinned) for _ in range(self.gas)])
         elif slot.copied is not None:
             slot.copied.synchronize()
         for micro, batch in enumerate(slot.batches):
@@ -124,35 +138,34 @@ class Loader:
     to any other step works, but waits for its batches to be built.
 
     Args:
-        order: the run's training sequences.
-        batch_size: sequences per rank and micro-step.
+        order: the run's training examples.
+        batch_size: examples per rank and micro-step.
         gas: micro-steps per step.
         rank: this rank's index among the data-parallel ranks.
         ranks: number of data-parallel ranks.
         device: where to put the batches; None: the CPU.
         prefetch: number of steps to prefetch; 0 uses no thread.
-        eot: the end-of-text token if attention is confined to documents.
     """
 
     def __init__(
-        self, order: Order, batch_size: int, gas: int = 1, rank: int = 0, ranks: int = 1,
-        device: torch.device | None = None, prefetch: int = 2, eot: int | None = None,
+        self, order: Ordered, batch_size: int, gas: int = 1, rank: int = 0, ranks: int = 1,
+        device: torch.device | None = None, prefetch: int = 2,
     ) -> None:  # fmt: skip
         if order.per_epoch < ranks:
             raise ConfigError(
-                f"the training text has {order.per_epoch:,} sequences of model.block_size={order.block_size}, fewer "
-                f"than the {ranks} data-parallel ranks: use fewer ranks, a smaller model.block_size, or more text"
+                f"the training data has {order.per_epoch:,} {order.unit}, fewer than the {ranks} data-parallel ranks: "
+                "use fewer ranks or more data, and for text a smaller model.block_size"
             )
         self.device = device or torch.device("cpu")
         pinned = self.device.type != "cpu"
-        self._builder = _Builder(order, batch_size, gas, rank, ranks, pinned, eot, prefetch)
+        self._builder = _Builder(order, batch_size, gas, rank, ranks, pinned, prefetch)
         self.close = weakref.finalize(self, self._builder.close)
         """Stops the thread, as does garbage collection. A closed loader builds batches on demand."""
 
-    def step(self, step: int) -> list[Batch]:
+    def step(self, step: int) -> list[Any]:
         """Return this rank's batches of ``step``, one per micro-step.
 
-        A step consumes the next batch_size x ranks x gas sequences of the run. How they are assigned to ranks and
+        A step consumes the next batch_size x ranks x gas examples of the run. How they are assigned to ranks and
         micro-steps does not change the update.
         """
         builder = self._builder

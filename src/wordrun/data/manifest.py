@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.data import shards
 from wordrun.data.tokenizers import from_json
 from wordrun.data.tokenizers.base import Tokenizer
@@ -70,7 +70,7 @@ def few(names: Sequence[str], most: int = 3) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def check_left_out(names: Sequence[str], data: DataConfig) -> None:
+def check_left_out(names: Sequence[str], data: TextConfig) -> None:
     """Log which files of the source could not be used.
 
     Raises:

@@ -66,14 +66,25 @@ class Order(ABC):
     block_size: int
     per_epoch: int
     """Sequences per epoch; for a mix, until every part has been visited once."""
+    document: int | None = None
+    """The end-of-text token that precedes each document, if attention is confined to documents."""
+
+    @property
+    def unit(self) -> str:
+        """What the examples are called in messages."""
+        return f"sequences of model.block_size={self.block_size}"
 
     @abstractmethod
     def fill(self, first: int, batch: Batch) -> None:
         """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
 
+    def empty(self, size: int, *, pinned: bool = False) -> Batch:
+        """Return an uninitialised batch of ``size`` sequences."""
+        return Batch.empty(size, self.block_size, pinned=pinned, eot=self.document)
+
     def batch(self, first: int, count: int) -> Batch:
         """Return ``count`` sequences of the run starting at index ``first``."""
-        batch = Batch.empty(count, self.block_size)
+        batch = self.empty(count)
         self.fill(first, batch)
         return batch
 
@@ -179,13 +190,17 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     """Return the training sequences of a run.
 
     Raises:
-        ConfigError: if the corpus is too short, or data.align needs an end-of-text token that the tokenizer lacks.
+        ConfigError: if the corpus is too short, or an option needs an end-of-text token that the tokenizer lacks.
     """
-    seed, eot = cfg.train.seed, eot_for("align", cfg, corpus)
-    if not corpus.mix:
-        return Sequences(corpus.train, cfg.model.block_size, seed, eot)
-    orders = [Sequences(part.train, cfg.model.block_size, seed + i, eot) for i, part in enumerate(corpus.mix)]
-    return Mix(orders, [part.share for part in corpus.mix], seed)
+    seed, eot, size = cfg.train.seed, eot_for("align", cfg, corpus), cfg.transformer.block_size
+    order: Order
+    if corpus.mix:
+        orders = [Sequences(part.train, size, seed + i, eot) for i, part in enumerate(corpus.mix)]
+        order = Mix(orders, [part.share for part in corpus.mix], seed)
+    else:
+        order = Sequences(corpus.train, size, seed, eot)
+    order.document = eot_for("mask_documents", cfg, corpus)
+    return order
 
 
 def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:

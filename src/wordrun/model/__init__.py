@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from wordrun.config import ModelConfig
+from wordrun.config import ModelConfig, TransformerConfig
 from wordrun.model.base import Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
 from wordrun.model.transformer import Transformer
 from wordrun.registry import part_of
 
-__all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model"]
+__all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
 
 M = TypeVar("M", bound=Model)
 
 
 def meta_model(
-    cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
+    cfg: TransformerConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
 ) -> Transformer:
-    """Return the model that ``cfg`` describes, or a pipeline stage of it, on the meta device: shapes without memory.
+    """Return the transformer that ``cfg`` describes, or a pipeline stage of it, on the meta device.
 
     Args:
         cfg: the model's options.
@@ -30,12 +31,25 @@ def meta_model(
         layers: numbers of the stage's blocks; None: all.
         multiple: pad the vocabulary to a multiple of this.
     """
-    with torch.device("meta"):
-        model: Transformer = part_of("model", cfg).load()(cfg, cfg.vocab_size or vocab_size, layers, multiple)
+    model: Transformer = new_model(cfg, vocab_size=vocab_size, layers=layers, multiple=multiple)
     return model
 
 
-def build(cfg: ModelConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
+def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
+    """Return the model that ``cfg`` describes on the meta device: shapes without memory.
+
+    Args:
+        cfg: the model's options.
+        arguments: what else its constructor takes, which depends on the data.
+    """
+    with torch.device("meta"):
+        model: Model = part_of("model", cfg).load()(cfg, **arguments)
+    if not hasattr(model, "blocks"):  # it is sharded and compiled as a whole
+        model.blocks = nn.ModuleDict()
+    return model
+
+
+def build(cfg: TransformerConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
     """Return the model that ``cfg`` describes on ``device``, initialised with ``seed``."""
     return materialise(meta_model(cfg, vocab_size), seed, device)
 

@@ -45,7 +45,7 @@ class Model(nn.Module):
     """
 
     blocks: nn.ModuleDict
-    """The modules that are sharded, recomputed and compiled one by one."""
+    """The modules that are sharded, recomputed and compiled one by one; a model without them is sharded as a whole."""
     compiled_loss = False
     """Whether to compute the loss by a compiled function, if the model has one."""
     uncompiled: tuple[str, ...] = ()
@@ -62,6 +62,25 @@ class Model(nn.Module):
                 Call it, rather than its ``forward`` method: module hooks gather parameters and compile.
         """
         raise NotImplementedError
+
+    def metrics(self, batch: Any, outputs: Tensor) -> dict[str, Tensor]:
+        """Return what an evaluation reports besides the loss, by name: a value for each example of ``batch``, (B,).
+
+        Args:
+            batch: as for ``losses``.
+            outputs: what ``forward`` returned when ``losses`` called it.
+        """
+        return {}
+
+    def losses_and_outputs(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the losses of ``batch``, (B,), and the outputs from which its metrics are computed."""
+        outputs: list[Tensor] = []
+
+        def keep(*args: Any, **kwargs: Any) -> Tensor:
+            outputs.append((forward or self)(*args, **kwargs))
+            return outputs[-1]
+
+        return self.losses(batch, keep), outputs[-1]
 
     def tie(self) -> None:
         """Tie shared parameters again; allocating memory has made copies of them."""

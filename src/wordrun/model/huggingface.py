@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.model import meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
@@ -41,7 +41,7 @@ STRETCH = {
 """Settings of Llama 3.1's rotary embedding besides the factor."""
 
 
-def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+def to_huggingface(state: Mapping[str, Tensor], cfg: TransformerConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' model for the weights ``state`` of ours, or some of them.
 
     GPT2LMHeadModel always has biases; any that our model lacks are set to 0.
@@ -56,7 +56,7 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
 
 
 def match(
-    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], cfg: ModelConfig
+    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], cfg: TransformerConfig
 ) -> tuple[dict[str, str], list[str]]:
     """Match each weight of the model that ``cfg`` describes to one of transformers' weights.
 
@@ -96,7 +96,7 @@ def match(
     return names, sorted(problems)
 
 
-def huggingface_config(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
+def huggingface_config(cfg: TransformerConfig, vocab_size: int) -> dict[str, Any]:
     """Return the config.json from which transformers builds the model that ``cfg`` describes.
 
     Args:
@@ -139,13 +139,13 @@ class Architecture:
     """Whether transformers stores the matrices of the blocks transposed."""
 
 
-ARCHITECTURES: dict[type[ModelConfig], Architecture] = {
+ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
     GPTConfig: Architecture(GPT2_NAMES, _describe_gpt2, transposed=True),
     LlamaConfig: Architecture(LLAMA_NAMES, _describe_llama),
 }
 
 
-def _their_name(name: str, cfg: ModelConfig) -> str:
+def _their_name(name: str, cfg: TransformerConfig) -> str:
     """Return transformers' name of our parameter ``name``."""
     names = ARCHITECTURES[type(cfg)].names
     module, _, kind = name.rpartition(".")
@@ -155,7 +155,7 @@ def _their_name(name: str, cfg: ModelConfig) -> str:
     return f"{names[module]}.{kind}"
 
 
-def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
+def _to_theirs(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     """Return our parameter ``name`` in their layout.
 
     GPT-2's matrices are transposed there, and all rows of q precede all rows of k and v; our rows are ordered by head.
@@ -165,7 +165,7 @@ def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
 
 
-def to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
+def to_ours(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     """Return their tensor for our parameter ``name`` in our layout, with at most ``cfg.block_size`` positions."""
     if _is_transposed(name, tensor, cfg):
         tensor = tensor.T.contiguous()
@@ -174,5 +174,5 @@ def to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
     return tensor[: cfg.block_size] if name == "positions.weight" else tensor
 
 
-def _is_transposed(name: str, tensor: Tensor, cfg: ModelConfig) -> bool:
+def _is_transposed(name: str, tensor: Tensor, cfg: TransformerConfig) -> bool:
     return ARCHITECTURES[type(cfg)].transposed and name.startswith("blocks.") and tensor.dim() == 2

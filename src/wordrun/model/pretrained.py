@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, value_text
+from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig, value_text
 from wordrun.errors import ConfigError, UserError, first_line, unpickling_problem
 from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
@@ -61,7 +61,7 @@ def fetch(source: str) -> Path:
     return folder
 
 
-def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) -> Mapping[str, Tensor]:
+def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = None) -> Mapping[str, Tensor]:
     """Return the weights in ``folder`` by the names of our model's ``state_dict``, each read when it is accessed.
 
     They keep the dtype of the file. If a GPT has fewer positions than the folder, the first ones are used.
@@ -95,7 +95,7 @@ def open_weights(folder: Path, cfg: ModelConfig, vocab_size: int | None = None) 
     return LazyWeights({name: partial(_convert, files, name, theirs, cfg) for name, theirs in names.items()})
 
 
-def _convert(files: Mapping[str, Tensor], name: str, theirs: str, cfg: ModelConfig) -> Tensor:
+def _convert(files: Mapping[str, Tensor], name: str, theirs: str, cfg: TransformerConfig) -> Tensor:
     return to_ours(name, files[theirs], cfg)
 
 
@@ -112,7 +112,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def model_config(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:
+def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
     """Return our options for the model that a config.json describes.
 
     Args:
@@ -141,7 +141,7 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:
     return cfg
 
 
-def _gpt2(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
+def _gpt2(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return our options for a GPT-2's config.json, and the values that its other keys must have if present."""
     cfg = GPTConfig(
         n_layer=facts["n_layer"], n_head=facts["n_head"], n_embd=facts["n_embd"], block_size=facts["n_positions"],
@@ -156,7 +156,7 @@ def _gpt2(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
+def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return our options for a LLaMA's config.json, and the values that its other keys must have if present."""
     # transformers 5 has one entry for the rotary embedding; older versions keep the base separately.
     rope = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
@@ -181,7 +181,7 @@ def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def differences(
-    folder: Path, described: ModelConfig, cfg: ModelConfig, vocab_size: int | None
+    folder: Path, described: TransformerConfig, cfg: TransformerConfig, vocab_size: int | None
 ) -> tuple[list[str], list[str]]:
     """Return the differences between ``cfg`` and the model in a folder, one per line, and overrides to fix them."""
     kind = next(key for key, (cls, _, _) in KINDS.items() if cls is type(described))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun.config import ModelConfig
+from wordrun.config import TransformerConfig
 from wordrun.model import loss
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
@@ -92,7 +92,7 @@ class Transformer(Model):
 
     Args:
         cfg: the model's options.
-        vocab_size: number of tokens.
+        vocab_size: number of tokens, unless ``cfg`` sets it.
         layers: numbers of the stage's blocks; None: all.
         multiple: pad the vocabulary to a multiple of this.
     """
@@ -102,11 +102,11 @@ class Transformer(Model):
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
     def __init__(
-        self, cfg: ModelConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
+        self, cfg: TransformerConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
     ) -> None:
         super().__init__()
         self.cfg = cfg
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size = cfg.vocab_size or vocab_size
         self.padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
         if self.padded_vocab_size > vocab_size:
             self.unpadded_rows = {"tokens.weight": vocab_size, "head.weight": vocab_size}
@@ -250,6 +250,13 @@ class Transformer(Model):
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
         losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
         return losses
+
+    def losses_and_outputs(
+        self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
+        logits = (forward or self)(batch.tokens, documents=batch.documents)
+        return self.criterion(logits, batch.targets), logits
 
     @staticmethod
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.plan.shapes import ModelShapes
-from wordrun.plan.strategy import FP32, NoEstimateError, Strategy
+from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
+from wordrun.plan.shapes import ModelShapes, NoEstimateError
+from wordrun.plan.strategy import FP32, Strategy
 
 CROSS_ENTROPY = 12
 """Bytes per logit when its backward pass begins: log-probabilities and two gradients, in fp32."""
@@ -36,7 +36,7 @@ class SavedTensor:
 
 
 @singledispatch
-def saved_tensors(cfg: ModelConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
+def saved_tensors(cfg: TransformerConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     """Return the tensors that one block saves for its backward pass, excluding its input.
 
     Args:
@@ -95,7 +95,7 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     ]
 
 
-def _attention(cfg: ModelConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
+def _attention(cfg: TransformerConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     """Return the tensors saved by the attention softmax and by dropout.
 
     Fused attention stores no T x T matrix. Unfused attention (``keeps_weights``) saves the weights and, with dropout,

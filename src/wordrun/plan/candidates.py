@@ -11,8 +11,8 @@ from wordrun.config import BackendConfig, Config, DDPConfig, DeepSpeedConfig, FS
 from wordrun.errors import ConfigError, first_line
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import Hardware
-from wordrun.plan.shapes import ModelShapes
-from wordrun.plan.strategy import NoEstimateError, Strategy
+from wordrun.plan.shapes import ModelShapes, NoEstimateError
+from wordrun.plan.strategy import Strategy
 
 AS_ASKED = "as asked"
 """Name of the strategy described by the config itself."""

@@ -78,8 +78,8 @@ def plan(arguments: Sequence[str]) -> show.Report:
 
 def vocabulary(cfg: Config) -> tuple[int, str]:
     """Return the vocabulary size and its origin, without reading the data."""
-    if cfg.model.vocab_size is not None:
-        return cfg.model.vocab_size, "model.vocab_size"
+    if (size := getattr(cfg.model, "vocab_size", None)) is not None:
+        return size, "model.vocab_size"
     for name, (size, whose) in PRESETS.items():
         if cfg.model.name.startswith(name):
             return size, f"assumed: {whose}; model.vocab_size=N for another"

@@ -9,8 +9,8 @@ from wordrun.checks import accumulation, layout, microbatches
 from wordrun.config import Config, DDPConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout
 from wordrun.plan.memory import Memory, memory
-from wordrun.plan.shapes import ModelShapes
-from wordrun.plan.strategy import FP32, NoEstimateError, Strategy
+from wordrun.plan.shapes import ModelShapes, NoEstimateError
+from wordrun.plan.strategy import FP32, Strategy
 
 TOLERANCE = 1.2
 """Factor by which an estimate may be too high or too low; tests compare it with measurements."""

@@ -17,8 +17,8 @@ from typing import Any
 from wordrun.checks import microbatches, vocab_multiple
 from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, LionConfig, PPConfig, SGDConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
-from wordrun.plan.shapes import ModelShapes, numel, shapes_of
-from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
+from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel, shapes_of
+from wordrun.plan.strategy import FP32, Strategy, in_flight, stages_of
 
 Stages = Sequence[Sequence[int]]
 """The block indices in each pipeline stage of a rank."""

@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from wordrun.config import ModelConfig
+from wordrun.config import ModelConfig, TransformerConfig
+from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
     from wordrun.model import Transformer
+
+
+class NoEstimateError(ConfigError):
+    """The plan does not cover this model or backend."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ def numel(shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1) -> int:
 class ModelShapes:
     """The parameters of a model with identical blocks."""
 
-    cfg: ModelConfig
+    cfg: TransformerConfig
     vocab_size: int
     """Rows of the embedding."""
     first: list[ParameterShape]
@@ -87,9 +92,14 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShap
         cfg: the model's options.
         vocab_size: size of the vocabulary, if ``cfg`` does not set it.
         multiple: pad the vocabulary to a multiple of this.
+
+    Raises:
+        NoEstimateError: it is not a transformer.
     """
     from wordrun.model import meta_model
 
+    if not isinstance(cfg, TransformerConfig):
+        raise NoEstimateError(f"no estimate for model={cfg.name}: the plan covers transformers only")
     model = meta_model(replace(cfg, n_layer=1), vocab_size, multiple=multiple)
     outside = [name for name, _ in model.named_children() if name != "blocks"]
     first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name)]

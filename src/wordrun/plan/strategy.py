@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import INTERLEAVED, BackendConfig, Config, DDPConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
 
 FP32 = 4
-
-
-class NoEstimateError(ConfigError):
-    """The plan does not cover this model or backend."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Strategy:
     @property
     def tokens(self) -> int:
         """Tokens per micro-step and rank."""
-        return self.cfg.model.batch_size * self.cfg.model.block_size
+        return self.cfg.model.batch_size * self.cfg.transformer.block_size
 
     @property
     def compute(self) -> int:
@@ -61,7 +56,7 @@ def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:
     """Return the blocks of each pipeline stage on rank ``rank`` of the pipeline."""
     from wordrun.backend.pipeline import blocks_of, owner_of
 
-    pp, n_layer = strategy.layout.pp, strategy.cfg.model.n_layer
+    pp, n_layer = strategy.layout.pp, strategy.cfg.transformer.n_layer
     count = stages(options, pp)
     mine = [stage for stage in range(count) if owner_of(stage, pp, options.schedule) == rank]
     return [blocks_of(stage, count, n_layer) for stage in mine]

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from wordrun import dist, log
 from wordrun.composer import compose
-from wordrun.config import Config
+from wordrun.config import Config, TextConfig
 from wordrun.data import corpus, manifest
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
@@ -88,6 +88,8 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
         UserError: if another process is preparing the folder or the options are invalid.
     """
     cfg = compose(overrides)
+    if not isinstance(cfg.data, TextConfig):
+        raise ConfigError(f"data={cfg.data.name} is not text, and needs no preparation: train on it")
     if cfg.data.kind == "mix":
         parts = ", ".join(f"data={name}" for name in cfg.data.mix)
         raise ConfigError(f"data=mix: prepare its parts one by one, with {parts}")

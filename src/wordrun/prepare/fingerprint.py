@@ -17,7 +17,7 @@ from wordrun.prepare.sources.base import Source
 FORMAT = 2
 """Version of the prepared data format. Each version gets a different folder name, unless data.prepared sets it."""
 SETTINGS = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction", "shard_mb")
-"""The options of DataConfig that affect the shards."""
+"""The options of TextConfig that affect the shards."""
 
 
 def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:

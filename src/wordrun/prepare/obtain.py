@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wordrun import dist
 from wordrun.composer import compose
-from wordrun.config import Config, DataConfig, TokenizerConfig
+from wordrun.config import Config, TextConfig, TokenizerConfig
 from wordrun.data.corpus import Corpus, MixPart, Opened, open_foreign, open_prepared
 from wordrun.data.manifest import is_complete
 from wordrun.data.shards import Tokens, dtype_for
@@ -35,10 +35,10 @@ def obtain(cfg: Config, world: dist.World) -> Corpus:
     """
     if cfg.data.kind == "mix":
         return _mix(cfg, world)
-    return _obtain(cfg.data, cfg.tokenizer, world)
+    return _obtain(cfg.text, cfg.tokenizer, world)
 
 
-def _obtain(data: DataConfig, tokenizer: TokenizerConfig, world: dist.World, *, in_memory: bool = True) -> Corpus:
+def _obtain(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World, *, in_memory: bool = True) -> Corpus:
     """Return the corpus of one data set; ``in_memory=False`` always uses shards."""
 
     def find() -> tuple[Source, WorkItem | None, Path]:
@@ -131,12 +131,12 @@ def _mix(cfg: Config, world: dist.World) -> Corpus:
     """Return the corpora of data.mix as one corpus."""
     parts = dist.share(_parts_of_mix(cfg) if world.rank == 0 else None, world)
     corpora = [_obtain(data, cfg.tokenizer, world, in_memory=False) for data in parts]
-    total = sum(cfg.data.mix.values())
+    total = sum(cfg.text.mix.values())
     mix, origins = [], []
-    for (name, weight), corpus in zip(cfg.data.mix.items(), corpora, strict=True):
+    for (name, weight), corpus in zip(cfg.text.mix.items(), corpora, strict=True):
         if corpus.tokenizer.to_json() != corpora[0].tokenizer.to_json():
             raise ConfigError(
-                f"data.mix: {name} has another tokenizer than {next(iter(cfg.data.mix))}: prepare all of them with the "
+                f"data.mix: {name} has another tokenizer than {next(iter(cfg.text.mix))}: prepare all of them with the "
                 "same one, tokenizer=gpt2 or byte, or a trained one with tokenizer.path=FILE"
             )
         assert isinstance(corpus.train, Tokens)
@@ -153,22 +153,22 @@ def _mix(cfg: Config, world: dist.World) -> Corpus:
     )
 
 
-def _parts_of_mix(cfg: Config) -> list[DataConfig]:
+def _parts_of_mix(cfg: Config) -> list[TextConfig]:
     """Return the options of the data sets in data.mix.
 
     Raises:
         ConfigError: if one is unknown, or each would get a different tokenizer.
     """
     parts = []
-    for name in cfg.data.mix:
+    for name in cfg.text.mix:
         if (folder := Path(name).expanduser()).is_dir():
-            part = DataConfig(folder.name, "shards", path=name)
+            part = TextConfig(folder.name, "shards", path=name)
         else:
             try:
-                part = compose([f"data={name}"]).data
+                part = compose([f"data={name}"]).text
             except ConfigError as error:
                 raise ConfigError(f"data.mix: {error}") from None
-        parts.append(replace(part, stage=cfg.data.stage, workers=cfg.data.workers))
+        parts.append(replace(part, stage=cfg.text.stage, workers=cfg.text.workers))
     if needs_text(cfg.tokenizer) and any(part.kind != "shards" for part in parts):
         raise ConfigError(
             f"data=mix: tokenizer={cfg.tokenizer.name} would be different for each text: use tokenizer=gpt2 or byte, "

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.dist import World
 from wordrun.errors import UserError
 from wordrun.prepare import tokenize
@@ -38,7 +38,7 @@ _progress: Any = None
 """In a worker: the progress table, shared with the parent process."""
 
 
-def number(data: DataConfig, world: World, items: int) -> int:
+def number(data: TextConfig, world: World, items: int) -> int:
     """Return the number of worker processes for this rank; 0 for a single item, which needs none."""
     if items == 1:
         return 0

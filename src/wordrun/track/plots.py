@@ -1,4 +1,4 @@
-"""plots/loss.png and plots/throughput.png, drawn from metrics.jsonl."""
+"""plots/loss.png, throughput.png and metrics.png, drawn from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from wordrun.track.jsonl import read
 
 # The smoothed curve averages over about this share of a run's lines.
 SMOOTHING = 0.02
+# What an evaluation's line contains besides metrics with a panel of their own.
+IN_LOSS = ("step", "val_loss", "val_perplexity")
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:
@@ -24,9 +26,11 @@ def draw(run_dir: Path, title: str) -> list[Path]:
         return []
     folder = run_dir / "plots"
     folder.mkdir(exist_ok=True)
+    names = [name for name in (evaluations[-1] if evaluations else ()) if name not in IN_LOSS]
     return [
         _loss(folder / "loss.png", title, training, evaluations),
         _throughput(folder / "throughput.png", title, training),
+        *([_metrics(folder / "metrics.png", title, evaluations, names)] if names else []),
     ]
 
 
@@ -59,7 +63,7 @@ def _loss(file: Path, title: str, training: list[dict[str, Any]], evaluations: l
     figure = _figure(5.6)
     panels = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[3, 1])
     axes, steps, losses = panels["loss"], [m["step"] for m in training], [m["loss"] for m in training]
-    _label(axes, "loss [nats/token]", title=title)
+    _label(axes, "loss [nats/token]" if "tokens" in training[0] else "loss", title=title)
     axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.35)
     axes.plot(steps, smooth(losses), color="tab:blue", lw=1.5, label="training, smoothed")
     if evaluations:
@@ -100,13 +104,25 @@ def draw_lr_range(
 def _throughput(file: Path, title: str, training: list[dict[str, Any]]) -> Path:
     figure = _figure(4.2)
     axes = figure.subplots()
-    _label(axes, "tokens/s, all ranks", title=title)
+    rate, unit = ("tps", "tokens/s") if "tps" in training[0] else ("sps", "examples/s")
+    _label(axes, f"{unit}, all ranks", title=title)
     steps = [m["step"] for m in training]
-    axes.plot(steps, [m["tps"] for m in training], lw=1, color="tab:green", label="tokens/s")
+    axes.plot(steps, [m[rate] for m in training], lw=1, color="tab:green", label=unit)
     axes.set_ylim(bottom=0)
     if any(m["mfu"] is not None for m in training):
         right = axes.twinx()
         right.plot(steps, [m["mfu"] for m in training], lw=1, ls=":", color="tab:purple", label="MFU")
         right.set(ylabel="MFU [%]", ylim=(0, None))
+    figure.savefig(file)
+    return file
+
+
+def _metrics(file: Path, title: str, evaluations: list[dict[str, Any]], names: Sequence[str]) -> Path:
+    """Draw what evaluations measured besides the loss, a panel for each metric."""
+    figure = _figure(2.2 * len(names) + 0.5)
+    for number, (name, axes) in enumerate(zip(names, figure.subplots(len(names), squeeze=False)[:, 0], strict=True)):
+        _label(axes, name, **({} if number else {"title": title}))
+        values = [math.nan if m.get(name) is None else m[name] for m in evaluations]
+        axes.plot([m["step"] for m in evaluations], values, "o-", ms=4, color="tab:red")
     figure.savefig(file)
     return file

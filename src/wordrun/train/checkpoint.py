@@ -37,11 +37,11 @@ class Checkpoints:
     Args:
         cfg: the config.
         world: the ranks.
-        tokenizer_json: the tokenizer, which each checkpoint contains.
+        tokenizer_json: the tokenizer, which each checkpoint contains; None: there is none.
         written: the step of the checkpoint in this run directory from which the run was resumed; -1: none.
     """
 
-    def __init__(self, cfg: Config, world: World, tokenizer_json: str, written: int = -1) -> None:
+    def __init__(self, cfg: Config, world: World, tokenizer_json: str | None, written: int = -1) -> None:
         self.run_dir, self.world = Path(cfg.run_dir).resolve(), world
         self.train, self.tokenizer_json = cfg.train, tokenizer_json
         self.written = written

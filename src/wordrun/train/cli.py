@@ -136,7 +136,7 @@ def _tree(args: Namespace) -> Tree:
 def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
     try:
         cfg = compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
-        if cfg.data.kind == "file":
+        if isinstance(cfg.data, TextConfig) and cfg.data.kind == "file":
             from wordrun.prepare.sources import locate
 
             locate(cfg.data).files()  # a missing file is reported before torch is loaded

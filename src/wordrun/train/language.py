@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,21 +13,22 @@ import torch
 
 from wordrun import dist
 from wordrun.backend import Backend
-from wordrun.checkpoint.saved import find
 from wordrun.checks import vocab_multiple
 from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
-from wordrun.data.order import eot_for, order_of_run
+from wordrun.data.order import order_of_run
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
-from wordrun.model import meta_model, pretrained
+from wordrun.model import Transformer, meta_model, pretrained
 from wordrun.model.generate import generate
+from wordrun.plan.shapes import ModelShapes, shapes_of
 from wordrun.prepare.obtain import obtain
 from wordrun.prepare.sources import locate
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
+from wordrun.train.task import Task
 from wordrun.train.training import Hook
 
 EPOCHS = 40
@@ -37,50 +39,60 @@ SAMPLE = "sample"
 """Name and kind of the embedded text."""
 
 
-def settle_data(cfg: Config, world: dist.World) -> tuple[Config, str | None]:
-    """Return ``cfg`` for the text that is trained on, and a banner if data.offline=sample has made that the sample.
-
-    A run on the sample is called so, in its directory and everywhere else. Every rank must call this, before anything
-    depends on the run directory.
-    """
-    if cfg.data.kind != "download":
-        return cfg, None
-    banner = dist.share(locate(cfg.data).banner if world.rank == 0 else None, world)
-    if banner is None:
-        return cfg, None
-    parts = Path(cfg.run_dir).parts
-    moved = Path("outputs", SAMPLE, *parts[2:]) if parts[:2] == ("outputs", cfg.data.name) else Path(cfg.run_dir)
-    data = replace(cfg.data, name=SAMPLE, kind=SAMPLE)
-    return replace(cfg, data=data, run_dir=str(moved) if cfg.run_dir else ""), banner
-
-
-class LanguageTask:
+class LanguageTask(Task):
     """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
 
-    The trainer only knows batches of examples and losses; everything about text is here. Every rank must create one.
-    ``cfg`` and ``banner`` are those of ``settle_data``.
+    Everything about text is here.
 
     Raises:
         ConfigError: corpus, tokenizer and options are incompatible.
     """
 
+    unit = "sequences"
+    tokens_per_example: int
+
     def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
-        self.cfg, self.layout, self.dp_rank = cfg, layout, layout.dp_index(world.rank)
+        super().__init__(cfg, world, layout, banner)
         self.corpus = obtain(cfg, world)
         self.banner = banner or self.corpus.banner
         self.tokenizer = self.corpus.tokenizer
+        self.tokenizer_json = self.tokenizer.to_json()
         self.vocab_size = self.tokenizer.vocab_size
         self._check_vocabulary()
         multiple = vocab_multiple(cfg, layout.tp, on_cpu=torch.device(world.device).type == "cpu")
-        self.make_model = partial(meta_model, cfg.model, self.vocab_size, multiple=multiple)
-        self.meta_model = meta_model(cfg.model, self.vocab_size)
+        self.make_model = partial(meta_model, cfg.transformer, self.vocab_size, multiple=multiple)
+        self.meta_model: Transformer = meta_model(cfg.transformer, self.vocab_size)
         self.sequences = order_of_run(cfg, self.corpus)
-        self.eot = eot_for("mask_documents", cfg, self.corpus)
-        self.tokens_per_example = cfg.model.block_size
-        self.flops_per_example = self.make_model().flops_per_token() * cfg.model.block_size
+        self.tokens_per_example = cfg.transformer.block_size
+        self.flops_per_example = self.make_model().flops_per_token() * cfg.transformer.block_size
+
+    @classmethod
+    def settle(cls, cfg: Config, world: dist.World) -> tuple[Config, str | None]:
+        """Return ``cfg`` for the text that is trained on, and a banner if data.offline=sample has made it the sample.
+
+        A run on the sample is called so, in its directory and everywhere else.
+        """
+        if cfg.data.kind != "download":
+            return cfg, None
+        banner = dist.share(locate(cfg.text).banner if world.rank == 0 else None, world)
+        if banner is None:
+            return cfg, None
+        parts = Path(cfg.run_dir).parts
+        moved = Path("outputs", SAMPLE, *parts[2:]) if parts[:2] == ("outputs", cfg.data.name) else Path(cfg.run_dir)
+        data = replace(cfg.text, name=SAMPLE, kind=SAMPLE)
+        return replace(cfg, data=data, run_dir=str(moved) if cfg.run_dir else ""), banner
+
+    @classmethod
+    def least_shapes(cls, cfg: Config) -> ModelShapes:
+        """Return the shapes of the model with a vocabulary of one token."""
+        return shapes_of(cfg.transformer, 1)
+
+    def shapes(self) -> ModelShapes:
+        """Return the shapes of the run's model."""
+        return shapes_of(self.cfg.transformer, self.vocab_size)
 
     def _check_vocabulary(self) -> None:
-        data, size = self.cfg.data.name, self.cfg.model.vocab_size or self.vocab_size
+        data, size = self.cfg.data.name, self.cfg.transformer.vocab_size or self.vocab_size
         if size < self.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={size} is too small for data={data}, which has {self.vocab_size} tokens: "
@@ -103,46 +115,35 @@ class LanguageTask:
             UserError: no weights were found.
             ConfigError: they belong to a different model.
         """
-        source = self.cfg.train.init_from
-        if source is None:
-            return None
-        if source.startswith("hf:"):
-            folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
-            return pretrained.open_weights(folder, self.cfg.model, self.vocab_size)
-        # One rank verifies all files, and chooses an intact checkpoint for all.
-        saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
-        theirs = {name: p.shape for name, p in saved.meta_model().weights()}
-        ours = {name: p.shape for name, p in self.meta_model.weights()}
-        different = [
-            f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
-            for name in sorted(ours.keys() | theirs.keys())
-            if ours.get(name) != theirs.get(name)
-        ]
-        if different:
-            more = ["  ..."] if different[8:] else []
-            raise ConfigError(
-                "\n".join([f"train.init_from={source} is not a model={self.cfg.model.name}:", *different[:8], *more])
-            )
-        return saved.weights()
+        source = self.cfg.train.init_from or ""
+        if not source.startswith("hf:"):
+            return super().initial_weights(world)
+        folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
+        return pretrained.open_weights(folder, self.cfg.transformer, self.vocab_size)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
         size, prefetch = self.cfg.model.batch_size, self.cfg.data.prefetch
-        return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch, self.eot)
+        return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
     def validation_set(self, count: int | None) -> FixedSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
         parts = [(len(part.val), part.share) for part in self.corpus.mix]
-        model = self.cfg.model
+        model = self.cfg.transformer
         return FixedSet(
-            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.eot, parts
-        )
+            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp,
+            self.sequences.document, parts,
+        )  # fmt: skip
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the perplexity."""
+        return {"perplexity": math.exp(min(means["loss"], 700))}
 
     def hooks(self) -> list[Hook]:
         """Return the hooks of this task: samples, if the tokenizer has its vocabulary."""
         return [Sample()] if self._samples() else []
 
-    def generate(
+    def generate(  # type: ignore[override]
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
         temperature: float | None = None, top_k: int | None = None, seed: int | None = None,
     ) -> str:  # fmt: skip
@@ -176,7 +177,7 @@ class LanguageTask:
         # Without compilation, which would run again for each length of the growing text.
         with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
             text = generate(
-                logits_of, tokens, length, block_size=self.cfg.model.block_size, temperature=temperature,
+                logits_of, tokens, length, block_size=self.cfg.transformer.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,
             )  # fmt: skip
         return self.tokenizer.decode(text[0].cpu().numpy())
@@ -208,7 +209,7 @@ class LanguageTask:
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
             self.vocab_size, epochs, self.tokens_per_example,
         )  # fmt: skip
-        dropout = self.cfg.model.dropout
+        dropout = self.cfg.transformer.dropout
         most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
         if epochs > most:
             steps = max(1, int(self.cfg.train.max_iters * most / epochs))
@@ -221,7 +222,3 @@ class LanguageTask:
             LOGGER.warning("no samples: %s", self.tokenizer.missing)
         if self.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
-
-
-def _shown(shape: torch.Size | None) -> str:
-    return "x".join(map(str, shape)) if shape is not None else "none"

@@ -18,7 +18,7 @@ from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.plan.fit import TOLERANCE, Fit, Room, gib, table
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.shapes import ModelShapes
 from wordrun.train.metrics import device_name
 
 UNLIMITED = 2**60
@@ -45,29 +45,29 @@ class MemoryCheck:
         least = all_min(torch.tensor(keys, device=self.device)).tolist()
         self.room = Room(*(float((key >> NODE_BITS) * 2**20) for key in least))
         self.node = least[0] % 2**NODE_BITS
-        self._fit = self._with_vocabulary(1)
+        self._fit: Fit | None = None
+        """None: there is no estimate, so nothing is refused."""
 
-    def before_data(self) -> None:
-        """Refuse a run that does not fit with any vocabulary.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        if self.cfg.train.check_memory and not self._fit.may_fit(self.room):
-            off = "train.check_memory=false starts it anyway."
-            raise ConfigError("\n".join([f"not enough memory: {self._comparison()}", *self._advice(self.room), off]))
-
-    def before_model(self, vocab_size: int) -> None:
-        """Refuse a run that does not fit with this vocabulary, and warn if it is close.
+    def before_data(self, least: ModelShapes | None) -> None:
+        """Refuse a run that does not fit with the ``least`` shapes that its data may require.
 
         Raises:
             ConfigError: it does not fit.
         """
-        self._fit = self._with_vocabulary(vocab_size)
-        self.before_data()
-        if not self._fit.fits(self.room):
+        if least is not None:
+            self._fit = Fit(self.cfg, least, self.layout, self.world.local_size, self.device.type == "cpu")
+            self._refuse(self._fit)
+
+    def before_model(self, shapes: ModelShapes | None) -> None:
+        """Refuse a run that does not fit with these ``shapes``, and warn if it is close.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        self.before_data(shapes)
+        if self._fit is not None and not self._fit.fits(self.room):
             off = f"estimates are up to {TOLERANCE - 1:.0%} off"
-            LOGGER.warning("memory may run out: %s (%s)", self._comparison(), off, extra=FIRST_RANK)
+            LOGGER.warning("memory may run out: %s (%s)", self._comparison(self._fit), off, extra=FIRST_RANK)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -79,14 +79,16 @@ class MemoryCheck:
                 raise
             raise UserError("\n".join(self._explanation(error))) from error
 
-    def _with_vocabulary(self, size: int) -> Fit:
-        model, on_cpu = shapes_of(self.cfg.model, size), self.device.type == "cpu"
-        return Fit(self.cfg, model, self.layout, self.world.local_size, on_cpu)
+    def _refuse(self, fit: Fit) -> None:
+        if self.cfg.train.check_memory and not fit.may_fit(self.room):
+            problem = f"not enough memory: {self._comparison(fit)}"
+            off = "train.check_memory=false starts it anyway."
+            raise ConfigError("\n".join([problem, *self._advice(fit, self.room), off]))
 
-    def _comparison(self) -> str:
+    def _comparison(self, fit: Fit) -> str:
         world, node = self.world, self.node
         host = world.host if node == world.node else dict(enumerate(world.hosts)).get(node, f"node {node}")
-        need, room = self._fit.need, self.room
+        need, room = fit.need, self.room
         if need.total <= room.device and need.host > room.host:
             return (
                 f"this run needs about {gib(need.host)} of host memory on each rank, and {host} has {gib(room.host)} "
@@ -98,7 +100,7 @@ class MemoryCheck:
             has = f"the {device_name(self.device)} on {host} has {gib(room.device)} free"
         return f"this run needs about {gib(need.total)} on each rank, and {has}"
 
-    def _advice(self, room: Room) -> list[str]:
+    def _advice(self, fit: Fit, room: Room) -> list[str]:
         """Return what takes the memory, and what would fit into ``room``."""
         plan = (
             f"python -m wordrun.plan plan.device={self.device.type} plan.devices={self.world.size} "
@@ -107,7 +109,7 @@ class MemoryCheck:
         if self.room.device < 2**50:  # else it is unknown
             plan += f" plan.memory={self.room.device / 2**30:.1f}"
         return [
-            "Estimated for each rank:", *table(self._fit.need), *self._fit.remedies(room),
+            "Estimated for each rank:", *table(fit.need), *fit.remedies(room),
             f"For all backends: {plan}, with this run's options.",
         ]  # fmt: skip
 
@@ -120,8 +122,11 @@ class MemoryCheck:
             module = torch.get_device_module(self.device)
             used, reserved = module.max_memory_allocated(self.device), module.memory_reserved(self.device)
             lines.append(f"torch's allocator used {gib(used)} at its peak and has reserved {gib(reserved)}.")
+        if self._fit is None:
+            return [*lines, "A smaller model.batch_size with a larger optimizer.gas needs less."]
         # The estimate was too low, or others use the memory too.
-        return [*lines, *self._advice(Room(min(self.room.device, 0.9 * self._fit.need.total), self.room.host))]
+        room = Room(min(self.room.device, 0.9 * self._fit.need.total), self.room.host)
+        return [*lines, *self._advice(self._fit, room)]
 
 
 def _free(device: torch.device, world: World) -> float:

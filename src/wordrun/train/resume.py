@@ -31,7 +31,7 @@ FREE = {
         "activation_checkpointing", "device", "check_memory", "timeout_s", "checkpoint_interval", "keep_checkpoints",
         "save_best", "async_save", "on_save_error", "on_nonfinite", "resume", "init_from", "deterministic",
     },
-    "backend": None, "tracker": None, "profiler": None, "hooks": None,
+    "backend": None, "tracker": None, "profiler": None, "hooks": None, "metrics": None,
 }  # fmt: skip
 """Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
 
@@ -231,5 +231,5 @@ def manifest(trainer: Training) -> dict[str, Any]:
 
 def _facts(trainer: Training) -> dict[str, Any]:
     """Return the values, besides options, that determine the order and meaning of the data."""
-    batch = {"the global batch (train.global_batch_size), in sequences,": trainer.examples_per_step}
+    batch = {f"the global batch (train.global_batch_size), in {trainer.task.unit},": trainer.examples_per_step}
     return {**batch, **trainer.task.fixed()}

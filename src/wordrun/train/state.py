@@ -9,7 +9,6 @@ from typing import Any
 
 STORED = ("step", "position", "best_loss", "best_step", "evaluated_step", "skipped")
 """Fields that a checkpoint stores as they are."""
-STORED_METRICS = ("loss", "val_loss")
 
 
 @dataclass
@@ -77,7 +76,7 @@ class TrainState:
         """Return the state for a checkpoint's manifest, JSON-serialisable."""
         return {
             **{name: getattr(self, name) for name in STORED}, "rollbacks": self.rollbacks, "seconds": self.elapsed(),
-            "metrics": {name: self.metrics[name] for name in STORED_METRICS if name in self.metrics},
+            "metrics": {name: value for name, value in self.metrics.items() if name == "loss" or name[:4] == "val_"},
         }  # fmt: skip
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:

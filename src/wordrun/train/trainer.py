@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from wordrun import backend, compat, dist, log
@@ -18,18 +18,19 @@ from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.model import Model
 from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.language import LanguageTask, settle_data
 from wordrun.train.memory import MemoryCheck
-from wordrun.train.metrics import Meter, device_name, mean_loss
+from wordrun.train.metrics import Measure, Meter, device_name, means
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
+from wordrun.train.task import Task, task_of
 from wordrun.train.training import Hook, HookSet, Training
 
 # After a failure, wait this long for the checkpoint being written; other ranks may no longer respond.
@@ -41,10 +42,11 @@ class Summary:
     """The result of a run."""
 
     steps: int
-    tokens: int
+    tokens: int | None
+    """None if the task has no tokens."""
     seconds: float
     loss: float | None
-    """Training loss of the last logged step, nats per token."""
+    """Training loss of the last logged step; of text, in nats per token."""
     val_loss: float | None
     best_val_loss: float | None
 
@@ -57,7 +59,7 @@ class Trainer(Training):
     ``with`` block, or garbage collection) leaves the process group and removes the log handlers.
     """
 
-    task: LanguageTask
+    task: Task
 
     def __init__(
         self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None,
@@ -88,15 +90,16 @@ class Trainer(Training):
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
         world = self.world
-        self.cfg, banner = settle_data(self.cfg, world)
+        task = task_of(self.cfg)
+        self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.memory = MemoryCheck(cfg, world, self.layout)
-        self.memory.before_data()
-        self.task = LanguageTask(cfg, world, self.layout, banner)
-        self.memory.before_model(self.task.vocab_size)
+        self.memory.before_data(task.least_shapes(cfg))
+        self.task = task(cfg, world, self.layout, banner)
+        self.memory.before_model(self.task.shapes())
         weights = None if self.start.folder else self.task.initial_weights(world)
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
@@ -119,7 +122,7 @@ class Trainer(Training):
         self.hooks.call("setup", self)
         resume.resume(self, self.start)
         written = self.step if self.start.source == self.run.path else -1
-        self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer.to_json(), written)
+        self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer_json, written)
 
     def train(self) -> Summary:
         """Train to the end and return the result; every rank must call this.
@@ -195,21 +198,47 @@ class Trainer(Training):
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best, last=last)
 
     def evaluate(self) -> float:
-        """Return the mean loss over the fixed validation set, in nats per token; every rank must call this."""
-        return mean_loss(self.backend, self.validation)
+        """Return the mean loss over the fixed validation set; every rank must call this."""
+        return self.measure()["val_loss"]
+
+    def measure(self) -> dict[str, float]:
+        """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME.
+
+        Every rank must call this.
+        """
+        found = means(self.backend, self.validation, self._metrics)
+        found |= self.task.derived(found)
+        for name, value in found.items():
+            if not math.isfinite(value) and math.isfinite(found["loss"]):
+                LOGGER.warning("the metric %s is %s at step %d", name, value, self.step, extra=FIRST_RANK)
+        return {f"val_{name}": value for name, value in found.items()}
+
+    @cached_property
+    def _metrics(self) -> Measure | None:
+        """The model's own metrics and those of the config; None: there are none, and no outputs are needed."""
+        chosen = {name: partial(parts("metrics")[name].load(), options) for name, options in self.cfg.metrics.items()}
+        model = self.backend.parts[-1]
+        if not chosen and type(model).metrics is Model.metrics:
+            return None
+        return lambda batch, outputs: {
+            **model.metrics(batch, outputs), **{name: metric(outputs, batch) for name, metric in chosen.items()}
+        }  # fmt: skip
 
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
         """Return ``prompt`` and its generated continuation; every rank must call this.
 
         Further options are temperature, top_k and seed, see ``LanguageTask.generate``; the config has the defaults.
+
+        Raises:
+            ConfigError: the options are invalid, or the run's task is not text.
         """
         return self.task.generate(self.backend, prompt, length, **options)
 
     def summary(self) -> Summary:
         """Return the result so far."""
-        state = self.state
+        state, size = self.state, self.task.tokens_per_example
         return Summary(
-            steps=state.step, tokens=state.position * self.task.tokens_per_example, seconds=state.elapsed(),
+            steps=state.step, tokens=None if size is None else state.position * size, seconds=state.elapsed(),
             loss=state.metrics.get("loss"), val_loss=state.metrics.get("val_loss"), best_val_loss=state.best_loss,
         )  # fmt: skip
 
@@ -256,9 +285,10 @@ class Trainer(Training):
         if error or self.stop_reason:
             level = logging.ERROR if failed else logging.INFO
             LOGGER.log(level, "%s (at step %d)", error or self.stop_reason, self.step, extra=FIRST_RANK)
-        loss = self.metrics.get("val_loss")
-        if loss is not None:
-            LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))
+        if (loss := self.metrics.get("val_loss")) is not None:
+            found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
+            others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
+            LOGGER.info("validation loss %.4f%s", loss, f" ({others})" if others else "")
         for plot in plots:
             LOGGER.info("plot: %s", relative(plot))
         LOGGER.info("run directory: %s", relative(self.run.path))
@@ -288,8 +318,8 @@ class Trainer(Training):
         )  # fmt: skip
         ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(
-            "batch: %d sequences = %s x %d x %d accumulation", self.examples_per_step, ranks, cfg.model.batch_size,
-            self.gas,
+            "batch: %d %s = %s x %d x %d accumulation", self.examples_per_step, self.task.unit, ranks,
+            cfg.model.batch_size, self.gas,
         )  # fmt: skip
         self.task.announce(cfg.train.max_iters * self.examples_per_step)
         LOGGER.info("run directory: %s", relative(self.run.path))

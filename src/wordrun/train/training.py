@@ -28,6 +28,9 @@ from wordrun.train.state import TrainState
 class Task(Protocol):
     """What checkpoints need from a task."""
 
+    unit: str
+    """What the examples are called."""
+
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
 
@@ -88,7 +91,10 @@ class Training(Protocol):
         self.run.log({"step": self.step, **metrics})
 
     def evaluate(self) -> float:
-        """Return the mean loss over the fixed validation set, in nats per token."""
+        """Return the mean loss over the fixed validation set."""
+
+    def measure(self) -> dict[str, float]:
+        """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME."""
 
     def generate(self) -> str:
         """Return a sample."""

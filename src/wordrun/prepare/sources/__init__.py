@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.data import manifest
 from wordrun.files import absolute
 from wordrun.prepare.sources.base import Source
 from wordrun.registry import part_of
 
 
-def locate(data: DataConfig) -> Source:
+def locate(data: TextConfig) -> Source:
     """Return the source of ``data``, downloading it if necessary; one rank calls this and shares the result.
 
     Once data.prepared is complete, its source is no longer needed and may be deleted.

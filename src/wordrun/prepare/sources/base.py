@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from wordrun.config import DataConfig, TokenizerConfig
+from wordrun.config import TextConfig, TokenizerConfig
 from wordrun.data import tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.errors import ConfigError
@@ -50,7 +50,7 @@ class Document:
 class Source:
     """A located text. Each data.kind has a subclass that overrides what differs."""
 
-    data: DataConfig
+    data: TextConfig
     path: str | None
     """The file, folder or glob; None for other sources."""
     origin: str
@@ -62,7 +62,7 @@ class Source:
     """Whether the source already consists of tokens and needs no preparation."""
 
     @classmethod
-    def locate(cls, data: DataConfig) -> Source:
+    def locate(cls, data: TextConfig) -> Source:
         """Return the source of ``data``, downloading it if necessary; the default implementation uses data.path."""
         path = str(absolute(str(data.path)))
         return cls(data, path, path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.files import absolute
 from wordrun.log import LOGGER
@@ -23,9 +23,9 @@ class DownloadSource(FileSource):
     """The file data.path, downloaded from data.url if it does not exist."""
 
     @classmethod
-    def locate(cls, data: DataConfig) -> Source:
+    def locate(cls, data: TextConfig) -> Source:
         """Return the file, or the sample instead if data.offline allows it."""
-        assert data.path is not None  # checked by DataConfig.problems
+        assert data.path is not None  # checked by TextConfig.problems
         path = absolute(data.path)
         if path.exists():
             _check_hash(path, data)
@@ -60,7 +60,7 @@ class DownloadSource(FileSource):
         return self.data.sha256
 
 
-def _check_hash(path: Path, data: DataConfig) -> None:
+def _check_hash(path: Path, data: TextConfig) -> None:
     try:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.data.manifest import few
 from wordrun.errors import ConfigError, first_line
 from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional
@@ -123,7 +123,7 @@ def _fault(path: Path) -> str | None:
     return "binary" if b"\0" in head else None
 
 
-def _parts(path: Path, most: int, data: DataConfig) -> list[Part]:
+def _parts(path: Path, most: int, data: TextConfig) -> list[Part]:
     """Return the parts of one file, of about ``most`` bytes each."""
     try:
         with open(path, "rb") as file:
@@ -197,7 +197,7 @@ def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
     return position
 
 
-def _of_lines(item: WorkItem, data: DataConfig) -> Iterator[str]:
+def _of_lines(item: WorkItem, data: TextConfig) -> Iterator[str]:
     number, left = 0, sys.maxsize
     since = f" after byte {item.start:,}" if item.start else ""
     try:
@@ -240,7 +240,7 @@ def _field(line: bytes, key: str, where: str) -> str:
     return text
 
 
-def _row_groups(path: Path, most: int, data: DataConfig) -> list[Part]:
+def _row_groups(path: Path, most: int, data: TextConfig) -> list[Part]:
     metadata = _parquet(path, data).metadata
     parts, start, size = [], 0, 0
     for group in range(metadata.num_row_groups):
@@ -253,7 +253,7 @@ def _row_groups(path: Path, most: int, data: DataConfig) -> list[Part]:
     return parts
 
 
-def _parquet(path: str | Path, data: DataConfig) -> Any:
+def _parquet(path: str | Path, data: TextConfig) -> Any:
     """Open the file at ``path`` and check its column."""
     parquet = optional("pyarrow.parquet", str(path))
     try:
@@ -267,7 +267,7 @@ def _parquet(path: str | Path, data: DataConfig) -> Any:
     return file
 
 
-def _of_rows(item: WorkItem, data: DataConfig) -> Iterator[str | None]:
+def _of_rows(item: WorkItem, data: TextConfig) -> Iterator[str | None]:
     file = _parquet(item.path, data)
     try:
         for group in range(item.start, item.stop):

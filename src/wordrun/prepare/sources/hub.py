@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional, state_of
 
@@ -24,7 +24,7 @@ class HubSource(Source):
     """The Hugging Face data set data.dataset."""
 
     @classmethod
-    def locate(cls, data: DataConfig) -> HubSource:
+    def locate(cls, data: TextConfig) -> HubSource:
         """Return the data set without opening it."""
         parts = [data.dataset, data.subset, data.split, data.revision and f"revision {data.revision}"]
         return cls(data, None, "Hugging Face dataset " + ", ".join(part for part in parts if part))
@@ -72,13 +72,13 @@ class HubSource(Source):
         return cleaned(_texts(item, self.data))
 
 
-def _folder(data: DataConfig) -> Path | None:
+def _folder(data: TextConfig) -> Path | None:
     """Return data.dataset as a path if it is a local folder, else None."""
     path = Path(str(data.dataset)).expanduser()
     return path if path.is_dir() else None
 
 
-def open_dataset(data: DataConfig) -> Any:
+def open_dataset(data: TextConfig) -> Any:
     """Return the data set as a stream, or as a table if it is a folder written by ``save_to_disk``.
 
     Raises:
@@ -106,7 +106,7 @@ def open_dataset(data: DataConfig) -> Any:
         raise _unreachable(data, error) from None
 
 
-def _texts(item: WorkItem, data: DataConfig) -> Iterator[str | None]:
+def _texts(item: WorkItem, data: TextConfig) -> Iterator[str | None]:
     dataset = open_dataset(data)
     if hasattr(dataset, "__len__"):
         part = dataset.select_columns([data.text_key]).select(range(item.start, item.stop))
@@ -148,7 +148,7 @@ def _is_offline(error: BaseException) -> bool:
     return any(sign in text for sign in ("offline", "connect", "couldn't reach", "resolve", "network", "hub"))
 
 
-def _unreachable(data: DataConfig, error: BaseException) -> UserError:
+def _unreachable(data: TextConfig, error: BaseException) -> UserError:
     subset = f" data.subset={data.subset}" if data.subset else ""
     return UserError(
         f"data={data.name}: the Hugging Face dataset {data.dataset} could not be downloaded ({first_line(error)}). On "

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.prepare.sources.base import Document, Source, WorkItem
 
 LENGTH = 1_100_000
@@ -87,7 +87,7 @@ class SampleSource(Source):
     """The built-in sample text."""
 
     @classmethod
-    def locate(cls, data: DataConfig) -> SampleSource:
+    def locate(cls, data: TextConfig) -> SampleSource:
         """Return the sample, which needs no file."""
         return cls(data, None, "embedded sample: synthetic play-like text")
 

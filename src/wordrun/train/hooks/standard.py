@@ -9,11 +9,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.train.checkpoint import SaveError
-from wordrun.train.metrics import one_line
+from wordrun.train.metrics import one_line, rate
 from wordrun.train.training import Hook, Training, due
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
 LINE_S = 5.0
+# Shown otherwise: the loss in front, and the perplexity at the end of the run.
+QUIET = ("val_loss", "val_perplexity")
 
 
 class Log(Hook):
@@ -59,18 +61,21 @@ class Log(Hook):
 
 
 class Evaluate(Hook):
-    """Measures the validation loss every train.eval_interval steps and after the last."""
+    """Measures the validation loss and metrics every train.eval_interval steps and after the last."""
 
     def after_step(self, trainer: Training) -> None:
         """Evaluate on all ranks."""
         state, train = trainer.state, trainer.cfg.train
         if not train.eval_interval or not (due(state.step, train.eval_interval) or state.step == train.max_iters):
             return
-        loss = trainer.evaluate()
+        values = trainer.measure()
+        loss = values["val_loss"]
         state.record_evaluation(loss)
-        trainer.run.log({"step": state.step, "val_loss": loss})
+        state.metrics.update(values)
+        trainer.run.log({"step": state.step, **values})
         best = float("inf") if state.best_loss is None else state.best_loss
-        LOGGER.info("step %d/%d  val_loss %.4f  best %.4f", state.step, train.max_iters, loss, best)
+        others = "".join(f"  {name} {value:.4g}" for name, value in values.items() if name not in QUIET)
+        LOGGER.info("step %d/%d  val_loss %.4f  best %.4f%s", state.step, train.max_iters, loss, best, others)
 
 
 class Sample(Hook):
@@ -132,10 +137,10 @@ class Bar(Hook):
             return
         self._progress = Progress(
             TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[tps]} tokens/s"), TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]}"), TimeRemainingColumn(),
             console=screen, refresh_per_second=4, expand=True,
         )  # fmt: skip
-        self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", tps="-")
+        self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", rate="")
         self._progress.start()
 
     def after_step(self, trainer: Training) -> None:
@@ -143,10 +148,11 @@ class Bar(Hook):
         if self._progress is None:
             return
         # A resumed run has no metrics until its first line.
-        loss, tps = (trainer.state.metrics.get(name) for name in ("loss", "tps"))
+        metrics = trainer.state.metrics
+        loss = metrics.get("loss")
         self._progress.update(
             self._progress.task_ids[0], completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
-            tps="-" if tps is None else f"{tps:,.0f}",
+            rate=rate(metrics) if "sps" in metrics else "",
         )  # fmt: skip
 
     def close(self) -> None:

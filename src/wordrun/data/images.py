@@ -1,0 +1,233 @@
+"""Images and their classes: each kind of data is a function of its options that returns the training and validation
+images."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wordrun import compat
+from wordrun.composer import data_home
+from wordrun.config_images import FakeImagesConfig, ImageFolderConfig, ImagesConfig
+from wordrun.data.examples import Augment, Splits
+from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.files import absolute
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Means and standard deviations of the colours, on a scale from 0 to 1."""
+CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+MNIST = (0.1307,), (0.3081,)
+HELD_OUT = 5
+"""One in this many of scikit-learn's digits is for validation."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in memory."""
+
+    pixels: Tensor
+    """(N, channels, height, width), uint8."""
+    labels: Tensor
+    """(N,) int64."""
+    scale: tuple[Sequence[float], Sequence[float]]
+    """Mean and standard deviation of each channel, on a scale on which the largest pixel is 1."""
+    white: int = 255
+    """The largest pixel."""
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return an image (channels, height, width) in fp32, and its class."""
+        return standardized(self.pixels[index].float() / self.white, self.scale), self.labels[index]
+
+
+def standardized(image: Tensor, scale: tuple[Sequence[float], Sequence[float]]) -> Tensor:
+    """Return ``image`` (channels, height, width) with the means and standard deviations in ``scale`` made 0 and 1."""
+    mean, std = (torch.tensor(each)[:, None, None] for each in scale)
+    return (image - mean) / std
+
+
+def shifted(image: Tensor, rng: np.random.Generator, *, flip: bool = False) -> Tensor:
+    """Return ``image`` shifted by up to an eighth of its size, with zeros at the borders; flipped half of the time."""
+    height, width = image.shape[-2:]
+    border = max(1, min(height, width) // 8)
+    y, x = rng.integers(0, 2 * border + 1, 2)
+    moved = torch.nn.functional.pad(image, [border] * 4)[..., y : y + height, x : x + width]
+    return moved.flip(-1) if flip and rng.random() < 0.5 else moved
+
+
+def shifted_or_flipped(image: Tensor, rng: np.random.Generator) -> Tensor:
+    """Return ``image`` shifted as by ``shifted``, and flipped half of the time."""
+    return shifted(image, rng, flip=True)
+
+
+def splits(
+    train: Any, val: Any, shape: Sequence[int], classes: int, origin: str, augment: Augment | None, threads: int = 1
+) -> Splits:
+    """Return data for a classifier of images of the ``shape`` (channels, height, width)."""
+    return Splits(train, val, {"shape": list(shape), "classes": classes}, origin, augment, threads)
+
+
+def digits(data: ImagesConfig) -> Splits:
+    """Return scikit-learn's 1,797 images of handwritten digits, 8x8 pixels; every fifth is for validation."""
+    found = optional("sklearn.datasets", "data=digits").load_digits()
+    pixels, labels = torch.from_numpy(found.images).to(torch.uint8)[:, None], torch.from_numpy(found.target).long()
+    held_out = torch.arange(len(labels)) % HELD_OUT == 0
+    train, val = (Images(pixels[part], labels[part], ((0.3,), (0.38,)), 16) for part in (~held_out, held_out))
+    return splits(train, val, (1, 8, 8), 10, "scikit-learn's digits", shifted if data.augment else None)
+
+
+def mnist(data: ImagesConfig) -> Splits:
+    """Return MNIST: 60,000 training images of digits, 28x28 pixels, and 10,000 for validation."""
+    train, val = (Images(part.data[:, None], part.targets, MNIST) for part in _torchvision("MNIST", data))
+    return splits(train, val, (1, 28, 28), 10, f"MNIST in {_folder(data)}", shifted if data.augment else None)
+
+
+def cifar10(data: ImagesConfig) -> Splits:
+    """Return CIFAR-10: 50,000 colour images, 32x32 pixels, and 10,000 for validation."""
+    train, val = (
+        Images(torch.from_numpy(part.data).permute(0, 3, 1, 2), torch.tensor(part.targets), CIFAR10)
+        for part in _torchvision("CIFAR10", data)
+    )
+    augment = shifted_or_flipped if data.augment else None
+    return splits(train, val, (3, 32, 32), 10, f"CIFAR-10 in {_folder(data)}", augment)
+
+
+def fake_images(data: FakeImagesConfig) -> Splits:
+    """Return random images; those of a class differ from the others in the means of their channels."""
+    shape = (data.channels, data.size, data.size)
+    train, val = FakeImages(data, 0, data.examples), FakeImages(data, 1, -(-data.examples // 10))
+    return splits(train, val, shape, data.classes, "random images", shifted_or_flipped if data.augment else None)
+
+
+@dataclass(frozen=True)
+class FakeImages:
+    """Images that are computed when they are read."""
+
+    data: FakeImagesConfig
+    split: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return an image of noise around the class's mean colours, and the class."""
+        data, label = self.data, index % self.data.classes
+        rng = np.random.Generator(np.random.Philox(key=np.array([self.split, index], dtype=np.uint64)))
+        noise = torch.from_numpy(rng.standard_normal((data.channels, data.size, data.size), dtype=np.float32))
+        colours = np.random.default_rng(label).standard_normal((data.channels, 1, 1), dtype=np.float32)
+        return noise + torch.from_numpy(colours), label
+
+
+def imagefolder(data: ImageFolderConfig) -> Splits:
+    """Return the images in data.path; the names of the folders in it, in order, are the classes."""
+    root = absolute(str(data.path))
+    if not root.is_dir():
+        raise ConfigError(f"data.path={data.path} is not a folder: name one with a folder of images for each class")
+    parts = [root / name for name in ("train", "val")]
+    if all(part.is_dir() for part in parts):
+        (classes, train), (others, val) = map(listed, parts)
+        if others != classes:
+            raise ConfigError(f"{parts[1]} has the classes {', '.join(others)}, and {parts[0]} {', '.join(classes)}")
+    else:
+        classes, found = listed(root)
+        held_out = round(1 / data.val_fraction)
+        train = [each for i, each in enumerate(found) if i % held_out]
+        val = found[::held_out]
+    augment = shifted_or_flipped if data.augment else None
+    shape = (3, data.size, data.size)
+    files = Files(train, data.size), Files(val, data.size)
+    return splits(files[0], files[1], shape, len(classes), str(root), augment, data.threads)
+
+
+def listed(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
+    """Return the classes in the folder ``root``, and its images with the numbers of their classes.
+
+    Raises:
+        ConfigError: it has no folders, or one without images.
+    """
+    found = compat.torchvision("datasets.folder", "data=imagefolder")
+    try:
+        classes, numbers = found.find_classes(str(root))
+        return classes, found.make_dataset(str(root), numbers, found.IMG_EXTENSIONS)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"data.path={root} should have a folder of images for each class: {first_line(error)}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Files:
+    """Images in files, decoded when they are read."""
+
+    files: list[tuple[str, int]]
+    """Path and class of each."""
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return an image (3, size, size), scaled to fit and cropped in its middle, and its class.
+
+        Raises:
+            UserError: the file cannot be decoded.
+        """
+        path, label = self.files[index]
+        image, functional = optional("PIL.Image", "data=imagefolder"), _functional()
+        try:
+            with image.open(path) as file:
+                pixels = functional.pil_to_tensor(file.convert("RGB"))
+        except Exception as error:  # a damaged file can raise anything
+            raise UserError(
+                f"data.path: {path} is not an image that can be decoded ({first_line(error)}): repair or replace it"
+            ) from None
+        pixels = functional.center_crop(functional.resize(pixels, self.size, antialias=True), [self.size, self.size])
+        return standardized(pixels.float() / 255, IMAGENET), label
+
+
+def _functional() -> Any:
+    return compat.torchvision("transforms.functional", "data=imagefolder")
+
+
+def _folder(data: ImagesConfig) -> Path:
+    return absolute(data.path or f"{data_home()}/{data.name}")
+
+
+def _torchvision(name: str, data: ImagesConfig) -> Iterator[Any]:
+    """Yield the training and test set of torchvision's dataset ``name``, downloading it if it is missing.
+
+    Raises:
+        UserError: it is not there and cannot be downloaded.
+    """
+    cls = getattr(compat.torchvision("datasets", f"data={data.name}"), name)
+    for train in (True, False):
+        try:
+            yield cls(str(_folder(data)), train=train, download=True)
+        except Exception as error:  # any error from the network or the disk
+            raise UserError(
+                f"data={data.name} is not in {_folder(data)} and could not be downloaded ({first_line(error)}). On a "
+                f"machine with network access (a login node), start any run with it; or use data=digits, which needs "
+                "no download."
+            ) from None
+
+
+def optional(module: str, user: str) -> Any:
+    """Import an optional dependency that ``user`` needs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{user} needs more packages ({error}): pip install 'wordrun[vision]'") from None

@@ -1,0 +1,64 @@
+"""The base classes of config sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from wordrun.validation import not_negative, positive
+
+EXAMPLES = "wordrun.train.examples:ExamplesTask"
+"""The task of data that consist of examples with an index: images with their classes, or any map-style dataset."""
+TEXT = "wordrun.train.language:LanguageTask"
+"""The task of text: language modelling."""
+
+
+class Section:
+    """A section of the config."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone, a message each; ``wordrun.checks`` compares sections."""
+        return []
+
+
+@dataclass
+class ModelConfig(Section):
+    """Options of every model."""
+
+    task: ClassVar[str] = EXAMPLES
+    """The task that the model is for; that of the data must be the same."""
+    divides: ClassVar[tuple[str, ...]] = ()
+    """How the model can be divided besides by examples: tp (its matrices), pp (its layers)."""
+
+    name: str = "model"
+    """Name of the preset; part of the run directory."""
+    batch_size: int = 12
+    """Examples (of text: sequences) per rank and micro-step."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("model", self, "batch_size")
+
+    def tensor_parallel_options(self) -> list[str]:
+        """Return the options whose values backend.tp must divide."""
+        return []
+
+
+@dataclass
+class DataConfig(Section):
+    """Options of every dataset."""
+
+    task: ClassVar[str] = EXAMPLES
+    """The task, as ``package.module:Class``: how the data become batches, and what is reported."""
+
+    name: str = "data"
+    """Name of the dataset; part of the run directory."""
+    kind: str = ""
+    """Kind of source."""
+    prefetch: int = 2
+    """Number of steps whose batches a background thread prepares in advance; 0: none."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return not_negative("data", self, "prefetch")

@@ -1,0 +1,101 @@
+"""The task of data that consist of examples with an index, such as images and their classes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from wordrun import dist
+from wordrun.config import Config
+from wordrun.data.examples import ExampleOrder, Examples, FixedExamples, Reader, Splits
+from wordrun.data.loader import Loader
+from wordrun.dist.mesh import Layout
+from wordrun.log import LOGGER
+from wordrun.model import Model, new_model
+from wordrun.registry import part_of
+from wordrun.train.task import Task
+
+
+class ExamplesTask(Task):
+    """The training and validation examples, and a model built with what the data say about them.
+
+    Raises:
+        UserError: the data are missing, damaged, or not of the classes that they declare.
+    """
+
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
+        super().__init__(cfg, world, layout, banner)
+        self.data = open_in_turn(cfg, world)
+        self.arguments = self.data.model
+        self.make_model = partial(new_model, cfg.model, **self.arguments)
+        self.meta_model: Model = self.make_model()
+        self.train, self.val = (
+            Reader(dataset, f"{split} split of data={cfg.data.name}", self.arguments.get("classes"), self.data.threads)
+            for split, dataset in (("training", self.data.train), ("validation", self.data.val))
+        )
+        self.flops_per_example = flops_of(self.make_model(), self.train)
+
+    def loader(self, gas: int, device: torch.device) -> Loader:
+        """Return this rank's training batches, ``gas`` micro-batches for each step."""
+        cfg = self.cfg
+        order = ExampleOrder(self.train, cfg.train.seed, self.data.augment)
+        return Loader(order, cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, cfg.data.prefetch)
+
+    def validation_set(self, count: int | None) -> FixedExamples:
+        """Return this rank's share of ``count`` validation examples (None: all)."""
+        return FixedExamples(self.val, self.cfg.model.batch_size, count, self.dp_rank, self.layout.dp)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entries of run.json about the data and the model."""
+        counts = {"train_examples": len(self.data.train), "val_examples": len(self.data.val)}
+        data = {"origin": self.data.origin, "banner": self.banner, **self.arguments, **counts}
+        return {"data": data, "parameters": self.meta_model.num_parameters()}
+
+    def fixed(self) -> dict[str, Any]:
+        """Return what a resumed run must share with its checkpoint, besides options."""
+        return {"the number of training examples": len(self.data.train), "the data's shape": self.arguments}
+
+    def manifest(self, position: int) -> dict[str, Any]:
+        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
+        return {"model_arguments": self.arguments}
+
+    def announce(self, examples: int) -> None:
+        """Log what the run trains on: ``examples`` of which data, in how many epochs."""
+        train, val = len(self.data.train), len(self.data.val)
+        LOGGER.info(
+            "data %s: %s; %s training and %s validation examples; %.2f epochs",
+            self.cfg.data.name, self.data.origin or "no origin given", f"{train:,}", f"{val:,}", examples / train,
+        )  # fmt: skip
+
+
+def open_in_turn(cfg: Config, world: dist.World) -> Splits:
+    """Return the run's data; every rank must call this.
+
+    Rank 0 opens them first, because it may have to download them; then one rank of each node, as nodes may have disks
+    of their own; then the others.
+    """
+    load = part_of("data", cfg.data).load()
+    found: Splits | None = None
+    for turn in (world.rank == 0, world.local_rank == 0, True):
+        if turn and found is None:
+            found = load(cfg.data)
+        dist.share(None, world)
+    assert found is not None
+    return found
+
+
+def flops_of(model: Model, reader: Reader) -> int | None:
+    """Return the floating-point operations of an example's forward and backward pass; None if they cannot be counted.
+
+    The backward pass takes twice as many as the forward pass, which runs on the meta device.
+    """
+    batch = reader.empty(1)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model.eval().losses(Examples(batch.inputs.to("meta"), batch.targets.to("meta")))
+    except Exception:  # a model may do anything that has no meaning without values
+        return None
+    return 3 * int(counter.get_total_flops()) or None

@@ -1,0 +1,135 @@
+"""The interface of tasks: a task makes batches and a model of the data, and knows what to report about them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wordrun import dist
+from wordrun.backend import Backend
+from wordrun.backend.base import MakeModel
+from wordrun.checkpoint.saved import find
+from wordrun.config import Config
+from wordrun.data.loader import Loader
+from wordrun.dist.mesh import Layout
+from wordrun.errors import ConfigError
+from wordrun.model import Model
+from wordrun.plan.shapes import ModelShapes
+from wordrun.train.metrics import ValidationSet
+from wordrun.train.training import Hook
+
+
+def task_of(cfg: Config) -> type[Task]:
+    """Return the class of the run's task, which its data name."""
+    module, _, name = cfg.data.task.partition(":")
+    task: type[Task] = getattr(importlib.import_module(module), name)
+    return task
+
+
+class Task:
+    """The data and the model of a run. The trainer itself knows only batches of examples, and their losses.
+
+    Every rank must create one, with the ``cfg`` and the banner that ``settle`` returned. Subclasses set the attributes.
+    """
+
+    unit = "examples"
+    """What the examples are called."""
+    make_model: MakeModel
+    meta_model: Model
+    """The complete model, without memory."""
+    tokenizer_json: str | None = None
+    """The tokenizer, which checkpoints contain; None: there is none."""
+    tokens_per_example: int | None = None
+    """None: the examples have no tokens, and nothing about tokens is reported."""
+    flops_per_example: int | None = None
+    """Floating-point operations of an example's forward and backward pass; None: unknown."""
+
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
+        self.cfg, self.layout, self.dp_rank, self.banner = cfg, layout, layout.dp_index(world.rank), banner
+
+    @classmethod
+    def settle(cls, cfg: Config, world: dist.World) -> tuple[Config, str | None]:
+        """Return ``cfg`` for the data that are trained on, and a warning to show if they are not the requested data.
+
+        Every rank must call this, before anything depends on the run directory.
+        """
+        return cfg, None
+
+    @classmethod
+    def least_shapes(cls, cfg: Config) -> ModelShapes | None:
+        """Return the shapes of the smallest model that the run can have, before the data are read; None: unknown."""
+        return None
+
+    def shapes(self) -> ModelShapes | None:
+        """Return the shapes of the run's model, from which its memory is estimated; None: there is no estimate."""
+        return None
+
+    def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
+        """Return the weights that train.init_from names, each read on access; None: initialise randomly.
+
+        Raises:
+            UserError: no weights were found.
+            ConfigError: they belong to a different model.
+        """
+        source = self.cfg.train.init_from
+        if source is None:
+            return None
+        # One rank verifies all files, and chooses an intact checkpoint for all.
+        saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
+        theirs = {name: p.shape for name, p in saved.meta_model().weights()}
+        ours = {name: p.shape for name, p in self.meta_model.weights()}
+        different = [
+            f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]
+        if different:
+            more = ["  ..."] if different[8:] else []
+            raise ConfigError(
+                "\n".join([f"train.init_from={source} is not a model={self.cfg.model.name}:", *different[:8], *more])
+            )
+        return saved.weights()
+
+    def loader(self, gas: int, device: torch.device) -> Loader:
+        """Return this rank's training batches, ``gas`` micro-batches for each step."""
+        raise NotImplementedError
+
+    def validation_set(self, count: int | None) -> ValidationSet:
+        """Return this rank's share of ``count`` validation examples (None: all)."""
+        raise NotImplementedError
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return what else an evaluation reports, given the ``means`` of the loss and of all metrics."""
+        return {}
+
+    def hooks(self) -> list[Hook]:
+        """Return the hooks of this task."""
+        return []
+
+    def generate(self, backend: Backend, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
+        """Return ``prompt`` and its generated continuation; every rank must call this."""
+        raise ConfigError(f"data={self.cfg.data.name} has no text, so its model cannot generate any")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entries of run.json about the data and the model."""
+        raise NotImplementedError
+
+    def fixed(self) -> dict[str, Any]:
+        """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
+        raise NotImplementedError
+
+    def manifest(self, position: int) -> dict[str, Any]:
+        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
+        raise NotImplementedError
+
+    def announce(self, examples: int) -> None:
+        """Log what the run trains on: ``examples`` of which data, in how many epochs."""
+        raise NotImplementedError
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "x".join(map(str, shape)) if shape is not None else "none"

@@ -1,0 +1,268 @@
+"""Images and other examples: what they are, what is reported about them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import wordrun
+from wordrun import export, generate
+from wordrun.checks import check
+from wordrun.config import Config, DataConfig, MetricConfig, ModelConfig
+from wordrun.data import images
+from wordrun.data.examples import ExampleOrder, Reader, Splits
+from wordrun.errors import ConfigError, UserError
+from wordrun.model import Model
+from wordrun.plan.cli import plan
+from wordrun.prepare.cli import main as prepare
+from wordrun.registry import Part, parts
+
+SMALL = (
+    "data=digits", "model.channels=2", "model.hidden=8", "model.batch_size=8", "tracker=jsonl", "train.device=cpu",
+    "train.dtype=fp32", "train.max_iters=2", "train.eval_iters=2", "train.eval_interval=1", "train.log_interval=1",
+    "hydra.run.dir=run",
+)  # fmt: skip
+
+
+def lines(run: Path = Path("run")) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(*words: str) -> wordrun.train.trainer.Summary:
+    with wordrun.Trainer(wordrun.compose([*SMALL, *words])) as trainer:
+        return trainer.train()
+
+
+def test_a_run_reports_examples_and_no_tokens() -> None:
+    summary = train("metrics=[accuracy,top5]")
+    assert (summary.steps, summary.tokens) == (2, None)
+    training, evaluation = lines()[0], lines()[1]
+    assert not {"tps", "tps_per_gpu", "tokens"} & set(training)
+    assert training["sps"] > 0
+    assert list(evaluation) == ["step", "val_loss", "val_accuracy", "val_top5"]
+    assert 0 <= evaluation["val_accuracy"] <= evaluation["val_top5"] <= 1
+    record = json.loads(Path("run/run.json").read_text())
+    assert (record["data"]["train_examples"], record["data"]["val_examples"]) == (1437, 360)
+    assert record["data"]["classes"] == 10
+    assert sorted(path.name for path in Path("run/plots").iterdir()) == ["loss.png", "metrics.png", "throughput.png"]
+    assert "examples/s" in Path("run/log.txt").read_text()
+
+
+def test_metrics_of_text_are_means_over_tokens(small: Any) -> None:
+    with wordrun.Trainer(wordrun.compose(small("metrics=[accuracy,top5]", "hydra.run.dir=run"))) as trainer:
+        trainer.train()
+        found = trainer.measure()
+        model, validation = trainer.backend.parts[0].eval(), trainer.validation
+        batches = [validation[i][0] for i in range(len(validation))]
+        hits = torch.cat([model(batch.tokens).argmax(-1) == batch.targets for batch in batches])
+    assert found["val_accuracy"] == pytest.approx(hits.float().mean().item())
+    assert found["val_accuracy"] <= found["val_top5"]
+    assert found["val_perplexity"] == pytest.approx(np.exp(found["val_loss"]))
+
+
+def test_what_is_for_text_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    train("train.max_iters=1")
+    assert not list(Path("run").glob("checkpoints/*/tokenizer.json"))
+    for main, words in ((generate.main, ["run=run"]), (export.main, ["run=run"])):
+        assert main(words) == 1
+        assert "was trained on data=digits, which is not text" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        prepare(["data=digits"])
+    assert "data=digits is not text, and needs no preparation" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no estimate for model=convnet"):
+        plan(["data=digits"])
+    assert export.main(["run=run", "form=checkpoint", "out=weights"]) == 0
+    with wordrun.Trainer(wordrun.compose([*SMALL, "train.init_from=weights", "hydra.run.dir=second"])) as trainer:
+        with pytest.raises(ConfigError, match="has no text"):
+            trainer.generate()
+        saved = dict(trainer.task.initial_weights(trainer.world) or {})
+        assert torch.equal(trainer.backend.parts[0].features[0].weight, saved["features.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["data=digits", "model=nano"], "model=nano cannot train on data=digits: use model=convnet or model=resnet18"),
+        (["data=sample", "model=convnet"], "model=convnet cannot train on data=sample: use model=nano"),
+        (["data=digits", "model.norm=group"], "model.norm=group should be one of none, batch, sync"),
+        (["data=imagefolder"], "data=imagefolder needs data.path=FOLDER"),
+        (["data=digits", "model=resnet18", "model.depth=20"], "model.depth=20 should be 18, 34, 50, 101 or 152"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        wordrun.compose(words)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "option"), [("TP", "backend.tp=2"), ("PP", "backend.pp=8"), ("3D", "backend.tp=2")]
+)
+def test_a_model_that_cannot_be_divided_is_refused(backend: str, option: str) -> None:
+    cfg = wordrun.compose(["data=digits", f"train.backend={backend}"])
+    with pytest.raises(ConfigError) as refused:
+        check(cfg, 8, 2)
+    assert option in str(refused.value)
+    assert "model=convnet does not say how" in str(refused.value)
+
+
+def test_the_order_visits_every_example_once_in_an_epoch_and_augments_by_index() -> None:
+    data = images.digits(wordrun.compose(["data=digits", "data.augment=true"]).data)  # type: ignore[arg-type]
+    order = ExampleOrder(Reader(data.train, "training split"), 7, data.augment)
+    n = order.per_epoch
+    epochs = [sorted(order.indices(e * n, n).tolist()) for e in range(2)]
+    assert epochs == [list(range(n))] * 2
+    assert order.indices(0, n).tolist() != order.indices(n, n).tolist()
+    whole = order.empty(6)
+    order.fill(n - 3, whole)
+    for first in range(6):
+        one = order.empty(1)
+        order.fill(n - 3 + first, one)
+        assert torch.equal(one.inputs[0], whole.inputs[first])
+        assert one.targets[0] == whole.targets[first]
+
+
+def folder_of_images(root: Path) -> None:
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True)
+        for number in range(10):
+            Image.fromarray(rng.integers(0, 255, (20, 30, 3), dtype=np.uint8)).save(root / name / f"{number}.png")
+
+
+def test_a_folder_of_images_is_read() -> None:
+    folder_of_images(Path("pets"))
+    cfg = wordrun.compose(["data=imagefolder", "data.path=pets", "data.size=16", "data.augment=true"])
+    data = images.imagefolder(cfg.data)  # type: ignore[arg-type]
+    assert (len(data.train), len(data.val), data.model) == (18, 2, {"shape": [3, 16, 16], "classes": 2})
+    order = ExampleOrder(Reader(data.train, "training split", 2, data.threads), 1, data.augment)
+    batch = order.empty(18)
+    order.fill(0, batch)
+    assert batch.inputs.shape == (18, 3, 16, 16)
+    assert sorted(batch.targets.tolist()) == [0] * 9 + [1] * 9
+
+
+def test_damaged_folders_are_refused_by_name() -> None:
+    words = ["data=imagefolder", "data.path=pets", "data.size=16"]
+    data = wordrun.compose(words).data
+    with pytest.raises(ConfigError, match=r"data\.path=pets is not a folder"):
+        images.imagefolder(data)  # type: ignore[arg-type]
+    Path("pets").mkdir()
+    with pytest.raises(ConfigError, match="should have a folder of images for each class"):
+        images.imagefolder(data)  # type: ignore[arg-type]
+    folder_of_images(Path("pets"))
+    Path("pets/cow").mkdir()
+    with pytest.raises(ConfigError, match=r"should have a folder of images for each class: .*cow"):
+        images.imagefolder(data)  # type: ignore[arg-type]
+    Path("pets/cow").rmdir()
+    Path("pets/dog/3.png").write_bytes(b"no image")
+    found = images.imagefolder(data)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"pets/dog/3\.png is not an image that can be decoded"):
+        [found.train[i] for i in range(len(found.train))]
+
+
+def test_a_download_that_fails_names_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(images.compat, "torchvision", lambda *args: SimpleNamespace(MNIST=fails))
+    with pytest.raises(UserError, match=r"data=mnist is not in .* \(no route to host\).* use data=digits"):
+        train("data=mnist")
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ConfigError, match=r"data=digits needs more packages .*pip install 'wordrun\[vision\]'"):
+        train()
+
+
+# What a package of one's own would contain: data, a model and a metric.
+@dataclass
+class LineConfig(ModelConfig):
+    """A line through points."""
+
+    name: str = "line"
+    """Name of the preset; part of the run directory."""
+
+
+class Line(Model):
+    def __init__(self, cfg: LineConfig, inputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[:, 0]
+
+    def losses(self, batch: Any, forward: Any = None) -> torch.Tensor:
+        return ((forward or self)(batch.inputs) - batch.targets).square()
+
+
+def points(data: Any) -> Splits:
+    x = torch.linspace(-1, 1, 64)[:, None]
+    split = torch.utils.data.TensorDataset(x, 3 * x[:, 0] + 1)
+    return Splits(split, split, {"inputs": 1})
+
+
+def absolute_error(options: MetricConfig, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (outputs - batch.targets).abs()
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Config:
+    here = f"{__name__}:"
+    monkeypatch.setitem(parts("model"), "line", Part(LineConfig, here + "Line"))
+    monkeypatch.setitem(parts("data"), "points", Part(DataConfig, here + "points"))
+    monkeypatch.setitem(parts("metrics"), "absolute_error", Part(MetricConfig, here + "absolute_error"))
+    cfg = wordrun.compose([*SMALL[4:], "train.max_iters=60", "optimizer.learning_rate=0.1", "optimizer.warmup_iters=1"])
+    cfg.model, cfg.data = LineConfig(batch_size=16), DataConfig("points", "points")
+    cfg.metrics = {"absolute_error": MetricConfig()}
+    return cfg
+
+
+def test_a_task_of_ones_own(own: Config) -> None:
+    with wordrun.Trainer(own) as trainer:
+        trainer.train()
+    evaluations = [line for line in lines() if "val_loss" in line]
+    assert list(evaluations[0]) == ["step", "val_loss", "val_absolute_error"]
+    assert evaluations[-1]["val_absolute_error"] < 0.2 * evaluations[0]["val_absolute_error"]
+
+
+def test_losses_and_metrics_of_the_wrong_shape_are_refused(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Line.losses
+    monkeypatch.setattr(Line, "losses", lambda self, batch, forward=None: right(self, batch, forward).mean())
+    with wordrun.Trainer(own) as trainer, pytest.raises(UserError, match=r"Line\.losses should return .* shape \[\]"):
+        trainer.train()
+    monkeypatch.setattr(Line, "losses", right)
+    own.run_dir = "second"
+    monkeypatch.setattr(sys.modules[__name__], "absolute_error", lambda options, outputs, batch: outputs.sum())
+    with wordrun.Trainer(own) as trainer, pytest.raises(UserError, match=r"absolute_error of a batch has the shape"):
+        trainer.train()
+
+
+def test_a_metric_that_is_not_finite_is_reported_and_recorded(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.train.max_iters = 1
+    monkeypatch.setattr(sys.modules[__name__], "absolute_error", lambda options, outputs, batch: outputs * torch.nan)
+    with wordrun.Trainer(own) as trainer:
+        trainer.train()
+    assert lines()[-1]["val_absolute_error"] is None
+    assert "the metric absolute_error is nan at step 1" in Path("run/log.txt").read_text()
+
+
+def test_a_label_out_of_range_is_refused() -> None:
+    split = torch.utils.data.TensorDataset(torch.zeros(4, 1), torch.tensor([0, 1, 2, 1]))
+    reader = Reader(split, "training split of data=mine", classes=2)
+    with pytest.raises(
+        ConfigError, match=r"example 2 of the training split of data=mine has the label 2, but .*0 to 1"
+    ):
+        ExampleOrder(reader, 1).fill(0, reader.empty(4))
