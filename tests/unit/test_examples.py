@@ -158,11 +158,11 @@ def test_damaged_folders_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"data\.path=pets is not a folder"):
         images.imagefolder(data)  # type: ignore[arg-type]
     Path("pets").mkdir()
-    with pytest.raises(ConfigError, match="should have a folder of images for each class"):
+    with pytest.raises(ConfigError, match="but it has no folders"):
         images.imagefolder(data)  # type: ignore[arg-type]
     folder_of_images(Path("pets"))
     Path("pets/cow").mkdir()
-    with pytest.raises(ConfigError, match=r"should have a folder of images for each class: .*cow"):
+    with pytest.raises(ConfigError, match="there are none in cow"):
         images.imagefolder(data)  # type: ignore[arg-type]
     Path("pets/cow").rmdir()
     Path("pets/dog/3.png").write_bytes(b"no image")
