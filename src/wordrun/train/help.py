@@ -36,9 +36,9 @@ def overview(folders: Iterable[Path]) -> str:
         names = sorted({file.stem for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")})
         if group == "backend":
             group, names = "train.backend", list(BACKENDS)
-        text = " ".join(names)
+        text = " ".join(names) + " (--help metrics: also the names in metrics.jsonl)" * (group == METRICS)
         lines.append(textwrap.fill(text, help_width(), initial_indent=f"  {group:<15}", subsequent_indent=" " * 17))
-    return "\n".join([*lines, f"  {METRICS:<15}(with --help) the names in metrics.jsonl and in trackers", "", EXAMPLES])
+    return "\n".join([*lines, "", EXAMPLES])
 
 
 def options_of(cfg: Config, groups: Sequence[str]) -> str:
@@ -54,7 +54,6 @@ def options_of(cfg: Config, groups: Sequence[str]) -> str:
 def _group(parts: dict[str, Any], group: str) -> Iterator[str]:
     if group == METRICS:
         yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
-        return
     if group == EXPERIMENT:
         for file in sorted((_own() / group).glob("*.yaml")):
             about = next(line for line in file.read_text().splitlines() if not line.startswith("# @"))
@@ -62,7 +61,7 @@ def _group(parts: dict[str, Any], group: str) -> Iterator[str]:
         return
     group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
     if group not in SCHEMAS:
-        raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join((*GROUPS, METRICS))})")
+        raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join(GROUPS)})")
     found = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
     for name, node in found.items():
         yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
