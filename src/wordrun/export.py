@@ -47,6 +47,8 @@ class ExportConfig(Section):
     """huggingface, or checkpoint for train.init_from, wordrun generate and wordrun export."""
     checkpoint: str = "latest"
     """latest, best, or a step."""
+    weights: str = "model"
+    """model, or ema for the averaged weights of a run with hooks=[ema]."""
     dtype: str = "fp32"
     """Precision of the exported weights: fp32, bf16 or fp16."""
     shard_gb: float = 4.0
@@ -83,7 +85,8 @@ def export(options: ExportConfig) -> Path:
     saved = find(Path(options.run), options.checkpoint)
     if options.form == "huggingface":
         saved.require_text()
-    out = Path(options.out or saved.folder.parent.parent / options.form / saved.folder.name)
+    name = saved.folder.name if options.weights == "model" else f"{saved.folder.name}-{options.weights}"
+    out = Path(options.out or saved.folder.parent.parent / options.form / name)
     if out.exists():
         raise ConfigError(f"{out} already exists: remove it, or choose another folder with out=DIR")
     draft = out.with_name(f".{out.name}.new")  # so an interrupted export never looks complete
@@ -93,9 +96,9 @@ def export(options: ExportConfig) -> Path:
         # DeepSpeed prints while reading its checkpoints. After Ctrl-C, no part of an export should be left behind.
         with contextlib.redirect_stdout(sys.stderr), interrupts.raising():
             if options.form == "checkpoint":
-                write_checkpoint(draft, saved)
+                write_checkpoint(draft, saved, options.weights)
             else:
-                write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
+                write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9), options.weights)
                 write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
         for file in draft.glob("*.safetensors"):  # the library makes them readable by the owner only
             file.chmod(draft.stat().st_mode & 0o666)
@@ -107,14 +110,14 @@ def export(options: ExportConfig) -> Path:
     return out
 
 
-def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
+def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str = "model") -> None:
     """Write the weights of ``saved`` as safetensors files, of at most ``limit`` bytes unless one weight is larger."""
     from safetensors.torch import save_file
 
     from wordrun.backend.precision import TORCH_DTYPES
     from wordrun.model.huggingface import to_huggingface
 
-    cfg, weights, kind = saved.config.transformer, saved.weights(), TORCH_DTYPES[dtype]
+    cfg, weights, kind = saved.config.transformer, saved.weights(which), TORCH_DTYPES[dtype]
     model = saved.transformer()
     shards: list[list[str]] = [[]]
     room = limit
@@ -163,12 +166,12 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     })  # fmt: skip
 
 
-def write_checkpoint(folder: Path, saved: Saved) -> None:
+def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
     from wordrun.checkpoint import folder as folders, shards
     from wordrun.checkpoint.saved import ARGUMENTS, MODEL
 
-    weights = saved.weights()
+    weights = saved.weights(which)
     mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]
     shards.write(folder, mine)
     shards.write_index(folder)

@@ -17,13 +17,14 @@ from torch import nn
 import wordrun
 from wordrun import export, generate
 from wordrun.checks import check
-from wordrun.config import PARTS, SCHEMAS, Config, DataConfig, MetricConfig, ModelConfig, Part
+from wordrun.config import Config, DataConfig, MetricConfig, ModelConfig
 from wordrun.data import images
 from wordrun.data.examples import ExampleOrder, Reader, Splits
 from wordrun.errors import ConfigError, UserError
 from wordrun.model import Model
 from wordrun.plan.cli import plan
 from wordrun.prepare.cli import main as prepare
+from wordrun.registry import Part, parts
 
 SMALL = (
     "data=digits", "model.channels=2", "model.hidden=8", "model.batch_size=8", "tracker=jsonl", "train.device=cpu",
@@ -207,6 +208,11 @@ class Line(Model):
         return ((forward or self)(batch.inputs) - batch.targets).square()
 
 
+@dataclass
+class PointsConfig(DataConfig):
+    """Points on a line."""
+
+
 def points(data: Any) -> Splits:
     x = torch.linspace(-1, 1, 64)[:, None]
     split = torch.utils.data.TensorDataset(x, 3 * x[:, 0] + 1)
@@ -220,14 +226,12 @@ def absolute_error(options: MetricConfig, outputs: torch.Tensor, batch: Any) -> 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Config:
     here = f"{__name__}:"
-    monkeypatch.setitem(PARTS["model"], "line", Part(LineConfig, here + "Line"))
-    monkeypatch.setitem(PARTS["data"], "points", Part(DataConfig, here + "points"))
-    monkeypatch.setitem(PARTS["metrics"], "absolute_error", Part(MetricConfig, here + "absolute_error"))
-    monkeypatch.setitem(SCHEMAS["model"], "line", LineConfig)
-    monkeypatch.setitem(SCHEMAS["data"], "points", DataConfig)
-    monkeypatch.setitem(SCHEMAS["metrics"], "absolute_error", MetricConfig)
+    for kind, name, options in (
+        ("model", "Line", LineConfig), ("data", "points", PointsConfig), ("metrics", "absolute_error", MetricConfig)
+    ):  # fmt: skip
+        monkeypatch.setitem(parts(kind), name.lower(), Part(options, here + name, kind, name.lower()))
     cfg = wordrun.compose([*SMALL[4:], "train.max_iters=60", "optimizer.learning_rate=0.1", "optimizer.warmup_iters=1"])
-    cfg.model, cfg.data = LineConfig(batch_size=16), DataConfig("points", "points")
+    cfg.model, cfg.data = LineConfig(batch_size=16), PointsConfig("points", "points")
     cfg.metrics = {"absolute_error": MetricConfig()}
     return cfg
 

@@ -16,7 +16,7 @@ from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.config import Config, from_plain
-from wordrun.errors import UserError, first_line
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.model import Model, Transformer, new_model
 from wordrun.model.base import LazyWeights
@@ -47,19 +47,33 @@ class Saved:
         """The file of ``tokenizer_json``."""
         return self.folder / folders.TOKENIZER
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self, which: str = "model") -> Mapping[str, Tensor]:
         """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
         Weights written by DeepSpeed's engine are gathered from all ranks' shards at once.
 
+        Args:
+            which: model, or the name of a hook that has saved other values of some or all weights, such as ema.
+
         Raises:
             UserError: the engine wrote them, and DeepSpeed is not installed.
+            ConfigError: the checkpoint has no values by the hook ``which``.
         """
+        stored = {} if self._is_engines else index.load(self.folder)
+        names = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
+        if which != "model":
+            prefix = f"hooks.{which}."
+            own = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+            if not own:
+                there = dict.fromkeys(name.split(".")[1] for name in stored if name.startswith("hooks."))
+                raise ConfigError(f"weights={which}: {self.folder} has {', '.join(['model', *there])} (hooks=[ema])")
+            for name in own:
+                if name not in names or stored[own[name]].shape != stored[names[name]].shape:
+                    raise DamagedError(f"{self.folder} is damaged: {own[name]} does not belong to the model")
+            names |= own
         if self._is_engines:
             return self._engine_weights()
-        stored = index.load(self.folder)
-        names = [name for name in stored if name.startswith(MODEL)]
-        return LazyWeights({name.removeprefix(MODEL): partial(_read, self.folder, name, stored) for name in names})
+        return LazyWeights({name: partial(_read, self.folder, full, stored) for name, full in names.items()})
 
     def transformer(self) -> Transformer:
         """Return ``meta_model`` of a run on text.

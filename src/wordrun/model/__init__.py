@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from wordrun.config import ModelConfig, TransformerConfig, part_of
+from wordrun.config import ModelConfig, TransformerConfig
 from wordrun.model.base import Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
 from wordrun.model.transformer import Transformer
+from wordrun.registry import part_of
 
 __all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
 

@@ -9,12 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import dist
-from wordrun.config import PARTS, Config
+from wordrun.config import Config
 from wordrun.data.examples import ExampleOrder, Examples, FixedExamples, Reader, Splits
 from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
 from wordrun.log import LOGGER
 from wordrun.model import Model, new_model
+from wordrun.registry import part_of
 from wordrun.train.task import Task
 
 
@@ -76,7 +77,7 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
     Rank 0 opens them first, because it may have to download them; then one rank of each node, as nodes may have disks
     of their own; then the others.
     """
-    load = PARTS["data"][cfg.data.kind].load()
+    load = part_of("data", cfg.data).load()
     found: Splits | None = None
     for turn in (world.rank == 0, world.local_rank == 0, True):
         if turn and found is None:

@@ -14,11 +14,12 @@ from typing import Any
 
 from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
-from wordrun.config import PARTS, Config, part_of
+from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.model import Model
+from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
@@ -30,7 +31,7 @@ from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.task import Task, task_of
-from wordrun.train.training import Hook, Training
+from wordrun.train.training import Hook, HookSet, Training
 
 # After a failure, wait this long for the checkpoint being written; other ranks may no longer respond.
 LAST_SAVE_S = 5.0
@@ -113,12 +114,12 @@ class Trainer(Training):
             self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
             self.task.tokens_per_example, self.task.flops_per_example,
         )  # fmt: skip
-        self.result: backend.StepResult
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
-        configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
-        self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
+        configured = {name: parts("hooks")[name].load()(options) for name, options in cfg.hooks.items()}
+        self.hooks = HookSet([Log(), Bar(), Evaluate(), *self.task.hooks()], configured, hooks, Checkpoint())
         self.run = Run(cfg, world)
+        self.hooks.call("setup", self)
         resume.resume(self, self.start)
         written = self.step if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer_json, written)
@@ -137,20 +138,20 @@ class Trainer(Training):
         cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng), self.memory.explained():
             while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
+                self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
+                lr = self.hooks.learning_rate(self, lr)
                 self.result = self._train_step(lr)
                 self.state.take(self.examples_per_step)
                 if not finite.counts(self, self.result):
                     continue
                 self.state.count_step()
                 self.meter.add(self.result, lr)
-                for hook in self.hooks:
-                    hook.after_step(self)
+                self.hooks.call("after_step", self)
                 self.profiler.step()
             if not self.done:
                 self._save_and_stop()
-            for hook in self.hooks:
-                hook.at_end(self)
+            self.hooks.call("at_end", self)
         return self.summary()
 
     def _train_step(self, lr: float) -> backend.StepResult:
@@ -191,7 +192,8 @@ class Trainer(Training):
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
-        copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
+        own = {resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())}
+        copy = self.backend.begin_save(own, self.hooks.tensors())
         last = self.done or self.stop.signal != 0
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best, last=last)
 
@@ -214,12 +216,12 @@ class Trainer(Training):
     @cached_property
     def _metrics(self) -> Measure | None:
         """The model's own metrics and those of the config; None: there are none, and no outputs are needed."""
-        parts = {name: partial(PARTS["metrics"][name].load(), options) for name, options in self.cfg.metrics.items()}
+        chosen = {name: partial(parts("metrics")[name].load(), options) for name, options in self.cfg.metrics.items()}
         model = self.backend.parts[-1]
-        if not parts and type(model).metrics is Model.metrics:
+        if not chosen and type(model).metrics is Model.metrics:
             return None
         return lambda batch, outputs: {
-            **model.metrics(batch, outputs), **{name: metric(outputs, batch) for name, metric in parts.items()}
+            **model.metrics(batch, outputs), **{name: metric(outputs, batch) for name, metric in chosen.items()}
         }  # fmt: skip
 
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
@@ -255,8 +257,7 @@ class Trainer(Training):
                 self._announce(facts)
             self.state.start_clock()
             with self.stop.listen(), self.profiler:
-                for hook in self.hooks:
-                    hook.at_start(self)
+                self.hooks.call("at_start", self)
                 yield
         except BaseException as error:
             error_text = (
@@ -268,8 +269,7 @@ class Trainer(Training):
             raise
         finally:
             self.state.stop_clock()
-            for hook in self.hooks:
-                hook.close()
+            self.hooks.close()
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
@@ -284,7 +284,7 @@ class Trainer(Training):
             return
         if error or self.stop_reason:
             level = logging.ERROR if failed else logging.INFO
-            LOGGER.log(level, "%s (after %d steps)", error or self.stop_reason, self.step, extra=FIRST_RANK)
+            LOGGER.log(level, "%s (at step %d)", error or self.stop_reason, self.step, extra=FIRST_RANK)
         if (loss := self.metrics.get("val_loss")) is not None:
             found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
             others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
