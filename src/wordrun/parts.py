@@ -46,6 +46,9 @@ register("profiler", "none", "wordrun.config:ProfilerConfig", "wordrun.train.pro
 register("profiler", "pyinstrument", "wordrun.config:PyinstrumentConfig", "wordrun.train.profile:PyinstrumentProfiler")
 register("profiler", "torch", "wordrun.config:TorchProfilerConfig", "wordrun.train.profile:TorchProfiler")
 
+register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")
+register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures:top_k")
+
 register("hooks", "early_stop", "wordrun.config:EarlyStopConfig", "wordrun.train.hooks.early_stop:EarlyStop")
 register("hooks", "ema", "wordrun.config:EMAConfig", "wordrun.train.hooks.ema:EMA")
 register("hooks", "statistics", "wordrun.config:StatisticsConfig", "wordrun.train.hooks.statistics:Statistics")

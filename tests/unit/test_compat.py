@@ -23,6 +23,7 @@ from wordrun.checks import check
 from wordrun.config import SCHEDULES
 from wordrun.errors import ConfigError
 from wordrun.model import meta_model
+from wordrun.model.batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -143,3 +144,18 @@ def test_what_an_older_torch_does_wrong_is_refused(
     spec = BackendSpec(cfg, dist.World(size=8, device="cpu"), check(cfg, 8), partial(meta_model, cfg.model, 64), print)
     with pytest.raises(ConfigError, match=says):
         backend.build(spec)
+
+
+def test_a_batch_norm_can_be_torchs_synchronized_one() -> None:
+    """Without a process group, where it normalizes its own batch."""
+    x = torch.randn(4, 3, 5, 5)
+    ours, theirs = SyncBatchNorm(3), torch.nn.BatchNorm2d(3)
+    assert torch.equal(compat.sync_batch_norm(ours, x), theirs(x))
+    assert ours.running_mean is not None
+    assert torch.equal(ours.running_mean, theirs.running_mean)  # type: ignore[arg-type]
+
+
+def test_torchvision_can_be_imported_beside_any_torch() -> None:
+    if not importlib.util.find_spec("torchvision"):
+        pytest.skip("needs torchvision: pip install 'wordrun[vision]'")
+    assert compat.torchvision("models", "this test").resnet18

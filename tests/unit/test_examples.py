@@ -159,11 +159,11 @@ def test_damaged_folders_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"data\.path=pets is not a folder"):
         images.imagefolder(data)  # type: ignore[arg-type]
     Path("pets").mkdir()
-    with pytest.raises(ConfigError, match="should have a folder of images for each class"):
+    with pytest.raises(ConfigError, match="but it has no folders"):
         images.imagefolder(data)  # type: ignore[arg-type]
     folder_of_images(Path("pets"))
     Path("pets/cow").mkdir()
-    with pytest.raises(ConfigError, match=r"should have a folder of images for each class: .*cow"):
+    with pytest.raises(ConfigError, match="there are none in cow"):
         images.imagefolder(data)  # type: ignore[arg-type]
     Path("pets/cow").rmdir()
     Path("pets/dog/3.png").write_bytes(b"no image")
@@ -208,6 +208,11 @@ class Line(Model):
         return ((forward or self)(batch.inputs) - batch.targets).square()
 
 
+@dataclass
+class PointsConfig(DataConfig):
+    """Points on a line."""
+
+
 def points(data: Any) -> Splits:
     x = torch.linspace(-1, 1, 64)[:, None]
     split = torch.utils.data.TensorDataset(x, 3 * x[:, 0] + 1)
@@ -221,11 +226,12 @@ def absolute_error(options: MetricConfig, outputs: torch.Tensor, batch: Any) -> 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Config:
     here = f"{__name__}:"
-    monkeypatch.setitem(parts("model"), "line", Part(LineConfig, here + "Line"))
-    monkeypatch.setitem(parts("data"), "points", Part(DataConfig, here + "points"))
-    monkeypatch.setitem(parts("metrics"), "absolute_error", Part(MetricConfig, here + "absolute_error"))
+    for kind, name, options in (
+        ("model", "Line", LineConfig), ("data", "points", PointsConfig), ("metrics", "absolute_error", MetricConfig)
+    ):  # fmt: skip
+        monkeypatch.setitem(parts(kind), name.lower(), Part(options, here + name, kind, name.lower()))
     cfg = wordrun.compose([*SMALL[4:], "train.max_iters=60", "optimizer.learning_rate=0.1", "optimizer.warmup_iters=1"])
-    cfg.model, cfg.data = LineConfig(batch_size=16), DataConfig("points", "points")
+    cfg.model, cfg.data = LineConfig(batch_size=16), PointsConfig("points", "points")
     cfg.metrics = {"absolute_error": MetricConfig()}
     return cfg
 

@@ -25,8 +25,10 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"version", "errors", "files", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
-CONFIG = BASE | {"dist", "project", "registry", "config", "config_images", "sections", "validation", "ds_config"}
-CONFIG |= {"checks", "composer"}
+CONFIG = BASE | {
+    "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "checks",
+    "composer",
+}  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": set(),
@@ -46,7 +48,7 @@ MAY_USE: dict[str, set[str]] = {
     "dist": BASE | {"registry"},
     "sections": {"validation"},
     "config_images": {"sections", "validation"},
-    "config": {"errors", "sections", "config_images", "validation", "registry"},
+    "config": {"errors", "sections", "validation", "registry"},
     "ds_config": {"errors", "config"},
     "checks": {"errors", "validation", "registry", "dist", "config", "ds_config"},
     "part_source": {"errors", "project", "registry", "config"},

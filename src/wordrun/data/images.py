@@ -24,6 +24,8 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Means and standard deviations of the colours, on a scale from 0 to 1."""
 CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 MNIST = (0.1307,), (0.3081,)
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp")
+"""Endings of the files of images in a folder."""
 HELD_OUT = 5
 """One in this many of scikit-learn's digits is for validation."""
 
@@ -155,14 +157,13 @@ def listed(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
     Raises:
         ConfigError: it has no folders, or one without images.
     """
-    found = compat.torchvision("datasets.folder", "data=imagefolder")
-    try:
-        classes, numbers = found.find_classes(str(root))
-        return classes, found.make_dataset(str(root), numbers, found.IMG_EXTENSIONS)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"data.path={root} should have a folder of images for each class: {first_line(error)}"
-        ) from None
+    classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and folder.name[:1] != ".")
+    files = {name: sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in SUFFIXES) for name in classes}
+    if not classes or not all(files.values()):
+        empty = ", ".join(name for name, found in files.items() if not found)
+        problem = f"there are none in {empty}" if empty else "it has no folders"
+        raise ConfigError(f"data.path={root} should have a folder of images for each class, but {problem}")
+    return classes, [(str(path), number) for number, name in enumerate(classes) for path in files[name]]
 
 
 @dataclass(frozen=True)
@@ -183,20 +184,19 @@ class Files:
             UserError: the file cannot be decoded.
         """
         path, label = self.files[index]
-        image, functional = optional("PIL.Image", "data=imagefolder"), _functional()
+        image = optional("PIL.Image", "data=imagefolder")
         try:
             with image.open(path) as file:
-                pixels = functional.pil_to_tensor(file.convert("RGB"))
+                factor = self.size / min(file.size)
+                width, height = (max(self.size, round(length * factor)) for length in file.size)
+                left, top = (width - self.size) // 2, (height - self.size) // 2
+                scaled = file.convert("RGB").resize((width, height), image.Resampling.BILINEAR)
+                pixels = np.array(scaled.crop((left, top, left + self.size, top + self.size)))
         except Exception as error:  # a damaged file can raise anything
             raise UserError(
                 f"data.path: {path} is not an image that can be decoded ({first_line(error)}): repair or replace it"
             ) from None
-        pixels = functional.center_crop(functional.resize(pixels, self.size, antialias=True), [self.size, self.size])
-        return standardized(pixels.float() / 255, IMAGENET), label
-
-
-def _functional() -> Any:
-    return compat.torchvision("transforms.functional", "data=imagefolder")
+        return standardized(torch.from_numpy(pixels).permute(2, 0, 1).float() / 255, IMAGENET), label
 
 
 def _folder(data: ImagesConfig) -> Path:

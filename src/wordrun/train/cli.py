@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 
 from wordrun import dist, log, project
 from wordrun.composer import Tree, compose, register, renamed, to_config
-from wordrun.config import SECTIONS, SEVERAL, Config, schemas
+from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
 from wordrun.train.help import options_of, overview
 from wordrun.train.hints import own_command
@@ -139,7 +139,7 @@ def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None
         if isinstance(cfg.data, TextConfig) and cfg.data.kind == "file":
             from wordrun.prepare.sources import locate
 
-            locate(cfg.data).files()  # a missing file is reported before torch is loaded
+            locate(cfg.text).files()  # a missing file is reported before torch is loaded
         return 0, cfg
     except UserError as error:
         print(error, file=sys.stderr, flush=True)

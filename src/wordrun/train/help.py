@@ -37,8 +37,9 @@ def overview(folders: Iterable[Path]) -> str:
         text = " ".join(sorted(names | set(schemas(group) if group in SECTIONS else ())))
         if group == "backend":
             group, text = "train.backend", " ".join(backends())
+        text += " (--help metrics: also the names in metrics.jsonl)" * (group == METRICS)
         lines.append(textwrap.fill(text, help_width(), initial_indent=f"  {group:<15}", subsequent_indent=" " * 17))
-    return "\n".join([*lines, f"  {METRICS:<15}(with --help) the names in metrics.jsonl and in trackers", "", EXAMPLES])
+    return "\n".join([*lines, "", EXAMPLES])
 
 
 def options_of(cfg: Config, groups: Sequence[str], folders: Sequence[Path] = ()) -> str:
@@ -56,7 +57,6 @@ def options_of(cfg: Config, groups: Sequence[str], folders: Sequence[Path] = ())
 def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterator[str]:
     if group == METRICS:
         yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
-        return
     if group == EXPERIMENT:
         for file in sorted(file for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")):
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -65,7 +65,7 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterat
         return
     group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
     if group not in SECTIONS:
-        raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join((*GROUPS, METRICS))})")
+        raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join(GROUPS)})")
     found = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
     for name, node in found.items():
         yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
