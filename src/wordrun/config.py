@@ -60,13 +60,17 @@ class ModelConfig(Section):
         """Return what is wrong with these options alone."""
         yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
         yield from fractions("model", self, "dropout")
-        if self.n_head > 0 and self.n_embd > 0 and self.n_embd % self.n_head:
+        if self.n_head > 0 and self.n_embd > 0 and self.attention_width() % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             fits = f"{below} or {below + self.n_head}" if below else f"{self.n_head}"
             yield (
                 f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: "
                 f"with {self.n_head} heads use n_embd={fits}"
             )
+
+    def attention_width(self) -> int:
+        """Return the number of elements of all query heads together."""
+        return self.n_embd
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -89,12 +93,16 @@ class GPTConfig(ModelConfig):
 
 @dataclass
 class LlamaConfig(ModelConfig):
-    """A LLaMA-style transformer."""
+    """A LLaMA-style transformer; with qk_norm, Qwen3."""
 
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
     n_kv_head: int | None = None
     """Number of key/value heads (grouped-query attention), which must divide n_head; null: n_head."""
+    head_size: int | None = None
+    """Elements of an attention head; null: n_embd / n_head."""
+    qk_norm: bool = False
+    """Normalize each query and key head, as Qwen3 does."""
     n_hidden: int = 352
     """Hidden size of the MLP; in LLaMA models at least about 8/3 n_embd."""
     rope_theta: float = 10000.0
@@ -109,7 +117,7 @@ class LlamaConfig(ModelConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from super().problems()
-        yield from positive("model", self, "n_kv_head", "n_hidden", "rope_factor")
+        yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor")
         yield from above_zero("model", self, "rope_theta", "norm_eps")
         if self.n_head < 1:
             return
@@ -119,7 +127,12 @@ class LlamaConfig(ModelConfig):
                 f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
                 f"use model.n_kv_head={fits}, or another model.n_head"
             )
-        if self.n_embd // self.n_head % 2:
+        if self.head_size is not None and self.head_size % 2:
+            yield (
+                f"model.head_size={self.head_size} is odd, and the rotary embedding pairs the elements of a head: "
+                f"use model.head_size={self.head_size + 1}"
+            )
+        elif self.head_size is None and self.n_embd // self.n_head % 2:
             yield (
                 f"model.n_embd={self.n_embd} and model.n_head={self.n_head} make heads of {self.n_embd // self.n_head} "
                 f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
@@ -128,6 +141,10 @@ class LlamaConfig(ModelConfig):
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
         return [*super().tensor_parallel_options(), "n_kv_head", "n_hidden"]
+
+    def attention_width(self) -> int:
+        """Return the number of elements of all query heads together."""
+        return self.n_head * self.head_size if self.head_size else self.n_embd
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as
-LlamaForCausalLM. The library itself is not needed.
+LlamaForCausalLM or, with qk_norm, Qwen3ForCausalLM. The library itself is not needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LLAMA_NAMES = {
     "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
     "blocks": "model.layers", "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
     "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
-    "attention.proj": "self_attn.o_proj",
+    "attention.proj": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
 }  # fmt: skip
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
@@ -116,8 +116,9 @@ def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
 
 
 def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
+    kind, name = ("qwen3", "Qwen3ForCausalLM") if cfg.qk_norm else ("llama", "LlamaForCausalLM")
     return {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "model_type": kind, "architectures": [name], "head_dim": cfg.attention_width() // cfg.n_head,
         "max_position_embeddings": cfg.block_size, "hidden_size": cfg.n_embd, "intermediate_size": cfg.n_hidden,
         "num_hidden_layers": cfg.n_layer, "num_attention_heads": cfg.n_head,
         "num_key_value_heads": cfg.n_kv_head or cfg.n_head, "tie_word_embeddings": cfg.tie,

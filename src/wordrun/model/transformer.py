@@ -117,15 +117,15 @@ class Transformer(Model):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass of the full model.
 
-        6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for the attention over T
-        tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is not a matrix
+        6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for attention of width C over
+        T tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is not a matrix
         product and does not count; the output layer does. Grouped-query attention saves weights, but no operations of
         the attention itself.
         """
         cfg, block = self.cfg, next(iter(self.blocks.values()))
         weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
         weights = cfg.n_layer * weights + self.padded_vocab_size * cfg.n_embd
-        return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+        return 6 * weights + 12 * cfg.n_layer * cfg.attention_width() * cfg.block_size
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         # The last pipeline stage has the output layer without the embedding it is tied to.
