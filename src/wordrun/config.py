@@ -155,7 +155,8 @@ class DataConfig(Section):
     """Name of the dataset; part of the run directory."""
     kind: str = "file"
     """Kind of source: file (path), download (path, downloaded from url if missing), sample (built-in synthetic text),
-    hf (dataset), shards (path: a folder of tokens prepared elsewhere) or mix (several datasets)."""
+    hf (dataset), pairs (path: .jsonl files of prompts and answers; the loss is on the answers alone), shards (path: a
+    folder of tokens prepared elsewhere) or mix (several datasets)."""
     path: str | None = None
     """A UTF-8 text file, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
     url: str | None = None
@@ -168,6 +169,12 @@ class DataConfig(Section):
     """Refuse a folder with an empty, unreadable or binary file among the others, instead of leaving that file out."""
     text_key: str = "text"
     """Field (.jsonl) or column (.parquet, hf) that contains the text."""
+    prompt_key: str = "prompt"
+    """Field of a prompt (pairs)."""
+    answer_key: str = "answer"
+    """Field of an answer (pairs)."""
+    template: str = "{prompt}{answer}"
+    """Text of a pair; the loss is on {answer} and what follows it. wordrun generate writes its turns like this."""
     dataset: str | None = None
     """A Hugging Face dataset: its name, or a local folder."""
     subset: str | None = None
@@ -191,7 +198,8 @@ class DataConfig(Section):
     align: bool = False
     """Start each sequence at the first document boundary inside it, if there is one."""
     mask_documents: bool = False
-    """Mask attention so that tokens attend only within their own document."""
+    """Mask attention so that tokens attend only within their own document; for pairs, also put several into a sequence
+    (false: one)."""
     prefetch: int = 2
     """Number of steps whose batches a background thread prepares in advance; 0: none."""
 
@@ -199,6 +207,8 @@ class DataConfig(Section):
         """Return what is wrong with these options alone."""
         yield from one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
         yield from one_of("data.offline", self.offline, ["error", "sample"])
+        if self.kind == "pairs":
+            yield from self._pairs_problems()
         if self.kind in ("file", "download") and not self.path:
             yield f"data={self.name} needs data.path=FILE, a text file"
         if self.kind == "shards" and not self.path:
@@ -212,6 +222,20 @@ class DataConfig(Section):
         yield from positive("data", self, "shard_mb", "workers")
         yield from not_negative("data", self, "prefetch")
         yield from self._mix_problems()
+
+    def turn(self, prompt: str) -> tuple[str, str]:
+        """Return what precedes the answer to ``prompt`` in the template, and what follows it."""
+        before, _, after = self.template.partition("{answer}")
+        return before.replace("{prompt}", prompt), after
+
+    def _pairs_problems(self) -> Iterable[str]:
+        if not self.path:
+            yield f"data={self.name} needs data.path=FILE, a .jsonl file of prompts and answers"
+        prompt, answer = "{prompt}", "{answer}"
+        if not (prompt in self.template.partition(answer)[0] and self.template.count(answer) == 1):
+            yield f"data.template={self.template!r} should contain {prompt} and then {answer}, which occurs once"
+        if self.align:
+            yield "data.align=true is not for pairs, which a sequence holds whole anyway: omit it"
 
     def _mix_problems(self) -> Iterable[str]:
         if self.kind != "mix":
@@ -811,6 +835,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "sample": Part(DataConfig, "wordrun.prepare.sources.sample:SampleSource"),
         "hf": Part(DataConfig, "wordrun.prepare.sources.hub:HubSource"),
         "shards": Part(DataConfig, "wordrun.prepare.sources.shards:ShardSource"),
+        "pairs": Part(DataConfig, "wordrun.prepare.sources.pairs:PairSource"),
     },
     "backend": {
         "ddp": Part(DDPConfig, "wordrun.backend.ddp:DDPBackend"),

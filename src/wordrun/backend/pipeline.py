@@ -62,16 +62,19 @@ class PipelineBackend(FSDPBackend):
             for number, part in zip(self.numbers, self.parts, strict=True)
         ]
         criterion = self.parts[-1].criterion
+        self.divisor: Tensor | None = None
+        """The divisor of the losses of this step, the same for all batches."""
         self.schedule = getattr(pipelining, f"Schedule{options.schedule}")(
             parts if options.schedule in INTERLEAVED else parts[0],
             microbatches(cfg, options, pp) * accumulation(cfg, spec.layout.dp),
-            loss_fn=lambda outputs, targets: full(criterion(outputs, targets)).mean(),
+            loss_fn=lambda outputs, targets: full(criterion(outputs, targets, self.divisor)).mean(),
         )
         self.tied = self._tied_weights()
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step, sending all ``batches`` through the pipeline."""
         inputs, every, targets = self.parts[0].stage_inputs(batches)
+        self.divisor = batches[0].divisor
         losses: list[Tensor] = []
         first = (inputs,) if self.parts[0].is_first else ()
         last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}
@@ -150,7 +153,10 @@ class PipelineBackend(FSDPBackend):
         inputs, every, targets = self.parts[0].stage_inputs([batch])
         with self.forward_context():
             return self._forward(
-                inputs, targets.shape[:1], lambda part, x: part.criterion(part(x, **every), targets), every
+                inputs,
+                targets.shape[:1],
+                lambda part, x: part.criterion(part(x, **every), targets, batch.divisor),
+                every,
             )
 
     @torch.no_grad()

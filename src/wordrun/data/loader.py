@@ -49,12 +49,14 @@ class _Builder:
     def build(self, step: int, slot: _Slot | None = None) -> _Slot:
         """Return the batches of ``step``, in the buffers of ``slot`` if given."""
         if slot is None:
-            shape = self.size, self.order.block_size
-            slot = _Slot([Batch.empty(*shape, pinned=self.pinned, eot=self.eot) for _ in range(self.gas)])
+            slot = _Slot([self.order.empty(self.size, pinned=self.pinned, eot=self.eot) for _ in range(self.gas)])
         elif slot.copied is not None:
             slot.copied.synchronize()
         for micro, batch in enumerate(slot.batches):
             self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
+            if batch.divisor is not None:  # of the whole step, so that the mean is over all predicted tokens
+                whole = self.gas * self.ranks * self.size
+                batch.divisor.fill_(self.order.divisor(step * whole, whole))
         return slot
 
     def prefetched(self, step: int) -> _Slot:

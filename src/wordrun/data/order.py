@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from wordrun.config import MIX_PERIOD, Config
 from wordrun.data.batch import Batch, rows
 from wordrun.data.corpus import Corpus
+from wordrun.data.pairs import Rows
 from wordrun.data.shards import Array
 from wordrun.errors import ConfigError
 
@@ -71,9 +72,17 @@ class Order(ABC):
     def fill(self, first: int, batch: Batch) -> None:
         """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
 
+    def divisor(self, first: int, count: int) -> float:
+        """Return the mean number of predicted tokens of ``count`` sequences starting at index ``first``."""
+        return self.block_size
+
+    def empty(self, size: int, *, pinned: bool = False, eot: int | None = None) -> Batch:
+        """Return an uninitialised batch of ``size`` sequences, confined to documents if ``eot`` is given."""
+        return Batch.empty(size, self.block_size, pinned=pinned, eot=eot)
+
     def batch(self, first: int, count: int) -> Batch:
         """Return ``count`` sequences of the run starting at index ``first``."""
-        batch = Batch.empty(count, self.block_size)
+        batch = self.empty(count)
         self.fill(first, batch)
         return batch
 
@@ -135,6 +144,32 @@ class Sequences(Order):
         return np.minimum(moved, len(self.tokens) - self.block_size - 1)
 
 
+class PairOrder(Order):
+    """The sequences of prompts and answers; each epoch has all of them, in another order."""
+
+    def __init__(self, rows: Rows, seed: int) -> None:
+        self.rows, self.seed = rows, seed
+        self.block_size, self.per_epoch = rows.block_size, len(rows)
+
+    def empty(self, size: int, *, pinned: bool = False, eot: int | None = None) -> Batch:
+        """Return an uninitialised batch of ``size`` sequences."""
+        return self.rows.empty(size, pinned=pinned)
+
+    def fill(self, first: int, batch: Batch) -> None:
+        """Overwrite ``batch`` with the run's sequences starting at index ``first``; the divisor stays."""
+        self.rows.fill(batch, self._numbers(first, len(batch.tokens)))
+
+    def divisor(self, first: int, count: int) -> float:
+        """Return the mean number of predicted tokens of ``count`` sequences starting at index ``first``."""
+        return max(1, int(self.rows.counts(self._numbers(first, count)).sum())) / count
+
+    def _numbers(self, first: int, count: int) -> NDArray[np.int64]:
+        epochs, at = np.divmod(np.arange(first, first + count), self.per_epoch)
+        return np.concatenate([
+            Permutation(self.per_epoch, f"{self.seed}/{epoch}")(at[epochs == epoch]) for epoch in np.unique(epochs)
+        ])  # fmt: skip
+
+
 class Mix(Order):
     """Interleaves several orders, each in proportion to its share.
 
@@ -182,10 +217,26 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
         ConfigError: if the corpus is too short, or data.align needs an end-of-text token that the tokenizer lacks.
     """
     seed, eot = cfg.train.seed, eot_for("align", cfg, corpus)
+    if cfg.data.kind == "pairs":
+        return PairOrder(pairs_of_run(cfg, corpus, corpus.train), seed)
     if not corpus.mix:
         return Sequences(corpus.train, cfg.model.block_size, seed, eot)
     orders = [Sequences(part.train, cfg.model.block_size, seed + i, eot) for i, part in enumerate(corpus.mix)]
     return Mix(orders, [part.share for part in corpus.mix], seed)
+
+
+def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> Rows:
+    """Return the sequences of pairs in ``tokens``, a split of the run's corpus.
+
+    Raises:
+        ConfigError: the tokenizer has no end-of-text token, which ends an answer.
+    """
+    if corpus.tokenizer.eot is None:
+        raise ConfigError(
+            f"data.kind=pairs needs an end-of-text token, which ends each answer, and tokenizer={cfg.tokenizer.name} "
+            "has none: use tokenizer=hf with the model's tokenizer.path, or tokenizer=gpt2, bpe or byte"
+        )
+    return Rows(tokens, cfg.model.block_size, corpus.tokenizer.eot, several=cfg.data.mask_documents)
 
 
 def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:

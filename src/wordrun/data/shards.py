@@ -122,9 +122,9 @@ def _npy(path: str, file: BinaryIO) -> Shard:
     return Shard(path, dtype.str, file.tell(), int(shape[0]))
 
 
-def dtype_for(vocab_size: int) -> str:
-    """Return the token type of shards with ``vocab_size``."""
-    return "<u2" if vocab_size <= 2**16 else "<u4"
+def dtype_for(vocab_size: int, *, pairs: bool = False) -> str:
+    """Return the token type of shards with ``vocab_size``; those of ``pairs`` also have flags."""
+    return "<u4" if pairs or vocab_size > 2**16 else "<u2"
 
 
 class _File:

@@ -177,7 +177,12 @@ def _llama(facts: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
         block_size=facts.get("max_position_embeddings", 2048), rope_theta=float(theta), rope_factor=float(factor),
         norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
     )  # fmt: skip
-    only: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+    only: dict[str, Any] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    }
     stretched = {key: value for key, value in STRETCH.items() if key != "rope_type"}
     if kind not in ("default", STRETCH["rope_type"]) or (kind != "default" and rope != stretched):
         name = "rope_parameters" if "rope_parameters" in facts else "rope_scaling"

@@ -56,6 +56,10 @@ class TokenBatch(Protocol):
     def documents(self) -> Tensor | None:
         """(B, T) document number of each token, if attention must stay within documents."""
 
+    @property
+    def divisor(self) -> Tensor | None:
+        """By what each sequence's summed loss is divided, () or (B,); None: T."""
+
 
 class Transformer(Model):
     """A decoder, or a pipeline stage with consecutive blocks of one.
@@ -204,18 +208,20 @@ class Transformer(Model):
 
     def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        return self.criterion((forward or self)(batch.tokens, documents=batch.documents), batch.targets)
+        logits = (forward or self)(batch.tokens, documents=batch.documents)
+        return self.criterion(logits, batch.targets, batch.divisor)
 
     @staticmethod
-    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+    def criterion(logits: Tensor, targets: Tensor, divisor: Tensor | None = None) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,).
 
         Args:
             logits: (B, T, V).
-            targets: (B, T).
+            targets: (B, T); -100 has no loss.
+            divisor: the number of tokens by which the sum of each sequence is divided, () or (B,); None: T.
         """
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-        return losses.view(targets.shape).mean(1)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return losses.mean(1) if divisor is None else unsharded(losses).sum(1) / divisor
 
     @staticmethod
     def stage_inputs(batches: Sequence[TokenBatch]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -231,6 +237,13 @@ class Transformer(Model):
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
         """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""
         return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """Return the full tensor, on every tensor-parallel rank."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

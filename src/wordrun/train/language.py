@@ -17,7 +17,7 @@ from wordrun.checks import vocab_multiple
 from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
-from wordrun.data.order import eot_for, order_of_run
+from wordrun.data.order import eot_for, order_of_run, pairs_of_run
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
@@ -133,9 +133,10 @@ class LanguageTask:
     def validation_set(self, count: int | None) -> FixedSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
         parts = [(len(part.val), part.share) for part in self.corpus.mix]
-        model = self.cfg.model
+        model, val = self.cfg.model, self.corpus.val
+        rows = pairs_of_run(self.cfg, self.corpus, val) if self.cfg.data.kind == "pairs" else None
         return FixedSet(
-            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.eot, parts
+            val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.eot, parts, rows
         )
 
     def hooks(self) -> list[Hook]:
