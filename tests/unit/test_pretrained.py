@@ -187,7 +187,7 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("gpt2", {"model_type": "mamba"}, "a model of type mamba; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3)"),
+        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3)"),
         ("gpt2", {"activation_function": "relu"}, "activation_function=relu, and model=gpt2 can only be activation_f"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "n_inner=100, and model=gpt2 can only be n_inner=128\n"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and model=gpt2 can only"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class Batch:
         """Return the batch on ``device``; copies from pinned memory do not block the host."""
         if device.type == "cpu":
             return self
-        moved = {
+        moved: dict[str, Any] = {
             name: (value if value.is_pinned() else value.pin_memory()).to(device, non_blocking=True)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)

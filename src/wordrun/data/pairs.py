@@ -1,7 +1,7 @@
 """Prompts and answers: sequences of whole pairs, with a loss on the answers alone.
 
-Shards of pairs are uint32. Besides the token, each element says whether a pair starts there and whether the token is
-predicted, as part of an answer or as its end.
+Shards of pairs say of each token, besides its number, whether a pair starts there and whether it is predicted, as part
+of an answer or as its end.
 """
 
 from __future__ import annotations
@@ -13,21 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from wordrun.data.batch import Batch
-from wordrun.data.shards import Array
+from wordrun.data.shards import ANSWER, START, Array, plain
 
-START, ANSWER = np.uint32(2**31), np.uint32(2**30)
-"""Flags of the first token of a pair, which is the end-of-text token, and of a token that is predicted."""
-TOKEN = np.uint32(2**30 - 1)
-"""Bits of the token itself."""
 IGNORED = -100
 """Target without a loss, as torch's cross entropy has it."""
 READ = 2**22
 """Tokens to read at once."""
-
-
-def plain(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Return ``tokens`` without flags."""
-    return tokens & TOKEN
 
 
 class Rows:

@@ -26,7 +26,8 @@ LLAMA_NAMES = {
     "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
     "blocks": "model.layers", "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
     "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
-    "attention.proj": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
+    "attention.proj": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
 }  # fmt: skip
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")

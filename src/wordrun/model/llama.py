@@ -73,17 +73,16 @@ class Attention(nn.Module):
         self.k = nn.Linear(cfg.n_embd, shared, bias=False)
         self.v = nn.Linear(cfg.n_embd, shared, bias=False)
         self.proj = nn.Linear(cfg.attention_width(), cfg.n_embd, bias=False)
-        for name in ("q_norm", "k_norm") if cfg.qk_norm else ():
-            self.add_module(name, nn.RMSNorm(self.head_size, eps=cfg.norm_eps))
-        self.normalizes = cfg.qk_norm
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_size, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in "qk"
+        )
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
-        if self.normalizes:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)
         table = self.table(q, cache.length if cache else 0)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
         if cache is not None:

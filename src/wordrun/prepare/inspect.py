@@ -15,8 +15,7 @@ from rich.text import Text
 from wordrun.config import Config
 from wordrun.data import manifest as manifests
 from wordrun.data.order import Sequences
-from wordrun.data.pairs import plain
-from wordrun.data.shards import Tokens, examine
+from wordrun.data.shards import Tokens, examine, plain
 from wordrun.data.tokenizers.base import Tokenizer
 
 LONGEST = 5

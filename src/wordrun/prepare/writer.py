@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from wordrun.data import manifest as manifests, shards
-from wordrun.data.pairs import ANSWER, START
+from wordrun.data.shards import ANSWER, START
 from wordrun.data.tokenizers.base import Ids, Tokenizer
 from wordrun.errors import UserError
 from wordrun.prepare.sources.base import WorkItem
