@@ -72,7 +72,14 @@ def _check_choice(cfg: Config) -> Iterator[str]:
             f"train.backend={backend.name} alone "
             "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
+    if cfg.model.lora_rank and not train.init_from:
+        yield f"model.lora_rank={cfg.model.lora_rank} needs the weights that it adds to: set train.init_from"
     if isinstance(backend, DeepSpeedConfig):
+        if cfg.model.lora_rank:
+            yield (
+                f"model.lora_rank={cfg.model.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "
+                "weights: use train.backend=FSDP or DDP"
+            )
         if train.on_nonfinite == "skip":
             yield (
                 "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
@@ -146,6 +153,11 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     """Check the model and the batch against the layout of the ranks."""
+    if cfg.model.lora_rank and (at.tp > 1 or at.pp > 1):
+        yield (
+            f"model.lora_rank={cfg.model.lora_rank}: additions are not split over tensor-parallel ranks or pipeline "
+            "stages: use train.backend=DDP, or FSDP if the model does not fit"
+        )
     if isinstance(cfg.backend, FSDPConfig):
         yield from _check_tensor(cfg.model, at.tp)
         yield from _check_sharding(cfg, cfg.backend, at)

@@ -55,11 +55,21 @@ class ModelConfig(Section):
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
     """Vocabulary size (rows of the embedding); null: the tokenizer's, padded for TP and on accelerators."""
+    lora_rank: int = 0
+    """Rank of LoRA: freeze the weights and train additions of this rank to the blocks' matrices; 0: train all."""
+    lora_alpha: float = 16.0
+    """Scale of LoRA: additions are multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout probability of the additions' input."""
+    lora_targets: list[str] = field(default_factory=list)
+    """Linear layers of each block that get additions, such as [attention.q,attention.v]; []: all."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
-        yield from fractions("model", self, "dropout")
+        yield from fractions("model", self, "dropout", "lora_dropout")
+        yield from not_negative("model", self, "lora_rank")
+        yield from above_zero("model", self, "lora_alpha")
         if self.n_head > 0 and self.n_embd > 0 and self.attention_width() % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             fits = f"{below} or {below + self.n_head}" if below else f"{self.n_head}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from wordrun import compat
 from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
-from wordrun.config import Config, from_plain
+from wordrun.config import Config, ModelConfig, from_plain
 from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.model import Transformer, meta_model
+from wordrun.model import Transformer, lora, meta_model, pretrained
 from wordrun.model.base import LazyWeights
 
 MODEL = "model."
@@ -34,10 +34,13 @@ class Saved:
     folder: Path
     step: int
     config: Config
+    """Of the model without LoRA's additions, which ``weights`` include."""
     tokenizer_json: str
     vocab_size: int
     """The tokenizer's vocabulary size; the model's may be larger."""
     manifest: dict[str, Any]
+    lora: ModelConfig | None = None
+    """With LoRA, the options of the model with its additions."""
 
     @property
     def tokenizer_file(self) -> Path:
@@ -47,16 +50,37 @@ class Saved:
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
-        Weights written by DeepSpeed's engine are gathered from all ranks' shards at once.
+        Weights written by DeepSpeed's engine are gathered from all ranks' shards at once. With LoRA, its additions are
+        in the weights.
 
         Raises:
-            UserError: the engine wrote them, and DeepSpeed is not installed.
+            UserError: the engine wrote them, and DeepSpeed is not installed; LoRA's base model is missing or another.
         """
         if self._is_engines:
             return self._engine_weights()
+        return lora.merged(self._base(), self.stored(), self.lora) if self.lora else self.stored()
+
+    def stored(self) -> Mapping[str, Tensor]:
+        """Return the weights in the checkpoint's own files, with LoRA the additions."""
         stored = index.load(self.folder)
         names = [name for name in stored if name.startswith(MODEL)]
         return LazyWeights({name.removeprefix(MODEL): partial(_read, self.folder, name, stored) for name in names})
+
+    def _base(self) -> Mapping[str, Tensor]:
+        """Return the weights that LoRA adds to."""
+        base, model = self.manifest["base"], meta_model(self.config.model, self.vocab_size)
+        source, there = base["source"], base["source"].removeprefix("hf:")
+        remedy = f"{self.folder} holds LoRA's additions to {source}: put that model back there"
+        try:
+            if source == there:
+                weights = find(Path(there)).weights()
+            else:
+                weights = pretrained.open_weights(pretrained.fetch(there), self.config.model, self.vocab_size)
+            if lora.digest(weights, model) == base["digest"]:
+                return weights
+        except UserError as error:
+            raise UserError(f"{remedy} ({error})") from None
+        raise UserError(f"{remedy} (it has other weights now)")
 
     def meta_model(self) -> Transformer:
         """Return the model on the meta device, after comparing it with the weights.
@@ -64,12 +88,12 @@ class Saved:
         Raises:
             DamagedError: the config and the weights are not of the same model.
         """
-        stored = {} if self._is_engines else index.load(self.folder)
+        stored = {} if self._is_engines or self.lora else index.load(self.folder)
         try:
             if stored and self.config.model.n_layer > len(stored):  # building them could take forever
                 raise ValueError(f"model.n_layer={self.config.model.n_layer} with {len(stored)} tensors")
             model = meta_model(self.config.model, self.vocab_size)
-            for name, weight in () if self._is_engines else model.weights():
+            for name, weight in model.weights() if stored else ():
                 if MODEL + name not in stored or stored[MODEL + name].shape != weight.shape:
                     raise ValueError(f"{name} should have the shape {list(weight.shape)}, and does not")
         except Exception as error:  # the config may contain anything
@@ -142,4 +166,6 @@ def _open(folder: Folder, check: bool) -> Saved:
         raise DamagedError(f"{folder.path} is damaged: {name}: {first_line(error)}") from None
     except UserError as error:
         raise UserError(f"{folder.path}: {error}") from None
-    return Saved(folder.path, folder.step, config, tokenizer, manifest["vocab_size"], manifest)
+    model = config.model if config.model.lora_rank else None
+    config = replace(config, model=lora.without(config.model))
+    return Saved(folder.path, folder.step, config, tokenizer, manifest["vocab_size"], manifest, model)

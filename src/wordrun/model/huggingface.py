@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.model import meta_model
+from wordrun.model import lora, meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
@@ -129,6 +129,28 @@ def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def adapter(additions: Mapping[str, Tensor], cfg: ModelConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return LoRA's additions as peft's adapter_config.json and adapter_model.safetensors hold them.
+
+    Args:
+        additions: by the names of our model.
+        cfg: the model's options.
+    """
+    tensors, targets = {}, set()
+    for name, tensor in additions.items():
+        layer, _, part = name.rpartition(".")
+        theirs = _their_name(f"{layer}.weight", cfg).removesuffix(".weight")
+        # Rows of B are outputs of the layer, ordered as its weight's rows.
+        rows = _by_kind(layer, tensor, cfg) if part == lora.B else tensor
+        tensors[f"base_model.model.{theirs}.lora_{part[-1].upper()}.weight"] = rows.contiguous()
+        targets.add(ARCHITECTURES[type(cfg)].names[layer.split(".", 2)[2]])
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": cfg.lora_rank, "lora_alpha": cfg.lora_alpha,
+        "lora_dropout": cfg.lora_dropout, "target_modules": sorted(targets), "bias": "none", "inference_mode": True,
+        "fan_in_fan_out": ARCHITECTURES[type(cfg)].transposed,
+    }, tensors  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How one of our models maps to a transformers model."""
@@ -162,9 +184,15 @@ def _to_theirs(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
 
     GPT-2's matrices are transposed there, and all rows of q precede all rows of k and v; our rows are ordered by head.
     """
-    if ".qkv." in name:
-        tensor = tensor.reshape(cfg.n_head, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
+    tensor = _by_kind(name, tensor, cfg)
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
+
+
+def _by_kind(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:
+    """Return ``tensor`` with the rows of q before those of k and v, if it belongs to a layer that has all three."""
+    if "attention.qkv" not in name:
+        return tensor
+    return tensor.reshape(cfg.n_head, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def to_ours(name: str, tensor: Tensor, cfg: ModelConfig) -> Tensor:

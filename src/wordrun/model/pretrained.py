@@ -197,7 +197,7 @@ def differences(
     kinds = [(name, preset) for cls, name, preset in KINDS.values() if cls is type(described)]
     name, preset = kinds[getattr(described, "qk_norm", False)]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
-    for free in ("name", "batch_size", "dropout"):
+    for free in ("name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"):
         del options[free]
     if type(described) is not type(cfg):
         words = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]

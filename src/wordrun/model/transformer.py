@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
+from wordrun.model import lora
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
@@ -99,6 +100,8 @@ class Transformer(Model):
             self.norm = self.new_norm()
             self.head = nn.Linear(cfg.n_embd, self.padded_vocab_size, bias=False)
         self.tie()
+        if cfg.lora_rank:
+            lora.adapt(self, self.blocks, cfg)
 
     def add_embedding(self) -> None:
         """Add the modules that ``embed`` uses, including ``tokens``."""
@@ -124,12 +127,12 @@ class Transformer(Model):
         6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for attention of width C over
         T tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is not a matrix
         product and does not count; the output layer does. Grouped-query attention saves weights, but no operations of
-        the attention itself.
+        the attention itself. With LoRA, frozen weights have 4, as they have no gradients, and its additions are left out.
         """
         cfg, block = self.cfg, next(iter(self.blocks.values()))
         weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
         weights = cfg.n_layer * weights + self.padded_vocab_size * cfg.n_embd
-        return 6 * weights + 12 * cfg.n_layer * cfg.attention_width() * cfg.block_size
+        return (4 if cfg.lora_rank else 6) * weights + 12 * cfg.n_layer * cfg.attention_width() * cfg.block_size
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         # The last pipeline stage has the output layer without the embedding it is tied to.
@@ -139,8 +142,10 @@ class Transformer(Model):
         """Return the standard deviation of the initial values of the matrix ``name``.
 
         0.02, and 0.02 / sqrt(2 n_layer) for projections into the residual stream, so that its variance does not grow
-        with depth (Radford et al. 2019, section 2.3).
+        with depth (Radford et al. 2019, section 2.3). One factor of LoRA's additions starts at 0.
         """
+        if name.endswith(lora.B):
+            return 0.0
         return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
 
     def tensor_parallel_plan(self) -> dict[str, Any]:

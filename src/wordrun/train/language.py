@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wordrun import dist
+from wordrun import dist, files
 from wordrun.backend import Backend
 from wordrun.checkpoint.saved import find
 from wordrun.checks import vocab_multiple
@@ -21,7 +21,7 @@ from wordrun.data.order import eot_for, order_of_run, pairs_of_run
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
-from wordrun.model import meta_model, pretrained
+from wordrun.model import lora, meta_model, pretrained
 from wordrun.model.generate import generate
 from wordrun.prepare.obtain import obtain
 from wordrun.prepare.sources import locate
@@ -75,6 +75,8 @@ class LanguageTask:
         self.make_model = partial(meta_model, cfg.model, self.vocab_size, multiple=multiple)
         self.meta_model = meta_model(cfg.model, self.vocab_size)
         self.sequences = order_of_run(cfg, self.corpus)
+        self.base: dict[str, str] = {}
+        """For LoRA, the source and the checksum of the frozen weights."""
         self.eot = eot_for("mask_documents", cfg, self.corpus)
         self.tokens_per_example = cfg.model.block_size
         self.flops_per_example = self.make_model().flops_per_token() * cfg.model.block_size
@@ -103,16 +105,26 @@ class LanguageTask:
             UserError: no weights were found.
             ConfigError: they belong to a different model.
         """
-        source = self.cfg.train.init_from
+        weights, cfg = self._base_weights(world), self.cfg
+        if weights is not None and cfg.model.lora_rank:
+            plain, source = meta_model(lora.without(cfg.model), self.vocab_size), str(cfg.train.init_from)
+            place = source.removeprefix("hf:")
+            if Path(place).expanduser().exists():  # else the name of a model
+                source = source.removesuffix(place) + str(files.absolute(place))
+            self.base = {"source": source, "digest": lora.digest(weights, plain)}
+        return weights
+
+    def _base_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
+        source, model = self.cfg.train.init_from, lora.without(self.cfg.model)
         if source is None:
             return None
         if source.startswith("hf:"):
             folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
-            return pretrained.open_weights(folder, self.cfg.model, self.vocab_size)
+            return pretrained.open_weights(folder, model, self.vocab_size)
         # One rank verifies all files, and chooses an intact checkpoint for all.
         saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
         theirs = {name: p.shape for name, p in saved.meta_model().weights()}
-        ours = {name: p.shape for name, p in self.meta_model.weights()}
+        ours = {name: p.shape for name, p in meta_model(model, self.vocab_size).weights()}
         different = [
             f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
             for name in sorted(ours.keys() | theirs.keys())
@@ -195,11 +207,13 @@ class LanguageTask:
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options."""
-        return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train)}
+        base = {"the base model (train.init_from)": self.base["digest"]} if self.base else {}
+        return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train), **base}
 
     def manifest(self, position: int) -> dict[str, Any]:
         """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
-        return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size}
+        base = {"base": self.base} if self.base else {}
+        return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size, **base}
 
     def announce(self, examples: int) -> None:
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""
