@@ -673,11 +673,6 @@ class TrainConfig(Section):
             yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
             yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
-        if self.init_from and self.resume not in (None, "auto"):
-            yield (
-                f"train.resume={self.resume} resumes a run and train.init_from={self.init_from} starts a new one: "
-                "choose one"
-            )
 
 
 @dataclass
