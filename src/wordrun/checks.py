@@ -79,6 +79,16 @@ def _check_choice(cfg: Config) -> Iterator[str]:
         )
     if cfg.model.lora_rank and not train.init_from:
         yield f"model.lora_rank={cfg.model.lora_rank} needs the weights that it adds to: set train.init_from"
+    if train.deterministic and train.compile:
+        yield (
+            "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
+            "use train.compile=false"
+        )
+    if train.compile_scope == "model" and not isinstance(backend, config.DDPConfig):
+        yield (
+            f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
+            "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
+        )
     if isinstance(backend, DeepSpeedConfig):
         if cfg.model.lora_rank:
             yield (

@@ -620,7 +620,10 @@ class TrainConfig(Section):
     dtype: str = "auto"
     """Compute precision: fp32, bf16, fp16, or auto (bf16 if the device supports it at full speed, else fp32)."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile: up to minutes of extra startup time, faster steps."""
+    """Compile the model with torch.compile: faster steps, up to minutes of extra startup time."""
+    compile_scope: str = "blocks"
+    """What is compiled as one graph: blocks (each block, and the loss; all blocks share their code, and DDP overlaps
+    its communication with them) or model (the complete model: takes longer to compile, a few percent faster)."""
     activation_checkpointing: str = "none"
     """What to recompute in the backward pass to save memory: none, full (every block), a number n (every n-th block),
     or selective (everything in a block except matrix products and attention)."""
@@ -628,6 +631,9 @@ class TrainConfig(Section):
     """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
     """Random seed for weights, data order, dropout and samples."""
+    deterministic: bool = False
+    """Use only deterministic algorithms, so that two runs with the same options on the same number of ranks, devices
+    and versions have equal losses and weights, bit by bit; slower."""
     check_memory: bool = True
     """Refuse to start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
@@ -664,6 +670,7 @@ class TrainConfig(Section):
                 yield f"train.{name}={getattr(self, name)} should be at most {most}"
         yield from one_of("train.dtype", self.dtype, DTYPES)
         yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        yield from one_of("train.compile_scope", self.compile_scope, ["blocks", "model"])
         yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
         yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
 from wordrun import compat, log, model as models
-from wordrun.backend.native import prepare_blocks
+from wordrun.backend.native import prepare
 from wordrun.checks import check
 from wordrun.composer import compose
 from wordrun.config import (
@@ -59,7 +59,7 @@ SHAPES: dict[str, ModelConfig] = {
 def measured_peak(cfg: Config, vocab_size: int) -> int:
     """Return the peak of the bytes that a forward and a backward pass allocate, besides existing gradients."""
     model = models.build(cfg.model, vocab_size)
-    prepare_blocks(model, cfg)
+    prepare(model, cfg)
     tokens = torch.randint(vocab_size, (cfg.model.batch_size, cfg.model.block_size))
 
     def passes() -> None:
@@ -76,13 +76,15 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: str, checkpointing: str) -> None:
+    # Products emulated without bf16 instructions need less than the plan's copies; no run computes that way.
+    rel = 0.25 if dtype == "bf16" and not compat.cpu_is_fast_at_bf16() else 0.2
     for vocab_size in (128, 4096):
         cfg = Config(model=SHAPES[shape], backend=DDPConfig())
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
         model = shapes_of(cfg.model, vocab_size)
         need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
         planned = need.total - need.parameters - need.optimizer - need.gradients
-        assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=0.2), vocab_size
+        assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=rel), vocab_size
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
@@ -230,7 +232,7 @@ def test_zero_stages_shard_what_the_paper_says() -> None:
     [
         ("model=gpt2 plan.devices=1", "DDP", "none"),
         ("model=gpt2 plan.devices=512", "DDP", "none"),
-        ("model=gpt2 plan.devices=1 plan.memory=14", "DDP", "selective"),
+        ("model=gpt2 plan.devices=1 plan.memory=7", "DDP", "selective"),
         ("model=gpt2_xl model.batch_size=1 plan.devices=4 plan.memory=25", "FSDP like ZeRO-2", "none"),
         ("model=gpt2_xl model.batch_size=1 plan.devices=64 plan.memory=25", "FSDP within nodes", "none"),
         ("model=llama3_8b model.block_size=2048 plan.devices=2", "FSDP, offload", "none"),

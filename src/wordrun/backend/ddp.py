@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import NativeBackend, prepare_blocks
+from wordrun.backend.native import NativeBackend, prepare
 from wordrun.config import DDPConfig
 from wordrun.dist import mpi
-from wordrun.model import materialise
+from wordrun.model import Model, materialise
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -33,28 +33,34 @@ class DDPBackend(NativeBackend):
         options = spec.cfg.backend
         assert isinstance(options, DDPConfig)
         model = materialise(spec.make_model(), spec.cfg.train.seed, spec.device)
-        prepare_blocks(model, spec.cfg)
+        prepare(model, spec.cfg)
         super().__init__(spec, [model])
-        self.alone = spec.world.size == 1
+        # A single process has nothing to average, and the wrapper imports torch's compiler, which takes seconds.
+        self.replica = None if spec.world.size == 1 else self._replicate(spec, options, model)
+
+    def _replicate(self, spec: BackendSpec, options: DDPConfig, model: Model) -> DistributedDataParallel:
+        """Return the wrapper that averages the gradients of ``model`` over the ranks."""
         # Buffers are averaged after the step. DDP would overwrite them with rank 0's before the last micro-step.
-        self.replica = DistributedDataParallel(
+        replica = DistributedDataParallel(
             model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph, **compat.without_buffer_broadcast(),
         )  # fmt: skip
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
-            self.replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-        elif self.device.type == "cpu" and not self.alone and mpi.in_use(spec.world):
+            replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+        elif self.device.type == "cpu" and mpi.in_use(spec.world):
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
-            self.replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
+            replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
+        return replica
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are averaged in the backward pass of the last micro-step."""
         # Calling the model directly accumulates gradients on this rank only.
-        forward = self.replica if last and not self.alone else None
+        forward = self.replica if last else None
         return self.forward_losses(batch, forward).mean()
 
     def close(self) -> None:
         """Release the reducer while the process group has other references."""
         # As the last reference, it would destroy the group while holding the GIL, which gloo's threads may need.
-        compat.release_reducer(self.replica)
+        if self.replica is not None:
+            compat.release_reducer(self.replica)

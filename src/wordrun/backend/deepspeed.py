@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from wordrun import compat, ds_config
 from wordrun.backend.base import BackendSpec, Save, StepResult
-from wordrun.backend.native import prepare_blocks
+from wordrun.backend.native import prepare
 from wordrun.backend.optimizer import set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
@@ -51,7 +51,7 @@ class DeepSpeedBackend:
                 else:
                     materialise(model, cfg.train.seed, self.device)
                     self._fill(model, "")
-                prepare_blocks(model, cfg)
+                prepare(model, cfg)
                 optimizer = self._make_optimizer(model, shapes)
                 self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
             except Exception as error:

@@ -228,10 +228,22 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
         compat.scale([shard for shard in shards if shard.device == device], factor.to(device))
 
 
-def prepare_blocks(model: Model, cfg: Config) -> None:
-    """Apply activation checkpointing and torch.compile to the blocks of ``model``, as set in ``cfg``."""
+def prepare(model: Model, cfg: Config) -> None:
+    """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
     for number, block in enumerate(model.blocks.values()):
         prepare_block(block, number, cfg)
+    prepare_rest(model, cfg)
+
+
+def prepare_rest(model: Model, cfg: Config) -> None:
+    """Apply torch.compile to what is outside the blocks, or to the complete ``model``, as set in ``cfg``."""
+    if not cfg.train.compile:
+        return
+    model.compiled_loss = True
+    if cfg.train.compile_scope == "model":
+        for name in model.uncompiled:
+            setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
+        model.compile()
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:
@@ -242,7 +254,7 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     elif kind == "full" or (kind.isdecimal() and number % int(kind) == 0):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if cfg.train.compile:
+    if cfg.train.compile and cfg.train.compile_scope == "blocks":
         block.compile()  # per block: they are alike, so torch compiles only one
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import local, prepare_block
+from wordrun.backend.native import local, prepare_block, prepare_rest
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.config import FSDPConfig
 from wordrun.model import Model
@@ -64,6 +64,7 @@ class Splitter:
         model.tie()
         self._split(model, {name: style for name, style in outside.items() if hasattr(model, name)})
         model.tie()  # splitting untied the parameters
+        prepare_rest(model, spec.cfg)
         if self.sharded:
             self._shard(model)
             self._prefetch([block for block in model.blocks.values() if isinstance(block, FSDPModule)])
@@ -130,7 +131,8 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
     total = torch.zeros((), device=device)
     # In the same order on every rank, even where some of these kinds are missing.
     for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
-        squares = nn.utils.get_total_norm(shards.get(axes, [])).to(device) ** 2
+        # Of no tensors, torch's norm is on the CPU, and copying it would wait for the device.
+        squares = nn.utils.get_total_norm(shards[axes]).to(device) ** 2 if axes in shards else torch.zeros_like(total)
         for axis in axes:
             if mesh[axis].size() > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))

@@ -21,8 +21,8 @@ class Batch:
     targets: Tensor
     eot: int | None = None
     """The end-of-text token that precedes each document; set if attention is confined to documents."""
-    divisor: Tensor | None = None
-    """By what each sequence's summed loss is divided, () or (B,): for pairs, a number of predicted tokens; None: T."""
+    scale: Tensor | None = None
+    """By what each sequence's mean loss is multiplied, () or (B,): for pairs, T over a number of predicted tokens."""
     pairs: Tensor | None = None
     """The number of each token's pair within its sequence, (B, T), if attention is confined to pairs."""
 

@@ -71,8 +71,8 @@ class FixedSet:
             batch, numbers = self._rows.empty(self._batch_size), self._starts[part]
             self._rows.fill(batch, numbers)
             counts = self._rows.counts(numbers)
-            divisor = torch.from_numpy(counts).clamp(min=1).float()
-            return replace(batch, divisor=divisor), torch.from_numpy(self.weights[part] * counts)
+            scale = self._block_size / torch.from_numpy(counts).clamp(min=1).float()
+            return replace(batch, scale=scale), torch.from_numpy(self.weights[part] * counts)
         batch = Batch.empty(self._batch_size, self._block_size, eot=self._eot)
         batch.fill(self._tokens, self._starts[part])
         return batch, torch.from_numpy(self.weights[part])

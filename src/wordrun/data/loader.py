@@ -54,9 +54,9 @@ class _Builder:
             slot.copied.synchronize()
         for micro, batch in enumerate(slot.batches):
             self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
-            if batch.divisor is not None:  # of the whole step, so that the mean is over all predicted tokens
+            if batch.scale is not None:  # of the whole step, so that the mean is over all predicted tokens
                 whole = self.gas * self.ranks * self.size
-                batch.divisor.fill_(self.order.divisor(step * whole, whole))
+                batch.scale.fill_(self.order.scale(step * whole, whole))
         return slot
 
     def prefetched(self, step: int) -> _Slot:

@@ -72,9 +72,9 @@ class Order(ABC):
     def fill(self, first: int, batch: Batch) -> None:
         """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
 
-    def divisor(self, first: int, count: int) -> float:
-        """Return the mean number of predicted tokens of ``count`` sequences starting at index ``first``."""
-        return self.block_size
+    def scale(self, first: int, count: int) -> float:
+        """Return by what the mean losses of ``count`` sequences from index ``first`` are multiplied."""
+        return 1.0
 
     def empty(self, size: int, *, pinned: bool = False, eot: int | None = None) -> Batch:
         """Return an uninitialised batch of ``size`` sequences, confined to documents if ``eot`` is given."""
@@ -156,12 +156,12 @@ class PairOrder(Order):
         return self.rows.empty(size, pinned=pinned)
 
     def fill(self, first: int, batch: Batch) -> None:
-        """Overwrite ``batch`` with the run's sequences starting at index ``first``; the divisor stays."""
+        """Overwrite ``batch`` with the run's sequences starting at index ``first``, except for the scale."""
         self.rows.fill(batch, self._numbers(first, len(batch.tokens)))
 
-    def divisor(self, first: int, count: int) -> float:
-        """Return the mean number of predicted tokens of ``count`` sequences starting at index ``first``."""
-        return max(1, int(self.rows.counts(self._numbers(first, count)).sum())) / count
+    def scale(self, first: int, count: int) -> float:
+        """Return T over the mean number of predicted tokens of ``count`` sequences from index ``first``."""
+        return self.block_size * count / max(1, int(self.rows.counts(self._numbers(first, count)).sum()))
 
     def _numbers(self, first: int, count: int) -> NDArray[np.int64]:
         epochs, at = np.divmod(np.arange(first, first + count), self.per_epoch)

@@ -47,10 +47,10 @@ class Rows:
         return len(self._starts)
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
-        """Return an uninitialised batch of ``size`` sequences, whose divisor is to be set."""
+        """Return an uninitialised batch of ``size`` sequences, whose scale is to be set."""
         batch = Batch.empty(size, self.block_size, pinned=pinned)
         pairs = torch.empty_like(batch.tokens, pin_memory=pinned) if self.several else None
-        return replace(batch, divisor=torch.empty((), pin_memory=pinned), pairs=pairs)
+        return replace(batch, scale=torch.empty((), pin_memory=pinned), pairs=pairs)
 
     def fill(self, batch: Batch, numbers: NDArray[np.int64]) -> None:
         """Overwrite the tokens, targets and documents of ``batch`` with the sequences ``numbers``."""

@@ -46,6 +46,10 @@ class Model(nn.Module):
 
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one."""
+    compiled_loss = False
+    """Whether to compute the loss by a compiled function, if the model has one."""
+    uncompiled: tuple[str, ...] = ()
+    """Methods that are not traced when the complete model is compiled."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
 

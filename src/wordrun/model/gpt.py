@@ -15,7 +15,7 @@ from wordrun.config import GPTConfig
 from wordrun.model.attention import causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, Transformer
+from wordrun.model.transformer import Block, LayerNorm, Transformer
 
 
 class Attention(nn.Module):
@@ -75,7 +75,7 @@ class GPT(Transformer):
 
     def new_norm(self) -> nn.Module:
         """Return a norm."""
-        return nn.LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
+        return LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Return the sum of token and position embeddings, (B, T, C)."""

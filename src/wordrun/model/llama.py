@@ -17,7 +17,7 @@ from wordrun.config import LlamaConfig
 from wordrun.model.attention import causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, Transformer
+from wordrun.model.transformer import Block, RMSNorm, Transformer
 
 TRAINED_LENGTH = 8192
 """Context length in tokens of Llama 3, which rope_factor extends."""
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(cfg.n_embd, shared, bias=False)
         self.proj = nn.Linear(cfg.attention_width(), cfg.n_embd, bias=False)
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_size, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in "qk"
+            RMSNorm(self.head_size, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in "qk"
         )
         self.drop = Dropout(cfg.dropout)
 
@@ -137,7 +137,7 @@ class Llama(Transformer):
 
     def new_norm(self) -> nn.Module:
         """Return a norm."""
-        return nn.RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
+        return RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices; each normalizes its own heads."""

@@ -15,11 +15,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import ModelConfig
-from wordrun.model import lora
+from wordrun.model import lora, loss
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
+
+
+class LayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``x``."""
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``x``."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Block(nn.Module):
@@ -58,8 +77,8 @@ class TokenBatch(Protocol):
         """(B, T) document number of each token, if attention must stay within documents."""
 
     @property
-    def divisor(self) -> Tensor | None:
-        """By what each sequence's summed loss is divided, () or (B,); None: T."""
+    def scale(self) -> Tensor | None:
+        """By what the mean loss of each sequence is multiplied, () or (B,); None: 1."""
 
 
 class Transformer(Model):
@@ -78,6 +97,7 @@ class Transformer(Model):
         multiple: pad the vocabulary to a multiple of this.
     """
 
+    uncompiled = ("feature_losses",)  # compiles its kernel itself
     first_layers: tuple[str, ...]
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
@@ -181,7 +201,7 @@ class Transformer(Model):
 
     def forward(
         self, x: Tensor, at: int | None = None, caches: Sequence[KVCache] | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | None = None, targets: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the logits or, before the last stage, the residual stream for the next stage.
 
@@ -190,22 +210,41 @@ class Transformer(Model):
             at: compute the logits of this token only.
             caches: KV caches of the tokens before ``x``, one per block of this stage.
             documents: (B, T) document number of each token, if attention must stay within documents.
+            targets: (B, T) the next tokens, -100 for no loss; return the last stage's losses rather than its logits.
 
         Returns:
-            (B, T, V), or (B, V) with ``at``, -inf for padding; before the last stage, (B, T, C).
+            (B, T, V), or (B, V) with ``at``, -inf for padding; (B,) with ``targets``; before the last stage, (B, T, C).
         """
         x = self.features(x, caches, documents)
         if not self.is_last:
             return x
-        logits = self.head(x if at is None else x[:, at])
+        if targets is not None:
+            return self.feature_losses(x, targets)
+        return self.output(x if at is None else x[:, at])
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the logits (..., V) of the features ``x`` (..., C), -inf for padding."""
+        logits = self.head(x)
         if self.unpadded_rows:
             exclude(logits, self.vocab_size)
         return logits  # type: ignore[no-any-return]
 
+    def feature_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy (B,) of each sequence from its features (B, T, C) and ``targets`` (B, T)."""
+        weight = self.head.weight
+        # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
+        plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
+        if not plain or targets.numel() * len(weight) <= loss.LARGE:
+            return self.criterion(self.output(x), targets)
+        losses = loss.cross_entropy(
+            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, compiled=self.compiled_loss
+        )
+        return losses.view(targets.shape).mean(1)
+
     def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the residual stream (B, T, C) at the end of this stage, normalised if it is the last."""
         if self.is_first:
-            x = self.embed(x, caches[0].length if caches else 0)
+            x = in_compute_dtype(self.embed(x, caches[0].length if caches else 0))
         mask = None if documents is None else document_mask(documents)
         for block, cache in zip(self.blocks.values(), caches or repeat(None), strict=False):
             x = block(x, cache=cache, mask=mask)
@@ -213,20 +252,19 @@ class Transformer(Model):
 
     def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        logits = (forward or self)(batch.tokens, documents=batch.documents)
-        return self.criterion(logits, batch.targets, batch.divisor)
+        losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
+        return losses if batch.scale is None else unsharded(losses) * batch.scale
 
     @staticmethod
-    def criterion(logits: Tensor, targets: Tensor, divisor: Tensor | None = None) -> Tensor:
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,).
 
         Args:
             logits: (B, T, V).
-            targets: (B, T); -100 has no loss.
-            divisor: the number of tokens by which the sum of each sequence is divided, () or (B,); None: T.
+            targets: (B, T); the loss of -100 is 0.
         """
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        return losses.mean(1) if divisor is None else unsharded(losses).sum(1) / divisor
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(1)
 
     @staticmethod
     def stage_inputs(batches: Sequence[TokenBatch]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -242,6 +280,16 @@ class Transformer(Model):
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
         """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""
         return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd
+
+
+def in_compute_dtype(x: Tensor) -> Tensor:
+    """Return the residual stream ``x`` in bf16 if autocast computes in bf16, as with bf16 parameters.
+
+    Half the memory traffic between the matrix products; in fp16, the stream could overflow.
+    """
+    kind = x.device.type
+    bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return x.bfloat16() if bf16 else x
 
 
 def unsharded(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
+from wordrun.model.loss import CHUNK, LARGE
 from wordrun.plan.shapes import ModelShapes
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy
 
@@ -143,14 +144,18 @@ def activation_memory(
             recomputed = 0.0
     else:
         per_token = len(layers) * saved[checkpointing]
-    head = 0.0
+    head = spare = 0.0
     if cfg.n_layer - 1 in layers:  # input and output of the last norm, and the logits
-        head = start + cfg.n_embd * strategy.compute + CROSS_ENTROPY * model.vocab_size / tp
+        logits = CROSS_ENTROPY * model.vocab_size / tp
+        gathered = getattr(strategy.backend, "stage", 0) == 3  # the output layer's weights are its module's business
+        if tp == strategy.layout.pp == 1 and tokens * model.vocab_size > LARGE and not gathered:
+            logits, spare = strategy.compute * model.vocab_size, 2 * FP32 * CHUNK
+        head = start + cfg.n_embd * strategy.compute + logits
     # Gradients of the widest layer's output and input. With recomputation, the recomputed output is freed before the
     # second gradient is allocated.
     widest = max(size(each) for each in tensors) * (1 if recomputed else 2)
     return {
         "activations": tokens * per_token,
-        "logits": tokens * head,
+        "logits": tokens * head + spare,
         "block": tokens * (recomputed + start + widest),  # start: the stream's gradient
     }

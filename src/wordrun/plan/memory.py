@@ -102,9 +102,9 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     if strategy.compute < FP32:  # autocast keeps a copy of each matrix product's factors
         factors = [each for each in [*model.block * len(model.layers), *model.last] if each.matmul]
         buffers += strategy.compute * numel(factors)
-    # Else gradients are bucket views. One process has buckets that it does not use; a CPU gives them no memory.
+    # Else gradients are views of the buckets. One process has no buckets.
     separate = strategy.gas > 1 or not options.gradient_as_bucket_view
-    if not strategy.on_cpu if ranks == 1 else separate:
+    if ranks > 1 and separate:
         buffers += FP32 * count
     size, state = FP32 * count, _optimizer_state(strategy, count, len(shapes))
     return Memory(

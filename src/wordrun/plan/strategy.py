@@ -50,7 +50,9 @@ class Strategy:
 
     @property
     def stream(self) -> int:
-        """Bytes per element of the residual stream, which autocast leaves in fp32 if nothing is sharded."""
+        """Bytes per element of the residual stream: autocast in fp16, without sharding, leaves it in fp32."""
+        if self.cfg.train.dtype != "fp16":
+            return self.compute
         unsharded = isinstance(self.backend, FSDPConfig) and self.layout.dp == 1
         return FP32 if unsharded or isinstance(self.backend, DDPConfig) else self.compute
 

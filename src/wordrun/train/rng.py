@@ -1,15 +1,21 @@
-"""The states of this process's random number generators (RNG), saved and restored together."""
+"""The states of this process's random number generators (RNG), saved and restored together; and determinism."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from wordrun.errors import ConfigError
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Environment variable for cuBLAS, which chooses its algorithms deterministically only with certain values."""
 
 
 def capture() -> dict[str, Any]:
@@ -46,6 +52,39 @@ def swapped(state: dict[str, Any]) -> Iterator[None]:
     finally:
         state.update(capture())
         restore(outer)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Let torch use only deterministic algorithms within a ``with`` block, and fail where it has none.
+
+    Raises:
+        ConfigError: CUDA has been used in this process without the setting that cuBLAS needs.
+    """
+    if WORKSPACE not in os.environ and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            f"train.deterministic=true needs {WORKSPACE}=:4096:8 in the environment before CUDA is first used in this "
+            f"process: set it at the start (os.environ[{WORKSPACE!r}] = ':4096:8' in a notebook)"
+        )
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    memory: Any = torch.utils.deterministic  # its type lacks the attribute
+    filled, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    # Filling new tensors with NaN only finds code that reads them before writing.
+    memory.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False  # choosing by time could choose differently
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def has_no_deterministic_algorithm(error: Exception) -> bool:
+    """Return whether ``error`` says that an operation has no deterministic algorithm."""
+    return isinstance(error, RuntimeError) and "use_deterministic_algorithms" in str(error)
 
 
 def to_tensor(state: dict[str, Any]) -> torch.Tensor:

@@ -65,17 +65,20 @@ class Trainer(Training):
         self.cfg = cfg
         self.command = command
         self.state = TrainState()
+        # A separate object, because the finalizer must not refer to the trainer.
+        closers = contextlib.ExitStack()
+        self.close = weakref.finalize(self, closers.close)
         # The run has its own RNG states, which the caller and other trainers do not change.
         with rng.swapped(self.state.rng):
-            self.world = dist.setup(world, device=cfg.train.device, timeout_s=cfg.train.timeout_s, seed=cfg.train.seed)
-            self.log = log_handle or log.start(self.world.rank)
-            # A separate object, because the finalizer must not refer to the trainer.
-            closers = contextlib.ExitStack()
-            self.close = weakref.finalize(self, closers.close)
-            if log_handle is None:
-                closers.callback(self.log.close)
-            closers.callback(dist.cleanup)
             try:
+                if cfg.train.deterministic:  # before CUDA starts
+                    closers.enter_context(rng.deterministic())
+                timeout = cfg.train.timeout_s
+                self.world = dist.setup(world, device=cfg.train.device, timeout_s=timeout, seed=cfg.train.seed)
+                self.log = log_handle or log.start(self.world.rank)
+                if log_handle is None:
+                    closers.callback(self.log.close)
+                closers.callback(dist.cleanup)
                 self._build(hooks, closers)
             except BaseException:
                 self.close()
@@ -155,6 +158,8 @@ class Trainer(Training):
         try:
             return self.backend.train_step(batches, lr, self.meter.clock)
         except Exception as error:
+            if self.cfg.train.deterministic and rng.has_no_deterministic_algorithm(error):
+                raise UserError(f"train.deterministic=true cannot train this model: {first_line(error)}") from error
             if not (self.cfg.train.compile and compat.is_compile_error(error)):
                 raise
             raise UserError(

@@ -1,0 +1,93 @@
+"""Cross entropy of an output layer with a large vocabulary, whose logits exist once and in the compute dtype.
+
+Shapes: N tokens, C features, V vocabulary with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGE = 2**24
+"""Number of logits above which ``cross_entropy`` is used; below, memory is no issue, and torch's own is faster."""
+CHUNK = 2**25
+"""Number of logits computed at once, unless compiled: the largest fp32 copy of them."""
+
+
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, *, compiled: bool = False) -> Tensor:
+    """Return the cross entropy of each token in nats, (N,) fp32.
+
+    The forward pass turns the logits into their gradients in place, so that the backward pass needs no others. Autograd
+    would keep the logits and, in fp32, the log-probabilities and two gradients of their size.
+
+    Args:
+        x: features, (N, C).
+        weight: of the output layer, (V, C).
+        targets: token ids, (N,); the loss of a negative one is 0.
+        vocab_size: the logits from here on are padding, with probability 0.
+        compiled: compute softmax and gradient with torch.compile, in one kernel.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    kernel = _compiled() if compiled else _softmax
+    keep = torch.is_grad_enabled()
+    known = targets.clamp(min=0)
+    losses: Tensor = _CrossEntropy.apply(x, weight, known, vocab_size, dtype, kernel, keep)  # type: ignore[no-untyped-call]
+    return losses * (targets >= 0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The logits' gradient is kept for a loss of 1 per token; the backward pass scales the other factor by rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, dtype: torch.dtype,
+        kernel: Callable[..., Tensor], keep: bool,
+    ) -> Tensor:  # fmt: skip
+        rows = len(x) if kernel is not _softmax else max(1, CHUNK // len(weight))
+        a, w = x.to(dtype), weight.to(dtype)
+        logits = torch.empty(len(x) if keep else min(rows, len(x)), len(weight), dtype=dtype, device=x.device)
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        for start in range(0, len(x), rows):
+            part = slice(start, min(start + rows, len(x)))
+            into = logits[part] if keep else logits[: part.stop - start]
+            torch.mm(a[part], w.t(), out=into)
+            losses[part] = kernel(into, targets[part], vocab_size, keep)
+        ctx.save_for_backward(a, w, logits if keep else None)
+        ctx.dtypes = x.dtype, weight.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, of_logits = ctx.saved_tensors
+        scale = gradients[0][:, None]
+        of_x = ((of_logits @ weight) * scale).to(ctx.dtypes[0])
+        of_weight = (of_logits.t() @ (x * scale).to(x.dtype)).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, *[None] * 5
+
+
+def _softmax(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
+    """Return the losses (N,), and replace the ``logits`` (N, V) by the gradient of each row's loss if ``gradient``."""
+    logits[:, vocab_size:] = -torch.inf
+    exact = logits.float()
+    total = exact.logsumexp(1)
+    losses = total - exact.gather(1, targets[:, None])[:, 0]
+    if gradient:
+        probabilities = exact.sub_(total[:, None]).exp_()
+        if torch.compiler.is_compiling():  # a comparison belongs to the same kernel, a scatter does not
+            target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+            logits.copy_(probabilities - target.float())
+        else:
+            probabilities.scatter_add_(1, targets[:, None], torch.full_like(total, -1.0)[:, None])
+            logits.copy_(probabilities)
+    return losses
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Tensor]:
+    """Return the compiled function, one for all models."""
+    return torch.compile(_softmax)
