@@ -73,7 +73,7 @@ for name in "${@:-tests smoke figures}"; do
         tests)
             # shellcheck disable=SC2086
             part tests "${TESTS_S:-330}" "$python" -m pytest tests/gpu -n 6 -v -W default --durations=20 \
-                --basetemp "$site/tests" -p no:cacheprovider ${TESTS:-}
+                --basetemp "$site/tests" -p no:cacheprovider -p no:benchmark ${TESTS:-}
             ;;
         smoke)
             export -f smoke && export python

@@ -9,7 +9,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import SCHEMAS, SEVERAL, documentation, value_text
+from wordrun.config import SECTIONS, SEVERAL, schemas, value_text
+from wordrun.registry import documentation
 from wordrun.track import LEGEND
 
 HEAD = """\
@@ -25,11 +26,12 @@ Generated from the code by `python docs/make_reference.py`; a test keeps it curr
 def render() -> str:
     """Return the text of docs/reference.md."""
     parts = [HEAD]
-    for group, schemas in SCHEMAS.items():
-        for name, schema in schemas.items():
-            if len(schemas) > 1 and not own_fields(schema):
+    for group in SECTIONS:
+        nodes = {name: part.options for name, part in schemas(group).items() if not part.origin}
+        for name, schema in nodes.items():
+            if len(nodes) > 1 and not own_fields(schema):
                 continue
-            title = f"{group} ({name})" if len(schemas) > 1 else group
+            title = f"{group} ({name})" if len(nodes) > 1 else group
             parts.append(
                 f"## {title}\n\n{schema.__doc__}\n\n| option | type | default | meaning |\n|---|---|---|---|\n"
             )

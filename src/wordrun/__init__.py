@@ -20,9 +20,10 @@ from wordrun.version import __version__
 
 if TYPE_CHECKING:
     from wordrun.composer import compose as compose
+    from wordrun.registry import register as register
     from wordrun.train.trainer import Trainer as Trainer
 
-__all__ = ["Trainer", "__version__", "compose"]
+__all__ = ["Trainer", "__version__", "compose", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from wordrun.composer import compose
 
         return compose
+    if name == "register":
+        from wordrun.registry import register
+
+        return register
     if name == "Trainer":
         from wordrun.train.trainer import Trainer
 

@@ -10,8 +10,9 @@ from dataclasses import fields
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from wordrun.config import Section, documentation, value_text
+from wordrun.config import Section, value_text
 from wordrun.errors import ConfigError, UserError, nearest
+from wordrun.registry import documentation
 
 Options = TypeVar("Options")
 Checked = TypeVar("Checked", bound=Section)

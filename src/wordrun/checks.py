@@ -9,7 +9,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from wordrun import config, ds_config
+from wordrun import config, ds_config, registry
 from wordrun.config import Config, DeepSpeedConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout, resolve
 from wordrun.errors import ConfigError
@@ -50,13 +50,48 @@ def _check_several(cfg: Config) -> Iterator[str]:
     if "jsonl" not in cfg.tracker:
         yield "tracker must include jsonl, which resuming a run requires: add it"
     for section in config.SEVERAL:
-        parts = config.PARTS[section]
+        known = registry.parts(section)
         for name, options in getattr(cfg, section).items():
-            yield from one_of(section, name, parts)
-            if name in parts and type(options) is not (wanted := parts[name].options):
+            yield from one_of(section, name, known)
+            if name in known and not known[name].configures(options):
+                wanted = known[name].options
                 yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
-    if "early_stop" in cfg.hooks and not cfg.train.eval_interval:
+    yield from _check_hooks(cfg)
+
+
+def _check_hooks(cfg: Config) -> Iterator[str]:
+    train, engine = cfg.train, isinstance(cfg.backend, DeepSpeedConfig)
+    if "early_stop" in cfg.hooks and not train.eval_interval:
         yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
+    if "ema" in cfg.hooks and engine:
+        yield (
+            "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded inside "
+            "its engine: use train.backend=DDP or FSDP"
+        )
+    statistics = cfg.hooks.get("statistics")
+    if isinstance(statistics, config.StatisticsConfig):
+        if statistics.gradients and engine:
+            yield (
+                "hooks=[statistics] cannot read the gradients of train.backend=deepspeed, which its engine flattens: "
+                "use hooks.statistics.gradients=false, or train.backend=DDP or FSDP"
+            )
+        if statistics.activations and train.compile:
+            yield (
+                "hooks=[statistics] cannot read activations inside compiled blocks: use "
+                "hooks.statistics.activations=false, or train.compile=false"
+            )
+    test = cfg.hooks.get("lr_range")
+    if isinstance(test, config.LRRangeConfig):
+        if train.checkpoint_interval:
+            yield (
+                "hooks=[lr_range] trains until the model diverges, which should not be saved: use "
+                "train.checkpoint_interval=0"
+            )
+        if test.steps > train.max_iters:
+            yield (
+                f"hooks.lr_range.steps={test.steps} is more than train.max_iters={train.max_iters}: raise "
+                "train.max_iters, or take fewer steps"
+            )
 
 
 def _check_choice(cfg: Config) -> Iterator[str]:
@@ -64,8 +99,8 @@ def _check_choice(cfg: Config) -> Iterator[str]:
     train, backend = cfg.train, cfg.backend
     if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
         yield "optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it"
-    if train.backend not in config.BACKENDS:
-        yield from one_of("train.backend", train.backend, config.BACKENDS)
+    if train.backend not in registry.backends():
+        yield from one_of("train.backend", train.backend, registry.backends())
     elif train.backend != backend.name:
         yield (
             f"train.backend={train.backend} contradicts backend={backend.name}: select the backend with "

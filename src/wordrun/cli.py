@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": ("wordrun.generate", "generate text from a trained model"),
     "export": ("wordrun.export", "export a checkpoint to Hugging Face format"),
     "plan": ("wordrun.plan.cli", "estimate memory under every backend, and recommend one"),
+    "new": ("wordrun.new", "write a project with a model and data of your own"),
 }
 """Maps each command to its module and a line of help."""
 

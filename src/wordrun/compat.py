@@ -86,6 +86,11 @@ def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def move_towards(tensors: list[torch.Tensor], targets: list[torch.Tensor], weight: float) -> None:
+    """Add ``weight`` times the difference to ``targets`` to ``tensors``, in place. No fallback, as for ``scale``."""
+    torch._foreach_lerp_(tensors, targets, weight)
+
+
 def is_compile_error(error: Exception) -> bool:
     """Return whether torch.compile raised ``error``; False if its modules have moved: users see the traceback."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

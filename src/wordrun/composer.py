@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,15 +13,19 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from wordrun import project
 from wordrun.checks import check
-from wordrun.config import BACKENDS, DTYPES, RENAMED, SCHEMAS, SEVERAL, Config, ScheduleConfig, parts_in
+from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ScheduleConfig, parts_in, schemas
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
+from wordrun.part_source import PartSource, SearchPath
+from wordrun.registry import backends, parts
 from wordrun.run_id import new_run_id
 
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
@@ -29,7 +34,7 @@ REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
 HYDRA_SETTINGS = ("hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra/sweeper")
 
 
-GROUPS = (*SCHEMAS, "experiment", "train.backend")
+GROUPS = (*SECTIONS, "experiment", "train.backend")
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ def compose(
     for flag, folder in (("--config-dir", tree.extra_dir), ("--config-path", tree.path)):
         if folder and not os.path.isdir(folder):
             raise ConfigError(f"{flag} {folder} is not a folder")
+    if taken := [problem for folder in (project.here().conf, tree.extra_dir) for problem in _taken(folder)]:
+        raise ConfigError("\n".join(taken))
     for override in overrides:
         if (old := _name(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
@@ -74,6 +81,16 @@ def compose(
     # A resumed run stays in its directory unless another one is given.
     moves = any(_name(override) == "hydra.run.dir" for override in overrides)
     return to_config(composed, run_dir=None if moves else _run_to_continue(composed), ranks=ranks, per_node=per_node)
+
+
+def _taken(folder: str | Path | None) -> Iterator[str]:
+    """Yield a message for each file in the user's ``folder`` that one of wordrun's, or one of its parts, would hide."""
+    own = importlib.resources.files("wordrun.conf")
+    for file in sorted(Path(folder).glob("*/*.yaml")) if folder else ():
+        group, name = file.parent.name, file.stem
+        part = schemas(group).get(name) if group in SECTIONS else None
+        if own.joinpath(group, file.name).is_file() or (part and not part.origin):
+            yield f"{file}: {group}={name} is one of wordrun's own: rename the file"
 
 
 def renamed(override: str) -> str:
@@ -133,27 +150,21 @@ def to_config(
 
 
 def register() -> None:
-    """Register the schema with Hydra, and an alias group that lets ``train.backend=NAME`` select a backend."""
+    """Register with Hydra the schemas, the parts, and an alias group: ``train.backend=NAME`` selects a backend.
+
+    Raises:
+        ConfigError: parts from outside wordrun cannot be registered.
+    """
     OmegaConf.register_new_resolver("run_id", lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True)
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    for group, options in SCHEMAS.items():
-        for option, node in options.items():
-            store.store(group=f"schema/{group}", name=option, node=_open(node))
-    for backend in BACKENDS:
+    for plugin in (PartSource, SearchPath):
+        Plugins.instance().register(plugin)
+    for backend in backends():
         content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
         for spelling in dict.fromkeys((backend, backend.lower())):
             store.store(group="train.backend", name=spelling, package="_global_", node=content)
-
-
-def _open(node: type[Any]) -> Any:
-    """Return the schema ``node`` with dictionaries that accept new keys, unlike the rest of the tree."""
-    schema = OmegaConf.structured(node)
-    for value in schema.values():
-        if isinstance(value, DictConfig):
-            OmegaConf.set_struct(value, False)
-    return schema
 
 
 def data_home() -> str:
@@ -213,7 +224,8 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
     try:
         base = _compose([], tree)
     except REFUSALS:
-        return [f"the configuration tree itself does not compose: {cause}"]
+        is_ours = isinstance(cause, ConfigError)
+        return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"]
     # Hydra's search path first, since it adds files, then file selections, since they add options.
     for override in sorted(overrides, key=lambda o: (not _name(o).startswith("hydra"), _name(o) not in GROUPS)):
         try:
@@ -232,13 +244,15 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
 
 def _translate(override: str, error: Exception, base: DictConfig) -> str:
     """Return our message for an ``override`` that Hydra rejects with ``error``."""
+    if isinstance(error, ConfigError):  # about a part, which Hydra was loading
+        return str(error)
     key, _, value = override.partition("=")
     name, text = _name(override), str(error)
     if isinstance(error, YAMLError):
         return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
     if options := re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL):
         known = options[1].partition("Config search path:")[0].split()
-        offered = list(BACKENDS) if name == "train.backend" else known
+        offered = backends() if name == "train.backend" else known
         kind = name.rpartition(".")[2]
         return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
     if isinstance(error, OverrideParseException) and "=" in override:
@@ -250,14 +264,14 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
     if unknown and unknown[1] in SEVERAL:
-        offered = list(SCHEMAS[unknown[1]])
+        offered = list(parts(unknown[1]))
         return f"{override}: unknown {unknown[1]} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
     if name in GROUPS:
         return f"{override}: {reason} (choose one by {name}=NAME)"
     if "Ambiguous value" in text:
         return f"{override}: for a sweep over several values add -m; for a list use brackets, {name}=[{value}]"
     section, _, part = name.rpartition(".")[0].partition(".")
-    if section in SEVERAL and part in SCHEMAS[section] and part not in base[section]:
+    if section in SEVERAL and part in parts(section) and part not in base[section]:
         return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
     known = sorted({*_keys(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":

@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 import math
-import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from wordrun.errors import UserError
+from wordrun.errors import UserError, nearest
+from wordrun.registry import Part, part_of, parts
 from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
 
 DTYPES = {
@@ -25,6 +22,9 @@ DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16",
     "fp16": "fp16", "float16": "fp16",
 }  # fmt: skip
+
+
+MOST_LAYERS = 10_000
 
 
 class Section:
@@ -67,6 +67,8 @@ class ModelConfig(Section):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "batch_size", "vocab_size")
+        if self.n_layer > MOST_LAYERS:  # its memory is summed layer by layer
+            yield f"model.n_layer={self.n_layer} should be at most {MOST_LAYERS}"
         yield from fractions("model", self, "dropout", "lora_dropout")
         yield from not_negative("model", self, "lora_rank")
         yield from above_zero("model", self, "lora_alpha")
@@ -168,7 +170,7 @@ class DataConfig(Section):
     hf (dataset), pairs (path: .jsonl files of prompts and answers; the loss is on the answers alone), shards (path: a
     folder of tokens prepared elsewhere) or mix (several datasets)."""
     path: str | None = None
-    """A UTF-8 text file, a folder or a glob: .txt, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
+    """A UTF-8 text file, a folder or a glob: .txt, .md, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
     url: str | None = None
     """URL from which to download the file if path does not exist."""
     sha256: str | None = None
@@ -215,7 +217,10 @@ class DataConfig(Section):
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        yield from one_of("data.kind", self.kind, [*PARTS["data"], "mix"])
+        yield from one_of("data.kind", self.kind, [*parts("data"), "mix"])
+        part = parts("data").get(self.kind)
+        if type(self) is DataConfig and part and not part.configures(self):
+            yield f"data.kind={self.kind} has options of its own: select it by data={self.kind}"
         yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind == "pairs":
             yield from self._pairs_problems()
@@ -278,7 +283,7 @@ class TokenizerConfig(Section):
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return one_of("tokenizer.name", self.name, PARTS["tokenizer"])
+        return one_of("tokenizer.name", self.name, parts("tokenizer"))
 
 
 @dataclass
@@ -505,7 +510,7 @@ class OptimizerConfig(Section):
     """Options of every optimizer."""
 
     name: str = "adamw"
-    """Name of the optimizer: adamw or sgd."""
+    """Name of the optimizer: adamw, sgd or lion."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up; the schedule determines the rest."""
     weight_decay: float = 0.1
@@ -554,7 +559,7 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent."""
 
     name: str = "sgd"
-    """Name of the optimizer: adamw or sgd."""
+    """Name of the optimizer: adamw, sgd or lion."""
     momentum: float = 0.9
     """Momentum factor; 0: no momentum."""
     nesterov: bool = False
@@ -566,6 +571,26 @@ class SGDConfig(OptimizerConfig):
         yield from fractions("optimizer", self, "momentum")
         if self.nesterov and not self.momentum:
             yield "optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false"
+
+
+@dataclass
+class LionConfig(OptimizerConfig):
+    """Lion: each step has the sign of a mean of the gradients, and so the same size for all parameters."""
+
+    name: str = "lion"
+    """Name of the optimizer: adamw, sgd or lion."""
+    learning_rate: float = 2e-4
+    """Peak learning rate, reached at the end of the warm-up; a third to a tenth of AdamW's."""
+    weight_decay: float = 0.5
+    """Weight decay of matrices; larger than AdamW's by the factor by which the learning rate is smaller."""
+    beta1: float = 0.9
+    """Weight of the running mean in the step; the rest is the current gradient's."""
+    beta2: float = 0.99
+    """Decay rate of the running mean of the gradients."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
 
 
 @dataclass
@@ -655,8 +680,8 @@ class TrainConfig(Section):
     """Run directory or checkpoint to resume from, or auto: the newest checkpoint in this run directory if there is
     one, else a new run; null: auto if the job was requeued, chained or retried, else a new run."""
     init_from: str | None = None
-    """Where to load the initial weights from: a run directory, a checkpoint, or a Hugging Face model (hf:DIRECTORY or
-    hf:NAME)."""
+    """Where a new run loads its initial weights from: a run directory, a checkpoint, or a Hugging Face model
+    (hf:DIRECTORY or hf:NAME). A resumed run ignores it."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -730,6 +755,74 @@ class EarlyStopConfig(HookConfig):
 
 
 @dataclass
+class EMAConfig(HookConfig):
+    """Exponential moving average of the weights, kept beside the model and saved in checkpoints."""
+
+    decay: float = 0.999
+    """Share of the average that each update keeps; at most (1 + n) / (10 + n) in update n, to forget the first ones."""
+    interval: int = 1
+    """Steps between updates."""
+    evaluate: bool = True
+    """Also evaluate the averaged weights, as ema_val_loss."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*fractions("hooks.ema", self, "decay"), *positive("hooks.ema", self, "interval")]
+
+
+@dataclass
+class StatisticsConfig(HookConfig):
+    """Statistics of the gradients and the activations of each layer."""
+
+    interval: int = 100
+    """Steps between measurements."""
+    gradients: bool = True
+    """Norm and largest absolute value of each layer's gradients, before clipping."""
+    activations: bool = True
+    """Root mean square and largest absolute value of each block's output."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("hooks.statistics", self, "interval")
+
+
+@dataclass
+class SpikesConfig(HookConfig):
+    """How many standard deviations the training loss is above its mean over the preceding steps."""
+
+    window: int = 128
+    """Number of preceding steps; there is no score until there are as many."""
+    threshold: float = 6.0
+    """Score from which a step counts as a spike, which is logged."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from above_zero("hooks.spikes", self, "threshold")
+        if self.window < 2:
+            yield f"hooks.spikes.window={self.window} should be at least 2"
+
+
+@dataclass
+class LRRangeConfig(HookConfig):
+    """Learning-rate range test: raise the learning rate geometrically, find where the loss falls fastest, and end."""
+
+    lowest: float = 1e-6
+    """First learning rate."""
+    highest: float = 1.0
+    """Last learning rate, unless the loss diverges before."""
+    steps: int = 100
+    """Number of steps from the first to the last learning rate."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from above_zero("hooks.lr_range", self, "lowest", "highest")
+        if self.lowest >= self.highest:
+            yield f"hooks.lr_range.lowest={self.lowest:g} should be below hooks.lr_range.highest={self.highest:g}"
+        if self.steps < 10:
+            yield f"hooks.lr_range.steps={self.steps} should be at least 10"
+
+
+@dataclass
 class ProfilerConfig(Section):
     """Profiling of the run."""
 
@@ -796,110 +889,26 @@ class Config:
     """Where the run writes; comes from hydra.run.dir=DIR."""
 
 
-@cache
-def field_docs(cls: type[Any]) -> dict[str, str]:
-    """Return the documentation of each field of a config dataclass: the string literal under it."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for statement, after in zip(body.body, body.body[1:], strict=False):
-        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
-            docs[statement.target.id] = inspect.cleandoc(after.value.value)  # type: ignore[attr-defined]
-    return docs
+TRAIN = {"default": Part(TrainConfig, "wordrun.train.trainer:Trainer")}
 
 
-def documentation(cls: type[Any]) -> dict[str, str]:
-    """Return the documentation of each field of a config dataclass, those of its bases included."""
-    return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
+def schemas(group: str) -> dict[str, Part]:
+    """Return the parts whose dataclasses are the schemas of a config group, by the name of the schema.
 
-
-@dataclass(frozen=True)
-class Part:
-    """One part: its options, and the class or function that they configure."""
-
-    options: type[Any]
-    """A dataclass with the default, type and documentation of every option."""
-    target: str
-    """``package.module:Name``; the module is imported when the part is built, and not before."""
-
-    def load(self) -> Any:
-        """Return the class or function that ``target`` names."""
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)
-
-
-PARTS: dict[str, dict[str, Part]] = {
-    "model": {
-        "gpt": Part(GPTConfig, "wordrun.model.gpt:GPT"),
-        "llama": Part(LlamaConfig, "wordrun.model.llama:Llama"),
-    },
-    "tokenizer": {
-        "char": Part(TokenizerConfig, "wordrun.data.tokenizers.char:CharTokenizer"),
-        "byte": Part(TokenizerConfig, "wordrun.data.tokenizers.char:ByteTokenizer"),
-        "gpt2": Part(GPT2TokenizerConfig, "wordrun.data.tokenizers.subword:GPT2Tokenizer"),
-        "bpe": Part(BPETokenizerConfig, "wordrun.data.tokenizers.subword:BPETokenizer"),
-        "hf": Part(HFTokenizerConfig, "wordrun.data.tokenizers.subword:HFTokenizer"),
-    },
-    "data": {
-        "file": Part(DataConfig, "wordrun.prepare.sources.files:FileSource"),
-        "download": Part(DataConfig, "wordrun.prepare.sources.download:DownloadSource"),
-        "sample": Part(DataConfig, "wordrun.prepare.sources.sample:SampleSource"),
-        "hf": Part(DataConfig, "wordrun.prepare.sources.hub:HubSource"),
-        "shards": Part(DataConfig, "wordrun.prepare.sources.shards:ShardSource"),
-        "pairs": Part(DataConfig, "wordrun.prepare.sources.pairs:PairSource"),
-    },
-    "backend": {
-        "ddp": Part(DDPConfig, "wordrun.backend.ddp:DDPBackend"),
-        "fsdp": Part(FSDPConfig, "wordrun.backend.fsdp:FSDPBackend"),
-        "tp": Part(TPConfig, "wordrun.backend.fsdp:FSDPBackend"),
-        "pp": Part(PPConfig, "wordrun.backend.pipeline:PipelineBackend"),
-        "3d": Part(ThreeDConfig, "wordrun.backend.pipeline:PipelineBackend"),
-        "deepspeed": Part(DeepSpeedConfig, "wordrun.backend.deepspeed:DeepSpeedBackend"),
-    },
-    "optimizer": {
-        "adamw": Part(AdamWConfig, "wordrun.train.optim:adamw"),
-        "sgd": Part(SGDConfig, "wordrun.train.optim:sgd"),
-    },
-    "schedule": {
-        "cosine": Part(ScheduleConfig, "wordrun.train.schedule:cosine"),
-        "linear": Part(LinearScheduleConfig, "wordrun.train.schedule:linear"),
-        "constant": Part(ScheduleConfig, "wordrun.train.schedule:constant"),
-    },
-    "tracker": {
-        "jsonl": Part(TrackerConfig, "wordrun.track.jsonl:JsonlTracker"),
-        "wandb": Part(WandbConfig, "wordrun.track.wandb:WandbTracker"),
-    },
-    "profiler": {
-        "none": Part(ProfilerConfig, "wordrun.train.profile:Profiler"),
-        "pyinstrument": Part(PyinstrumentConfig, "wordrun.train.profile:PyinstrumentProfiler"),
-        "torch": Part(TorchProfilerConfig, "wordrun.train.profile:TorchProfiler"),
-    },
-    "hooks": {"early_stop": Part(EarlyStopConfig, "wordrun.train.hooks.early_stop:EarlyStop")},
-}
-"""Every part that a config can choose: kind (a config group) to name (for data, of data.kind) to options and code."""
-
-SCHEMAS: dict[str, dict[str, type[Any]]] = {
-    **{kind: {name: part.options for name, part in parts.items()} for kind, parts in PARTS.items()},
-    "data": {"text": DataConfig},
-    "train": {"default": TrainConfig},
-}
-"""Config groups and their schemas; an option file under conf/GROUP begins with one of them."""
-
-BACKENDS = tuple(part.options.name for part in PARTS["backend"].values())
-"""The names that train.backend takes."""
+    An option file under conf/GROUP begins with one of them.
+    """
+    if group == "train":
+        return TRAIN
+    found = parts(group)
+    if group != "data":
+        return found
+    text = found["file"]  # the texts have one schema, of which data.kind is an option
+    return {"text": text, **{name: part for name, part in found.items() if part.declared != text.declared}}
 
 
 def value_text(value: Any) -> str:
     """Return ``value`` as it is written on the command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def part_of(kind: str, options: Section) -> Part:
-    """Return the entry of ``PARTS[kind]`` whose options these are."""
-    found = {name: part for name, part in PARTS[kind].items() if part.options is type(options)}
-    # Two parts may have the same options; a model's name is that of its preset.
-    return found.get(str(getattr(options, "name", "")).lower()) or next(iter(found.values()))
 
 
 RENAMED: dict[str, str] = {
@@ -928,7 +937,9 @@ def to_plain(cfg: Config) -> dict[str, dict[str, Any]]:
     """Return ``cfg`` as dictionaries for JSON, each part of it with the name of its schema."""
 
     def plain(section: str, options: Section) -> dict[str, Any]:
-        schema = next(name for name, cls in SCHEMAS[section].items() if cls is type(options))
+        schema = next((name for name, part in schemas(section).items() if part.configures(options)), None)
+        if schema is None:
+            part_of(section, options)  # raises
         return {"schema": schema, **asdict(options)}  # type: ignore[call-overload]
 
     return {
@@ -961,7 +972,14 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
 
 def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
     values = {RENAMED.get(f"{prefix}.{name}", name).rpartition(".")[2]: value for name, value in values.items()}
-    cls = SCHEMAS.get(section, {}).get(values.pop("schema"))
+    schema = values.pop("schema")
+    known = schemas(section) if section in SECTIONS else {}
+    if known and schema not in known:
+        raise UserError(
+            f"the config has {section}={schema}, which is not registered here{nearest(schema, known)}: use a version "
+            "of wordrun that has it, or, for a part of your own, run in its project's folder or install its package"
+        )
+    cls = known[schema].options if known else None
     unknown = set(values) - {f.name for f in fields(cls)} if cls else {"*"}
     if cls is None or unknown:
         raise UserError(

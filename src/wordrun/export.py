@@ -48,6 +48,8 @@ class ExportConfig(Section):
     alone, for the peft library."""
     checkpoint: str = "latest"
     """latest, best, or a step."""
+    weights: str = "model"
+    """model, or ema for the averaged weights of a run with hooks=[ema]."""
     dtype: str = "fp32"
     """Precision of the exported weights: fp32, bf16 or fp16."""
     shard_gb: float = 4.0
@@ -82,7 +84,8 @@ def export(options: ExportConfig) -> Path:
     from wordrun.checkpoint.saved import find
 
     saved = find(Path(options.run), options.checkpoint)
-    out = Path(options.out or saved.folder.parent.parent / options.form / saved.folder.name)
+    name = saved.folder.name if options.weights == "model" else f"{saved.folder.name}-{options.weights}"
+    out = Path(options.out or saved.folder.parent.parent / options.form / name)
     if out.exists():
         raise ConfigError(f"{out} already exists: remove it, or choose another folder with out=DIR")
     draft = out.with_name(f".{out.name}.new")  # so an interrupted export never looks complete
@@ -92,11 +95,11 @@ def export(options: ExportConfig) -> Path:
         # DeepSpeed prints while reading its checkpoints. After Ctrl-C, no part of an export should be left behind.
         with contextlib.redirect_stdout(sys.stderr), interrupts.raising():
             if options.form == "checkpoint":
-                write_checkpoint(draft, saved)
+                write_checkpoint(draft, saved, options.weights)
             elif options.form == "peft":
-                write_adapter(draft, saved, DTYPES[options.dtype])
+                write_adapter(draft, saved, DTYPES[options.dtype], options.weights)
             else:
-                write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9))
+                write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9), options.weights)
                 write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
         for file in draft.glob("*.safetensors"):  # the library makes them readable by the owner only
             file.chmod(draft.stat().st_mode & 0o666)
@@ -108,14 +111,14 @@ def export(options: ExportConfig) -> Path:
     return out
 
 
-def write_weights(folder: Path, saved: Saved, dtype: str, limit: int) -> None:
+def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str = "model") -> None:
     """Write the weights of ``saved`` as safetensors files, of at most ``limit`` bytes unless one weight is larger."""
     from safetensors.torch import save_file
 
     from wordrun.backend.precision import TORCH_DTYPES
     from wordrun.model.huggingface import to_huggingface
 
-    cfg, weights, kind = saved.config.model, saved.weights(), TORCH_DTYPES[dtype]
+    cfg, weights, kind = saved.config.model, saved.weights(which), TORCH_DTYPES[dtype]
     model = saved.meta_model()
     shards: list[list[str]] = [[]]
     room = limit
@@ -164,7 +167,7 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     })  # fmt: skip
 
 
-def write_adapter(folder: Path, saved: Saved, dtype: str) -> None:
+def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
     """Write LoRA's additions as an adapter that the peft library reads.
 
     Raises:
@@ -178,17 +181,17 @@ def write_adapter(folder: Path, saved: Saved, dtype: str) -> None:
     if saved.lora is None:
         raise UserError(f"form=peft is for runs with model.lora_rank, and {saved.folder} is of another: omit it")
     kind, source = TORCH_DTYPES[dtype], str(saved.manifest["base"]["source"])
-    facts, tensors = adapter(saved.stored(), saved.lora)
+    facts, tensors = adapter(saved.stored(which), saved.lora)
     save_file({name: tensor.to(kind) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     _write_json(folder / "adapter_config.json", {**facts, "base_model_name_or_path": source.removeprefix("hf:")})
 
 
-def write_checkpoint(folder: Path, saved: Saved) -> None:
+def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
     from wordrun.checkpoint import folder as folders, shards
     from wordrun.checkpoint.saved import MODEL
 
-    weights = saved.weights()
+    weights = saved.weights(which)
     mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]
     shards.write(folder, mine)
     shards.write_index(folder)

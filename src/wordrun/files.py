@@ -9,6 +9,15 @@ def absolute(path: str) -> Path:
     return Path(os.path.expanduser(path)).absolute()
 
 
+def read_proc(path: str) -> str:
+    """Return the content of a file of the kernel, such as one in /proc; empty if it has gone or belongs to others."""
+    try:
+        with open(path, errors="surrogateescape", newline="") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
 def replace(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` atomically: a concurrent reader finds the old text or the new one.
 

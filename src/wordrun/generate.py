@@ -30,12 +30,12 @@ Generate text from a trained model.
 
   wordrun generate run=outputs/latest prompt="ROMEO:"
   wordrun generate run=outputs/latest                        # on a terminal: a conversation
-  wordrun generate run=outputs/latest prompt=$'First line\\nSecond line\\n' length=200 temperature=0.5
-  wordrun generate run=outputs/latest prompt="ROMEO:" num_samples=3 top_k=null top_p=0.9
-  wordrun generate run=outputs/latest checkpoint=best prompt="ROMEO:" seed=7 > sample.txt
+  wordrun generate run=outputs/latest prompt=$'First line\\nSecond line\\n' length=200
+  wordrun generate run=outputs/latest num_samples=3 top_k=null top_p=0.9
+  wordrun generate run=outputs/latest checkpoint=best seed=7 > sample.txt
 
-The text is streamed to standard output, everything else goes to standard error. The same options produce the same text.
-See docs/generate.md for details.
+The text is streamed to standard output, everything else goes to standard error.
+The same options produce the same text. See docs/generate.md for details.
 """
 
 
@@ -65,6 +65,8 @@ class GenerateConfig(Section):
     with 1 that happens for every token, which is slow; a quarter of block_size is fast but shortens the context."""
     checkpoint: str = "latest"
     """latest, best, or a step."""
+    weights: str = "model"
+    """model, or ema for the averaged weights of a run with hooks=[ema]."""
     device: str = "auto"
     """auto (an accelerator if there is one), cpu, cuda or xpu."""
     dtype: str = "auto"
@@ -125,7 +127,7 @@ def write(options: GenerateConfig) -> None:
         if not talks:
             raise ConfigError(f"prompt: {error}") from None
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
-        model = read_model(saved, device, dtype)
+        model = read_model(saved, device, dtype, options.weights)
     _say(
         f"{saved.folder}: {saved.config.model.name}, {model.num_parameters():,} parameters, "
         f"{str(dtype).removeprefix('torch.')} on {device}"
@@ -160,10 +162,10 @@ def write(options: GenerateConfig) -> None:
     _say(f"{count} tokens in {seconds:.1f} s: {count / max(seconds, 1e-9):.1f} tokens/s")
 
 
-def read_model(saved: Saved, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Return the checkpoint's model in evaluation mode, with weights in ``dtype`` on ``device``."""
+def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: str = "model") -> Transformer:
+    """Return the checkpoint's model in evaluation mode, with its weights ``which`` in ``dtype`` on ``device``."""
     model = saved.meta_model()
-    state = {name: tensor.to(device, dtype) for name, tensor in saved.weights().items()}
+    state = {name: tensor.to(device, dtype) for name, tensor in saved.weights(which).items()}
     if model.tied:
         state["head.weight"] = state["tokens.weight"]
     model.load_state_dict(state, assign=True)

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from torch import nn
 import wordrun
+from wordrun.registry import part_of
 from wordrun import backend, dist
 from wordrun.backend.native import full
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import check
-from wordrun.config import part_of
 from wordrun.model import Model
 
 WIDTH, OUT, ROWS = 6, 3, 8
@@ -131,7 +131,8 @@ def two_rates(cfg, named):
 
 
 OWN = {"uneven": uneven, "two rates": two_rates}
-OPTIONS = {"plain": ["optimizer=sgd", "optimizer.momentum=0"], "momentum": ["optimizer=sgd", "optimizer.nesterov=true"]}
+OPTIONS = {"plain": ["optimizer=sgd", "optimizer.momentum=0"], "momentum": ["optimizer=sgd", "optimizer.nesterov=true"],
+           "lion": ["optimizer=lion"]}
 
 
 def micro_batches(step, dp, size):
@@ -225,7 +226,7 @@ with dist.session(device="cpu") as world:
     if world.rank == 0:
         Path(f"found-{world.size}.json").write_text(json.dumps(found))
 """
-CASES = [(optimizer, False) for optimizer in ("plain", "momentum", "uneven", "two rates")] + [("momentum", True)]
+CASES = [(optimizer, False) for optimizer in ("plain", "momentum", "lion", "uneven", "two rates")] + [("momentum", True)]
 
 
 @pytest.fixture(scope="module")

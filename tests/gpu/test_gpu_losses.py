@@ -55,6 +55,28 @@ def test_fp16_recovers_from_an_overflow(train: Train, only_on_device: None) -> N
         assert trainer.evaluate() < 0.95 * before
 
 
+@pytest.mark.usefixtures("one_rank_shards")
+@pytest.mark.parametrize("backend", ["DDP", "FSDP"])
+@pytest.mark.parametrize(
+    "words", [["train.dtype=fp32"], ["train.dtype=bf16"], ["train.dtype=bf16", "train.compile=true"]]
+)
+def test_the_loss_over_a_large_vocabulary(
+    train: Train, device: torch.device, monkeypatch: pytest.MonkeyPatch, backend: str, words: list[str]
+) -> None:
+    """Its own kernel, which keeps one copy of the logits, gives the same losses as torch's cross entropy."""
+    from wordrun.model import loss
+
+    many = [f"train.backend={backend}", "model.vocab_size=22016"]
+    many += ["train.max_iters=4"] if device.type == "cpu" else []
+    called = []
+    real = loss.cross_entropy
+    monkeypatch.setattr(loss, "cross_entropy", lambda *args, **options: called.append(1) or real(*args, **options))
+    own = train("own", *words, *many)
+    assert called
+    monkeypatch.setattr(loss, "LARGE", 2**40)
+    assert own.losses == pytest.approx(train("other", *words, *many).losses, rel=1e-4 if "fp32" in words[0] else 1e-2)
+
+
 DETERMINISTIC = """
 import json, sys
 import torch
@@ -86,6 +108,7 @@ def test_deterministic_runs_are_equal_to_the_bit(
     """In a process of its own, where the option itself prepares cuBLAS before CUDA starts."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     more = ["train.deterministic=true", "model.dropout=0.1", "model.n_embd=256", "model.batch_size=16"]
+    more += ["model.vocab_size=20096"]  # so large that the loss has its own kernel
     done = command(sys.executable, "-c", DETERMINISTIC, *SMALL, *words, *more, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("equal\n")

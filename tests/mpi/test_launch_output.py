@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -61,6 +62,13 @@ def record(folder: Path) -> dict[str, Any]:
 def test_lines_of_different_ranks_do_not_mix(launcher: str, command: Command) -> None:
     done = command("launch", "--launcher", launcher, "-n", "3", "python", "-c", HALVES)
     assert sorted(done.stdout.splitlines()) == sorted(f"rank {rank} line {i}" for rank in range(3) for i in range(40))
+
+
+def test_lines_do_not_mix_in_a_job_of_one_host(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text(f"{socket.gethostname()}\n")
+    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    done = command("launch", "--ppn", "2", "--oversubscribe", "python", "-c", HALVES, **job)
+    assert sorted(done.stdout.splitlines()) == sorted(f"rank {rank} line {i}" for rank in range(2) for i in range(40))
 
 
 def test_a_prompt_and_a_bar_do_not_wait_for_the_end_of_their_line(start: Start, tmp_path: Path) -> None:
@@ -185,7 +193,7 @@ def test_the_last_lines_are_the_failed_ranks_own(launcher: str, command: Command
     done = command("launch", "--launcher", launcher, "-n", "2", "python", "-c", FAILS)
     assert done.returncode == 1
     assert done.stderr.count("my peer is gone") == 20
-    end = ["launch: rank 1 ended with exit status 1; its last lines:", "launch:   no such thing"]
+    end = ["launch: the last lines of rank 1:", "launch:   no such thing"]
     assert done.stderr.splitlines()[-2:] == end
 
 

@@ -66,6 +66,18 @@ class Cluster:
         stdout, stderr = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
+    def outcome(self, process: subprocess.Popen[str], timeout: float) -> int:
+        """Return the exit status of a started process; fail with what it printed and SLURM's state on a hang."""
+        try:
+            return process.wait(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            state = self.run("squeue", "--steps").stdout + self.run("scontrol", "show", "step").stdout
+            self.run("scancel", "--signal=ABRT", "--user=root")  # Python's faulthandler prints the stacks
+            time.sleep(2)
+            self.run("scancel", "--user=root")
+            stdout, stderr = process.communicate(timeout=60)
+            pytest.fail(f"no end after {timeout:g} s\n{state}\n{stdout}\n{stderr}\n{self.logs()}", pytrace=False)
+
     def start(self, *words: str | Path, **env: str) -> subprocess.Popen[str]:
         """Start a command in a session of its own, for signals; what is left of it after the test is killed."""
         process = subprocess.Popen(

@@ -97,7 +97,8 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     (tmp_path / "held.py").write_text(HELD)
     hold(15)
     command = [sys.executable, "held.py", *TINY]
-    whole = cluster.start("salloc", "-N2", "-n2", "launch", "--env", "FREE=1", *command, "hydra.run.dir=whole")
+    alone = ("--env", "FREE=1", "--env", "PYTHONFAULTHANDLER=1", *command, "hydra.run.dir=whole")
+    whole = cluster.start("salloc", "-N2", "-n2", "launch", *alone)
     words = ("-N", "2", "-n", "2", "--walltime", "0:10:00", "--walltime-margin", "60", "--job-name", "link")
     got = cluster.run("launch", "--submit", *words, "--chain", "3", "--", *command, PATH=PATH)
     assert got.returncode == 0, got.stderr
@@ -127,7 +128,7 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
 
     hold(25)
     wait(cluster, lambda: steps(run_dir()) == 25, "the second link goes on")
-    assert whole.wait(timeout=60) == 0
+    assert cluster.outcome(whole, timeout=60) == 0
     cluster.run("scontrol", "requeue", jobs[1]).check_returncode()
     wait(cluster, lambda: out(1).count("resumed from") == 2, "the second link is there again")
     hold(35)

@@ -399,8 +399,13 @@ def test_what_contradicts_the_checkpoint_is_refused(whole: Path, small: Words, w
 def test_a_path_that_holds_nothing_is_named(whole: Path, small: Words, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.resume=.*gone: .* is not a folder"):
         wordrun.compose(small(f"train.resume={tmp_path}/gone"))
-    with pytest.raises(ConfigError, match="choose one"):
-        wordrun.compose(small(f"train.init_from={whole}", f"train.resume={whole}"))
+
+
+def test_a_resumed_run_ignores_initial_weights(whole: Path, small: Words) -> None:
+    """They may be in the user's file, to which the line that resumes a run adds only train.resume."""
+    cfg = wordrun.compose(small(*SAVING, "train.init_from=gone", f"train.resume={whole}", "train.max_iters=13"))
+    with Trainer(cfg) as trainer:
+        assert trainer.step == 12
 
 
 def test_initial_weights_from_another_run(whole: Path, small: Words, tmp_path: Path) -> None:
@@ -483,7 +488,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     reports = [line for line in captured.out.splitlines() if "could not be written (" in line]
     assert ["training continues" in line for line in reports] == [True, True, False]  # after steps 6, 9 and 12
     assert " ERROR the checkpoint of step 12 could not be written" in reports[-1]
-    assert re.search(r" ERROR SaveError: the run is finished, but .* \(after 12 steps\)", captured.out)
+    assert re.search(r" ERROR SaveError: the run is finished, but .* \(at step 12\)", captured.out)
     assert steps(full_disk) == [3]
     assert find(full_disk).step == 3
     assert read(full_disk)[-1]["step"] == 12

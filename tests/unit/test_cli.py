@@ -17,6 +17,7 @@ import pytest
 
 import wordrun
 from wordrun import cli, config
+from wordrun.registry import backends, documentation
 from wordrun.track import LEGEND
 from wordrun.track.jsonl import read
 from wordrun.train.cli import flags, sweep_points
@@ -48,10 +49,11 @@ def test_help_fits_a_screen_and_names_every_choice(monkeypatch: pytest.MonkeyPat
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= 80
     words = set(" ".join(lines).split())
-    assert set(cli.COMMANDS) | set(config.BACKENDS) <= words
+    assert set(cli.COMMANDS) | set(backends()) <= words
     conf = Path(__file__).parents[2] / "conf"
-    for group in {*config.SCHEMAS, "experiment"} - {"backend"}:
+    for group in {*config.SECTIONS, "experiment"} - {"backend"}:
         assert {group, *(path.stem for path in (conf / group).glob("*.yaml"))} <= words
+        assert group == "experiment" or set(config.schemas(group)) <= words
     assert "  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in lines
 
 
@@ -60,8 +62,8 @@ def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytes
     shown = [config.GPTConfig, config.DataConfig, config.DDPConfig, config.AdamWConfig, config.TrainConfig,
              config.WandbConfig]  # fmt: skip
     for node in shown:
-        docs = config.documentation(node)
-        section = next(name for name, options in config.SCHEMAS.items() if node in options.values())
+        docs = documentation(node)
+        section = next(g for g in config.SECTIONS if node in [part.options for part in config.schemas(g).values()])
         text = printed("--help", "train.backend" if section == "backend" else section)
         assert max(map(len, text.splitlines())) <= 120
         section = "tracker.wandb" if node is config.WandbConfig else section
@@ -304,3 +306,9 @@ def test_a_sweep_is_not_for_many_ranks(command: Command, tmp_path: Path) -> None
     assert "-m runs its points one after another in one process, but there are 2 ranks" in done.stderr
     assert "launch -n 2 python -m wordrun train.seed=$s" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_is_reported_before_torch_is_loaded(command: Command) -> None:
+    done = command("wordrun", "data=text", "data.path=none.txt")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "none.txt cannot be read: No such file or directory" in done.stderr

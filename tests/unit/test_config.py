@@ -21,7 +21,6 @@ from wordrun import config, model
 from wordrun.checks import accumulation, check
 from wordrun.composer import Tree, as_yaml, compose
 from wordrun.config import (
-    SCHEMAS,
     SECTIONS,
     SEVERAL,
     AdamWConfig,
@@ -36,15 +35,18 @@ from wordrun.config import (
     TPConfig,
     TrackerConfig,
     WandbConfig,
-    field_docs,
+    schemas,
 )
 from wordrun.errors import ConfigError, nearest
+from wordrun.registry import KINDS, field_docs
 
 if TYPE_CHECKING:
     from conftest import Command
 
 CONF = Path(__file__).parents[2] / "conf"
-FILES = {group: sorted(p.stem for p in (CONF / group).glob("*.yaml")) for group in (*SCHEMAS, "experiment")}
+FILES = {group: sorted(p.stem for p in (CONF / group).glob("*.yaml")) for group in (*SECTIONS, "experiment")}
+CHOICES = {group: sorted({*FILES[group], *(() if group == "experiment" else schemas(group))}) for group in FILES}
+"""What each group offers: its files, and the parts themselves."""
 DATACLASSES = [node for node in vars(config).values() if is_dataclass(node)]
 
 
@@ -97,9 +99,9 @@ def test_every_option_says_what_it_means(node: type[Any]) -> None:
     assert "(" not in node.__doc__.split()[0]  # the docstring that dataclass makes by itself: "Name(field: ...)"
 
 
-@pytest.mark.parametrize("round_", range(max(map(len, FILES.values()))))
-def test_every_file_composes_and_converts(round_: int) -> None:
-    chosen = {group: names[round_ % len(names)] for group, names in FILES.items()}
+@pytest.mark.parametrize("round_", range(max(map(len, CHOICES.values()))))
+def test_every_choice_composes_and_converts(round_: int) -> None:
+    chosen = {group: names[round_ % len(names)] for group, names in CHOICES.items()}
     backend, experiment = chosen.pop("backend"), chosen.pop("experiment")
     assert isinstance(compose([f"experiment={experiment}"]), Config)  # its shapes need not suit every model
     needed = [word for choice in chosen.items() for word in NEEDED.get(choice, [])]
@@ -108,7 +110,7 @@ def test_every_file_composes_and_converts(round_: int) -> None:
     assert cfg.backend.name.lower() == cfg.train.backend.lower() == backend
     assert cfg.profiler.name == chosen["profiler"]
     for section in SEVERAL:
-        assert type(getattr(cfg, section)[chosen[section]]) is SCHEMAS[section][chosen[section]]
+        assert type(getattr(cfg, section)[chosen[section]]) is schemas(section)[chosen[section]].options
 
 
 @pytest.mark.parametrize("name", FILES["model"])
@@ -116,15 +118,17 @@ def test_a_preset_is_known_by_the_name_of_its_file(name: str) -> None:
     assert preset(name).name == name
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group in SCHEMAS for name in FILES[group]])
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group in SECTIONS for name in FILES[group]])
 def test_files_hold_only_differences(group: str, name: str) -> None:
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
     base, *others = content.pop("defaults")
     assert [key for other in others for key in other if (group, key) != ("data", TOKENIZER_OF_DATA)] == []
     # In a group of several each part has a key of its own.
-    schema = re.fullmatch(rf"/schema/{group}/(\w+)@{name if group in SEVERAL else '_here_'}", base)
+    schema = re.fullmatch(rf"/schema/{group}/(\w+)@({group}\.)?{name if group in SEVERAL else '_here_'}", base)
     assert schema, base
-    defaults = asdict(SCHEMAS[group][schema[1]]())
+    defaults = asdict(schemas(group)[schema[1]].options())
+    if schema[2]:  # a file for the whole config, such as hooks/lr_range.yaml
+        (content,), defaults = content.values(), asdict(Config().train)
     assert {key: value for key, value in content.items() if defaults[key] == value} == {}
 
 
@@ -208,7 +212,8 @@ def preset(name: str) -> ModelConfig:
     """Return the config that a file under conf/model makes, by its schema alone."""
     options = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     (schema,) = options.pop("defaults")
-    made: ModelConfig = SCHEMAS["model"][schema.removeprefix("/schema/model/").removesuffix("@_here_")](**options)
+    part = schemas("model")[schema.removeprefix("/schema/model/").removesuffix("@_here_")]
+    made: ModelConfig = part.options(**options)
     return made
 
 
@@ -372,6 +377,7 @@ def test_the_number_of_ranks_takes_part() -> None:
 
 IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__n_head": 0}, ["model.n_head=0", "at least 1"]),
+    ({"model__n_layer": 10**8}, ["model.n_layer=100000000 should be at most 10000"]),
     ({"model__n_embd": 3}, ["model.n_embd=3", "model.n_head=4", "n_embd=4"]),
     ({"model__vocab_size": 0}, ["model.vocab_size=0", "at least 1"]),
     ({"model__dropout": 1.0}, ["model.dropout=1.0", "less than 1"]),
@@ -497,8 +503,8 @@ def test_the_nearest_name_is_told_in_its_own_spelling() -> None:
     assert nearest("zebra", ["DDP", "FSDP"]) == ""
 
 
-def test_sections_are_those_of_the_schema() -> None:
-    assert set(SECTIONS) == set(SCHEMAS)
+def test_every_kind_of_part_is_a_section() -> None:
+    assert {*KINDS, "train"} == set(SECTIONS)
 
 
 @pytest.mark.parametrize("override", ["hydra.verbose=true", "hydra.job.chdir=true", "hydra/job_logging=none"])

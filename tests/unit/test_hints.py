@@ -137,7 +137,10 @@ def test_an_unfinished_run_is_offered(
     for path in tmp_path.glob("outputs/text/*/*"):
         if path != folder:
             shutil.rmtree(path)
-    text = said("train.max_iters=6", "train.resume=auto")
+    assert OFFER not in said("train.max_iters=2")
+    (newer,) = (path for path in tmp_path.glob("outputs/text/*/*") if path != folder)
+    (newer / "run.json").write_text(json.dumps({**record, "exit_reason": "stopped by SIGTERM, saved"}))
+    text = said("train.max_iters=6", "train.resume=auto")  # of two, the one that got further
     line = text[text.index(OFFER) :].splitlines()[1]
     assert shlex.split(line)[-1] == f"train.resume={folder.relative_to(tmp_path)}"
     assert cli.main(shlex.split(line)[1:]) == 0

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import DamagedError
-from wordrun.checkpoint.shards import Shard
+from wordrun.checkpoint.shards import TensorShard
 from wordrun.dist.mesh import Layout
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -38,12 +38,12 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def written(tensors: dict[str, torch.Tensor], folder: Path, rng: random.Random) -> None:
     """Write each tensor from as many ranks as it has boxes."""
-    of_ranks: list[list[Shard]] = [[] for _ in range(9)]
+    of_ranks: list[list[TensorShard]] = [[] for _ in range(9)]
     for name, tensor in tensors.items():
         boxes = divided(tuple(tensor.shape), rng)
         for rank, box in zip(rng.sample(range(9), len(boxes)), boxes, strict=True):
             if cut(tensor, box).numel() or not tensor.numel():
-                of_ranks[rank].append(Shard(name, tensor.shape, box[0], cut(tensor, box)))
+                of_ranks[rank].append(TensorShard(name, tensor.shape, box[0], cut(tensor, box)))
     for rank, mine in enumerate(of_ranks):
         shards.write(folder, mine, rank)
     shards.write_index(folder, 9)
@@ -65,7 +65,7 @@ def test_any_part_of_any_division_is_read(seed: int, tmp_path: Path, monkeypatch
     for name, tensor in tensors.items():  # as a rank of another layout, into memory that is not contiguous
         for box in divided(tuple(tensor.shape), rng):
             into = torch.zeros(*box[1], 2, dtype=tensor.dtype)[..., 0]
-            monkeypatch.setattr(shards, "shard_of", lambda n, t, box=box: Shard(n, tensors[n].shape, box[0], t))
+            monkeypatch.setattr(shards, "shard_of", lambda n, t, box=box: TensorShard(n, tensors[n].shape, box[0], t))
             shards.read(tmp_path, {name: into}, stored)
             assert into.equal(cut(tensor, box)), (name, box)
 
@@ -73,14 +73,14 @@ def test_any_part_of_any_division_is_read(seed: int, tmp_path: Path, monkeypatch
 def test_a_file_is_everyones(tmp_path: Path) -> None:
     """Other programs read it, and whoever may read the folder."""
     tmp_path.chmod(0o750)
-    shards.write(tmp_path, [Shard("weight", torch.Size([2]), (0,), torch.ones(2))])
+    shards.write(tmp_path, [TensorShard("weight", torch.Size([2]), (0,), torch.ones(2))])
     assert load_file(tmp_path / "shards-00000.safetensors")["weight"].equal(torch.ones(2))
     assert (tmp_path / "shards-00000.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_two_stages_may_have_the_same_buffer(tmp_path: Path) -> None:
     for rank in range(2):
-        shards.write(tmp_path, [Shard("buffer", torch.Size([2]), (0,), torch.ones(2))], rank)
+        shards.write(tmp_path, [TensorShard("buffer", torch.Size([2]), (0,), torch.ones(2))], rank)
     shards.write_index(tmp_path, 2)
     shards.read(tmp_path, {"buffer": (found := torch.zeros(2))})
     assert found.equal(torch.ones(2))
@@ -131,8 +131,8 @@ def test_a_wrong_index_is_refused(where: list[Any], value: Any, said: str, tmp_p
         shards.write(
             tmp_path,
             [
-                Shard("weight", weight.shape, (at, 0), weight[at:stop]),
-                Shard("more", torch.Size([9, 2]), (rank, 0), torch.ones(9, 2)),
+                TensorShard("weight", weight.shape, (at, 0), weight[at:stop]),
+                TensorShard("more", torch.Size([9, 2]), (rank, 0), torch.ones(9, 2)),
             ],
             rank,
         )
@@ -161,7 +161,7 @@ def test_nothing_larger_than_the_files_is_allocated(tmp_path: Path) -> None:
 
 
 def test_what_a_model_needs_and_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
-    shards.write(tmp_path, [Shard("weight", torch.Size([2]), (0,), torch.ones(2))])
+    shards.write(tmp_path, [TensorShard("weight", torch.Size([2]), (0,), torch.ones(2))])
     shards.write_index(tmp_path)
     with pytest.raises(DamagedError, match=r"other is missing, and should have \[3\]"):
         shards.read(tmp_path, {"other": torch.empty(3)})

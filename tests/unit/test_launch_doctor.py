@@ -60,6 +60,13 @@ def test_healthy_ranks(plan: LaunchPlan) -> None:
     assert {finding.check for finding in findings} >= {"sockets", "device order"}
 
 
+def test_cores_that_ranks_share_are_not_counted_twice(plan: LaunchPlan) -> None:
+    cores = min(plan.job.cores)
+    findings = doctor.of_ranks(plan, [{**rank, "cores": cores} for rank in ranks()], 0, "", SITE)
+    (found,) = (finding.found for finding in findings if finding.check == "cores")
+    assert found == f"{cores}, shared by {plan.ranks.ppn} ranks"
+
+
 BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "singletons": ({"mpi_size": 1}, "MPI", "wrong", "srun --mpi=list"),
     "one core": ({"cores": 1, "threads": "1"}, "cores", "wrong", "srun needs -c"),

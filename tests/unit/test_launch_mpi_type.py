@@ -12,7 +12,8 @@ from wordrun.launch.launchers.base import Search, own_bin
 from wordrun.launch.request import Options
 from wordrun.launch.site import UNKNOWN, Site
 
-MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,ofi"
+MPICH = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-device=ch4:ucx,ofi"
+UCX_MPICH = "MPICH Version:\t4.3.0\nMPICH Device:\tch4:ucx\nMPICH configure:\t--with-pmi=pmi2"
 PMIX_MPICH = "MPICH Version:\t4.3.0\nMPICH configure:\t--with-pmix=/usr"
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)"
 OPENMPI = "Open MPI v4.1.4, package: Debian OpenMPI"
@@ -21,7 +22,7 @@ ALL = "none cray_shasta pmi2 pmix"
 JOB = Job(hosts=("n1",), cores=(4,), devices=(0,), slots=(4,), scheduler="slurm", id="7")
 
 
-def choose(folder: Path, library: str, listed: str, default: str, site: Site = UNKNOWN, **env: str) -> tuple[str, ...]:
+def choose(folder: Path, library: str, listed: str, default: str, site: Site = UNKNOWN, **env: str) -> mpi_type.Choice:
     """Return the choice where python loads ``library``, srun lists ``listed`` and MpiDefault is ``default``."""
     command = env.pop("command", "python")
     stubs = {
@@ -59,13 +60,13 @@ def choose(folder: Path, library: str, listed: str, default: str, site: Site = U
 def test_the_type_is_one_that_the_library_supports(
     tmp_path: Path, library: str, listed: str, default: str, expected: str
 ) -> None:
-    chosen, why, note = choose(tmp_path, library, listed, default)
+    chosen, why, note, _ = choose(tmp_path, library, listed, default)
     assert (chosen, note) == (expected, "")
     assert f"--mpi={expected}: python loads" in why if expected else "SLURM's default" in why
 
 
 def test_a_library_that_srun_cannot_start_is_named_at_once(tmp_path: Path) -> None:
-    chosen, _, note = choose(tmp_path, OPENMPI, "none pmi2", "none")
+    chosen, _, note, _ = choose(tmp_path, OPENMPI, "none pmi2", "none")
     assert chosen == ""
     assert "Open MPI v4.1.4, which needs --mpi=pmix" in note
     assert "each rank of an MPI program will be rank 0 of 1" in note
@@ -89,3 +90,20 @@ def test_the_users_choice_wins(tmp_path: Path, env: dict[str, str], expected: st
 def test_the_sites_choice_and_default_win_over_a_guess(tmp_path: Path) -> None:
     assert choose(tmp_path, MPICH, ALL, "none", Site(srun_args=("--mpi=pmix",)))[0] == ""
     assert choose(tmp_path, MPICH, ALL, "pmix", command="job.sh")[0] == ""  # which may start another MPI
+
+
+@pytest.mark.parametrize(
+    ("library", "default", "env", "expected"),
+    [
+        (MPICH, "none", {}, "ofi"),
+        (MPICH, "pmi2", {}, "ofi"),
+        (MPICH, "none", {"MPIR_CVAR_CH4_NETMOD": "ucx"}, ""),
+        (MPICH, "none", {"args": "--mpi=pmi2"}, ""),  # then the library is not asked
+        (UCX_MPICH, "none", {}, ""),  # it has no other
+        (PMIX_MPICH, "none", {}, ""),
+    ],
+)
+def test_mpich_uses_addresses_that_pmi2_can_carry(
+    tmp_path: Path, library: str, default: str, env: dict[str, str], expected: str
+) -> None:
+    assert choose(tmp_path, library, ALL, default, **env).network == expected

@@ -140,6 +140,8 @@ def test_environment_of_two_ranks() -> None:
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "UCX_NET_DEVICES": "lo",
+        "FI_TCP_IFACE": "lo",
+        "FI_SOCKETS_IFACE": "lo",
         "ACCELERATE_USE_CPU": "true",
     }
 

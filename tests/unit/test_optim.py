@@ -10,8 +10,9 @@ import torch
 from wordrun import model as models
 from wordrun.backend.optimizer import remember_ratios, set_learning_rate, tensors_of
 from wordrun.composer import compose
-from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, OptimizerConfig, ScheduleConfig, part_of
+from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, OptimizerConfig, ScheduleConfig
 from wordrun.errors import ConfigError
+from wordrun.registry import part_of
 from wordrun.train.optim import adamw
 from wordrun.train.schedule import learning_rate
 
@@ -119,6 +120,20 @@ def test_the_former_name_of_a_constant_rate_is_accepted(caplog: pytest.LogCaptur
     assert "optimizer.decay_lr=false is now schedule=constant" in caplog.text
     with pytest.raises(ConfigError, match=r"optimizer\.decay_lr=false means schedule=constant, not schedule=linear"):
         compose(["optimizer.decay_lr=false", "schedule=linear"])
+
+
+def test_lion_steps_by_the_sign_of_its_mean() -> None:
+    cfg = compose(["optimizer=lion", "optimizer.weight_decay=0.5"]).optimizer
+    weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]]))
+    optimizer = part_of("optimizer", cfg).load()(cfg, [("weight", weight)])
+    optimizer.param_groups[0]["lr"] = 0.1
+    weight.grad = torch.tensor([[3.0, -1e-3]])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([[0.95 - 0.1, -1.9 + 0.1]]))
+    weight.grad = torch.tensor([[-0.2, 0.0]])
+    optimizer.step()  # 0.9 of a mean of 0.03, and 0.1 of -0.2: still above 0
+    torch.testing.assert_close(weight.detach(), torch.tensor([[0.85 * 0.95 - 0.1, -1.8 * 0.95 + 0.1]]))
+    torch.testing.assert_close(optimizer.state[weight]["mean"], torch.tensor([[0.03 * 0.99 - 0.002, -1e-5 * 0.99]]))
 
 
 def test_sgd_is_torchs() -> None:

@@ -422,7 +422,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "size"),
-    [(["optimizer=adamw"], 8), (["optimizer=sgd"], 4), (["optimizer=sgd", "optimizer.momentum=0"], 0)],
+    [
+        (["optimizer=adamw"], 8),
+        (["hooks=[ema]"], 12),
+        (["optimizer=sgd"], 4),
+        (["optimizer=lion"], 4),
+        (["optimizer=sgd", "optimizer.momentum=0"], 0),
+    ],
 )
 def test_optimizer_state_is_the_optimizers(overrides: list[str], size: int) -> None:
     cfg = compose(["data=sample", *overrides])

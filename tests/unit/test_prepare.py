@@ -24,7 +24,7 @@ import pytest
 from matplotlib.image import imread
 
 import wordrun
-from wordrun.config import PARTS, BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, Part, TokenizerConfig
+from wordrun.config import BPETokenizerConfig, Config, DataConfig, GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data import manifest as manifests
 from wordrun.data.corpus import open_prepared
 from wordrun.dist import World
@@ -36,6 +36,7 @@ from wordrun.prepare.sources.base import Source
 from wordrun.prepare.sources.download import DownloadSource
 from wordrun.prepare.sources.files import FileSource
 from wordrun.prepare.sources.sample import sample_text
+from wordrun.registry import Part, parts
 
 if TYPE_CHECKING:
     from conftest import Command, Start
@@ -440,6 +441,11 @@ def test_a_file_that_becomes_readable_changes_the_fingerprint(texts: Path, monke
     assert locate(source.data).left_out() == [f"{texts / 'a.txt'} (cannot be read: Permission denied)"]
 
 
+def test_a_folder_of_notes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("# A title\n")
+    assert [item.path for item in locate(DataConfig("text", path=str(tmp_path))).items()] == [f"{tmp_path}/notes.md"]
+
+
 def test_a_folder_is_listed_once_and_without_hidden_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listing a large folder takes seconds, and each question about the files used to list it again."""
     good_and_bad(tmp_path / "in")
@@ -654,7 +660,7 @@ class Numerals(Source):
         return (Document(f"{item.number}{n}") for n in range(10))
 """)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(PARTS["data"], "numerals", Part(DataConfig, "numerals:Numerals"))
+    monkeypatch.setitem(parts("data"), "numerals", Part(DataConfig, "numerals:Numerals"))
     words = ["data=text", "data.kind=numerals", "data.workers=2", "tokenizer=byte", "model.block_size=16"]
     corpus = obtain.obtain(wordrun.compose(words), World())
     expected = [f"{item}{n}" for item in range(3) for n in range(9)]

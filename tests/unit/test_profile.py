@@ -11,8 +11,9 @@ import pytest
 
 import wordrun
 from wordrun import dist
-from wordrun.config import PARTS, Part, ProfilerConfig
+from wordrun.config import ProfilerConfig
 from wordrun.errors import ConfigError
+from wordrun.registry import Part, parts
 from wordrun.train.profile import Profiler, build
 
 
@@ -59,7 +60,7 @@ def test_a_profiler_runs_on_the_ranks_that_it_is_asked_for(
     rank: int, name: str, small: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = Part(ProfilerConfig, f"{__name__}:Recorder")
-    monkeypatch.setitem(PARTS["profiler"], "none", part)
+    monkeypatch.setitem(parts("profiler"), "none", part)
     monkeypatch.setattr(Recorder, "calls", [])
     cfg = wordrun.compose(small(f"hydra.run.dir={tmp_path}/run", f"profiler.ranks=[{rank}]"))
     for each in range(3):
@@ -75,7 +76,7 @@ def test_a_profiler_runs_on_the_ranks_that_it_is_asked_for(
 def test_the_trainer_starts_steps_and_stops_it(
     small: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PARTS["profiler"], "none", Part(ProfilerConfig, f"{__name__}:Recorder"))
+    monkeypatch.setitem(parts("profiler"), "none", Part(ProfilerConfig, f"{__name__}:Recorder"))
     monkeypatch.setattr(Recorder, "calls", [])
     with wordrun.Trainer(wordrun.compose(small(f"hydra.run.dir={tmp_path}/run"))) as trainer:
         trainer.train()

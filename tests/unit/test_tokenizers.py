@@ -237,3 +237,10 @@ def test_the_pattern_of_gpt2_keeps_words_with_their_blanks() -> None:
     words = subword.GPT2Tokenizer({bytes([byte]): byte for byte in range(256)})
     assert words._encoding.encode_ordinary("it's") == list(b"it's")
     assert "".join(words.decode(np.array([token])) for token in words.encode("I'll  do 12 x")) == "I'll  do 12 x"
+
+
+def test_characters_that_are_lacking_are_named_briefly() -> None:
+    tokenizer = CharTokenizer("".join(map(chr, range(0x4E00, 0x6E00))))
+    with pytest.raises(ConfigError, match="lacks: 'abc'") as caught:
+        tokenizer.encode("abc")
+    assert len(str(caught.value)) < 300

@@ -549,7 +549,7 @@ def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path, start: Sta
     assert told["exit_reason"] == "stopped by SIGINT, saved"
     lines = read(folder)
     assert told["steps"] == lines[-1]["step"] >= 3
-    assert f"stopped by SIGINT, saved (after {told['steps']} steps)" in out
+    assert f"stopped by SIGINT, saved (at step {told['steps']})" in out
     assert (folder / "plots" / "loss.png").exists()
 
 

@@ -12,13 +12,13 @@ import pytest
 
 import wordrun
 from wordrun.checkpoint.folder import Folder
-from wordrun.config import PARTS
 from wordrun.dist import values
 from wordrun.prepare.sources.base import WorkItem
+from wordrun.registry import parts
 
 
 def test_configs_arrive_as_they_were() -> None:
-    for name, part in PARTS["backend"].items():
+    for name, part in parts("backend").items():
         cfg = wordrun.compose(
             ["data=sample", f"train.backend={part.options.name}", "tracker=wandb", "hooks=[early_stop]"]
         )

@@ -1,4 +1,4 @@
-"""Backends take optimizer steps in parallel. Each is one file and one entry in ``config.PARTS``."""
+"""Backends take optimizer steps in parallel. Each is one file and one line in ``wordrun.parts``."""
 
 from wordrun.backend.base import Backend, BackendSpec, StepResult, build
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from wordrun.backend.optimizer import remember_ratios
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.config import Config, part_of
+from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.model import Model
+from wordrun.registry import part_of
 
 MakeModel = Callable[..., Any]
 """Returns a ``Model`` on the meta device: the full model or, given ``layers``, the pipeline stage with those blocks."""
@@ -98,20 +99,24 @@ class Backend(Protocol):
     def logits(self, tokens: Tensor) -> Tensor:
         """Return a language model's logits (B, V) at the last of ``tokens`` (B, T), without gradients."""
 
-    def begin_save(self, own: Mapping[str, Tensor]) -> Save:
+    def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
         """Copy the current training state.
 
         Args:
             own: additional tensors that only this rank saves, under names that no other rank uses.
+            alike: additional tensors with the shape and the sharding of a weight, named ``hooks.HOOK.WEIGHT``.
         """
 
-    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
+    def load(
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Restore the training state from a checkpoint written by any layout of ranks.
 
         Args:
             folder: the checkpoint.
             facts: the ``facts`` of the save.
             own: names of the tensors that only this rank saved; they are returned.
+            alike: tensors to read in place, as in ``begin_save``.
 
         Raises:
             ConfigError: this backend cannot read this kind of checkpoint.

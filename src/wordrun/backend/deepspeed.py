@@ -132,8 +132,10 @@ class DeepSpeedBackend:
         """Return the logits at the last of ``tokens``, (B, V)."""
         return self.engine(tokens, at=-1)  # type: ignore[no-any-return]
 
-    def begin_save(self, own: Mapping[str, Tensor]) -> Save:
+    def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
         """Return a save that the engine writes in its own format, which only the same number of ranks can read."""
+        if alike:
+            raise UserError(f"DeepSpeed's engine cannot save {next(iter(alike))}: use another train.backend")
         facts = {"kind": "deepspeed", "ranks": self.spec.world.size, "stage": self.stage}
         return Save(facts, partial(self._write, own), in_background=False)
 
@@ -141,7 +143,9 @@ class DeepSpeedBackend:
         self.engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False)
         torch.save(dict(own), self._own_file(folder))
 
-    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
+    def load(
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Restore the training state from the engine's files."""
         if facts["kind"] != "deepspeed":
             raise ConfigError(

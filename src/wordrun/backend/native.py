@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class NativeBackend:
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.skips = spec.cfg.train.on_nonfinite == "skip"
+        self.on_gradients: list[Callable[[], None]] = []
+        """Called with the complete gradients of each step, before they are clipped."""
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
@@ -79,6 +81,8 @@ class NativeBackend:
         self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
+        for call in self.on_gradients:
+            call()
         if self.skips and not norm.isfinite():  # synchronizes with an accelerator at every step
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
@@ -158,9 +162,33 @@ class NativeBackend:
             state.setdefault(f"model.{name}", tensor)
         return state
 
-    def begin_save(self, own: Mapping[str, Tensor]) -> Save:
+    @contextmanager
+    def using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compute with ``weights`` instead of the model's own of the same names within a ``with`` block.
+
+        The values are exchanged in place, so ``weights`` must have the names and the sharding of ``model_state``.
+        """
+        self.exchange(weights)
+        try:
+            yield
+        finally:
+            self.exchange(weights)
+
+    @torch.no_grad()
+    def exchange(self, weights: Mapping[str, Tensor]) -> None:
+        """Exchange the values of ``weights`` and of the model's weights with these names."""
+        state = self.model_state()
+        for name, tensor in weights.items():
+            ours, theirs = local(state[name]), local(tensor)
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
+
+    def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
         """Copy the part of the training state that this rank writes to host memory."""
-        state = self.model_state(once=True) | tensors_of(self.optimizer, self.named_parameters(once=True))
+        state = self.model_state(once=True)
+        alike = {name: tensor for name, tensor in (alike or {}).items() if f"model.{parameter_of(name)}" in state}
+        state |= {**alike, **tensors_of(self.optimizer, self.named_parameters(once=True))}
         mine = shards.to_write(state, self.layout, self.rank, self._rows_of(state))
         copies = self.copies.take([*mine, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
         facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
@@ -169,7 +197,9 @@ class NativeBackend:
             finish=lambda folder: shards.write_index(folder, self.layout.size),
         )  # fmt: skip
 
-    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
+    def load(
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Read this rank's shards and its ``own`` tensors."""
         if facts["kind"] == "deepspeed":
             raise ConfigError(
@@ -181,7 +211,7 @@ class NativeBackend:
         mine = {name: stored[name].empty() for name in own if name in stored}
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
-        tensors: dict[str, Any] = weights | restored.tensors | mine
+        tensors: dict[str, Any] = {**weights, **(alike or {}), **restored.tensors, **mine}
         unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
         for name, shard in unpadded.items():
             local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step spoils the padding too

@@ -33,8 +33,13 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
 
 
 def parameter_of(stored: str) -> str:
-    """Return the parameter to which a checkpoint's tensor belongs: ``optimizer.name.key``, or ``model.name``."""
+    """Return the weight to which a checkpoint's tensor belongs.
+
+    Its name is ``optimizer.WEIGHT.KEY``, ``number.WEIGHT.KEY``, ``model.WEIGHT`` or ``hooks.HOOK.WEIGHT``.
+    """
     kind, _, name = stored.partition(".")
+    if kind == "hooks":
+        return name.partition(".")[2]
     return name if kind == "model" else name.rpartition(".")[0]
 
 

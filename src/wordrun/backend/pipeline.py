@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,25 @@ class PipelineBackend(FSDPBackend):
             if not (copy and once):
                 yield ("tokens.weight" if copy else name), parameter
 
-    @torch.no_grad()
-    def load(self, folder: Path, facts: dict[str, Any], own: Sequence[str] = ()) -> dict[str, Tensor]:
+    def load(
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Read this rank's shards and its ``own`` tensors."""
-        mine = super().load(folder, facts, own)
+        mine = super().load(folder, facts, own, alike)
+        self._copy_tied_weight()
+        return mine
+
+    def exchange(self, weights: Mapping[str, Tensor]) -> None:
+        """Exchange the values of ``weights`` and of the model's weights with these names."""
+        super().exchange(weights)
+        self._copy_tied_weight()
+
+    @torch.no_grad()
+    def _copy_tied_weight(self) -> None:
+        """Copy the tied weight to its second copy, if this rank has two."""
         if len(self.tied) == 2:
             first, second = self.tied
             second.copy_(first)
-        return mine
 
     def _tied_weights(self) -> list[Tensor]:
         """Return this rank's copies of the tied weight, if embedding and output layer are in different stages."""

@@ -16,7 +16,7 @@ from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.config import Config, ModelConfig, from_plain
-from wordrun.errors import UserError, first_line
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.model import Transformer, lora, meta_model, pretrained
 from wordrun.model.base import LazyWeights
@@ -47,24 +47,39 @@ class Saved:
         """The file of ``tokenizer_json``."""
         return self.folder / folders.TOKENIZER
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self, which: str = "model") -> Mapping[str, Tensor]:
         """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
         Weights written by DeepSpeed's engine are gathered from all ranks' shards at once. With LoRA, its additions are
         in the weights.
 
+        Args:
+            which: model, or the name of a hook that has saved other values of some or all weights, such as ema.
+
         Raises:
             UserError: the engine wrote them, and DeepSpeed is not installed; LoRA's base model is missing or another.
+            ConfigError: the checkpoint has no values by the hook ``which``.
         """
-        if self._is_engines:
+        if self._is_engines and which == "model":
             return self._engine_weights()
-        return lora.merged(self._base(), self.stored(), self.lora) if self.lora else self.stored()
+        stored = self.stored(which)
+        return lora.merged(self._base(), stored, self.lora) if self.lora else stored
 
-    def stored(self) -> Mapping[str, Tensor]:
-        """Return the weights in the checkpoint's own files, with LoRA the additions."""
-        stored = index.load(self.folder)
-        names = [name for name in stored if name.startswith(MODEL)]
-        return LazyWeights({name.removeprefix(MODEL): partial(_read, self.folder, name, stored) for name in names})
+    def stored(self, which: str = "model") -> Mapping[str, Tensor]:
+        """Return the weights in the checkpoint's own files, as ``weights``; with LoRA, the additions alone."""
+        stored = {} if self._is_engines else index.load(self.folder)
+        names = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
+        if which != "model":
+            prefix = f"hooks.{which}."
+            own = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+            if not own:
+                there = dict.fromkeys(name.split(".")[1] for name in stored if name.startswith("hooks."))
+                raise ConfigError(f"weights={which}: {self.folder} has {', '.join(['model', *there])} (hooks=[ema])")
+            for name in own:
+                if name not in names or stored[own[name]].shape != stored[names[name]].shape:
+                    raise DamagedError(f"{self.folder} is damaged: {own[name]} does not belong to the model")
+            names |= own
+        return LazyWeights({name: partial(_read, self.folder, full, stored) for name, full in names.items()})
 
     def _base(self) -> Mapping[str, Tensor]:
         """Return the weights that LoRA adds to."""

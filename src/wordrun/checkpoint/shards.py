@@ -30,7 +30,7 @@ SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """This rank's shard of a tensor."""
 
     name: str
@@ -46,7 +46,7 @@ def file_of(rank: int) -> str:
     return f"shards-{rank:05d}{SUFFIX}"
 
 
-def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> Shard:
+def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> TensorShard:
     """Return this rank's shard of ``tensor``, in the same memory; only of the first ``rows`` if the rest is padding."""
     tensor = tensor.detach()
     shape, offset, data = tensor.shape, (0,) * tensor.dim(), tensor
@@ -54,12 +54,12 @@ def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> Shard:
         offset, data = compat.shard_offset(tensor), tensor.to_local()
     if rows is not None:
         shape, data = torch.Size((rows, *shape[1:])), data[: max(0, rows - offset[0])]
-    return Shard(name, shape, offset, data)
+    return TensorShard(name, shape, offset, data)
 
 
 def to_write(
     tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None
-) -> list[Shard]:
+) -> list[TensorShard]:
     """Return the shards that ``rank`` writes; ranks that hold the same shards divide them evenly.
 
     Args:
@@ -99,7 +99,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, shards: Iterable[Shard]) -> list[Shard]:
+    def take(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
         """Return copies of ``shards``, which later changes do not affect."""
         copies = []
         devices = set()
@@ -111,14 +111,14 @@ class HostCopies:
                 self._buffers[shard.name] = buffer
             buffer.copy_(shard.data, non_blocking=True)
             devices.add(shard.data.device)
-            copies.append(Shard(shard.name, shard.shape, shard.offset, buffer))
+            copies.append(TensorShard(shard.name, shard.shape, shard.offset, buffer))
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
         return copies
 
 
-def write(folder: Path, shards: Sequence[Shard], rank: int = 0) -> None:
+def write(folder: Path, shards: Sequence[TensorShard], rank: int = 0) -> None:
     """Write the shards of ``rank`` into ``folder``, and wait for the disk. Once all have, rank 0 calls ``write_index``.
 
     Raises:
@@ -158,7 +158,9 @@ def write_index(folder: Path, ranks: int = 1) -> list[str]:
     return [INDEX]
 
 
-def read(folder: Path, tensors: Mapping[str, Tensor | Shard], stored: Mapping[str, StoredTensor] | None = None) -> None:
+def read(
+    folder: Path, tensors: Mapping[str, Tensor | TensorShard], stored: Mapping[str, StoredTensor] | None = None
+) -> None:
     """Fill ``tensors``, or shards, or this rank's shards of distributed tensors, with the values in ``folder``.
 
     Args:
@@ -172,7 +174,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor | Shard], stored: Mapping[st
     stored = index.load(folder) if stored is None else stored
     by_file: dict[str, list[_Part]] = {}
     for name, tensor in tensors.items():
-        shard = tensor if isinstance(tensor, Shard) else shard_of(name, tensor)
+        shard = tensor if isinstance(tensor, TensorShard) else shard_of(name, tensor)
         found = stored.get(name)
         if found is None or found.shape != shard.shape:
             there = "is missing" if found is None else f"has the shape {list(found.shape)}"
@@ -200,7 +202,7 @@ class _Part:
     into: Tensor
 
 
-def _overlap(source: StoredShard, shard: Shard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(source: StoredShard, shard: TensorShard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return where the elements that both have are in ``source`` and in ``shard``, or None if there are none."""
     there, here = [], []
     for from_, n, to, m in zip(source.offset, source.shape, shard.offset, shard.data.shape, strict=True):

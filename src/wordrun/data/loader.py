@@ -24,6 +24,13 @@ class _Slot:
     copied: torch.Event | None = None
     """Recorded after the copy to the device; the buffers may then be overwritten."""
 
+    def to(self, device: torch.device) -> list[Batch]:
+        """Return copies of the batches on ``device``, which may not be complete yet."""
+        copies = [batch.to(device) for batch in self.batches]
+        self.copied = torch.Event(device)
+        self.copied.record()
+        return copies
+
 
 @dataclass
 class _Builder:
@@ -154,9 +161,7 @@ class Loader:
         slot = builder.prefetched(step) if builder.prefetch and self.close.alive else builder.build(step)
         if self.device.type == "cpu":
             return slot.batches
-        batches = [batch.to(self.device) for batch in slot.batches]
-        slot.copied = torch.Event(self.device)
-        slot.copied.record()
+        batches = slot.to(self.device)
         with builder.condition:
             builder.free.append(slot)
         return batches

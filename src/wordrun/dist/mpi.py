@@ -43,12 +43,17 @@ def communicator() -> Any:
 
 
 def broadcast(data: bytes) -> bytes:
-    """Return rank 0's ``data``; every rank must call this."""
+    """Return rank 0's ``data``; every rank must call this.
+
+    When it returns, all ranks have the data: over libfabric, what a rank has sent may only leave it during its calls of
+    MPI, and rank 0 may call nothing but torch for a long time, waiting for the others.
+    """
     comm = communicator()
     size = array("q", [len(data)])
     comm.Bcast(size, root=0)
     buffer = bytearray(data) if comm.rank == 0 else bytearray(size[0])
     comm.Bcast(buffer, root=0)
+    comm.Barrier()
     return bytes(buffer)
 
 

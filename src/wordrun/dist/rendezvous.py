@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
                 break
             except Exception as error:  # OSError; DistNetworkError or RuntimeError, depending on torch's version
                 port = first_line(error)
-    port = mpi.communicator().bcast(port, root=0)
+    port = json.loads(mpi.broadcast(json.dumps(port).encode()))
     if isinstance(port, str):
         raise WorldError(f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}")
     if store is None:

@@ -14,6 +14,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from wordrun.registry import packages
+
 RESTORE: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "dict": dict, "path": Path}
 
 
@@ -61,7 +63,7 @@ def _restored(found: dict[str, Any]) -> Any:
     if kind in RESTORE:
         return RESTORE[kind](content)
     module, _, name = kind.partition(":")
-    if module.partition(".")[0] == "wordrun":
+    if module not in sys.modules and module.partition(".")[0] in ("wordrun", *packages()):
         importlib.import_module(module)
     cls = getattr(sys.modules.get(module), name, None)
     if not (isinstance(cls, type) and is_dataclass(cls)):

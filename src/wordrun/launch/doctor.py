@@ -196,7 +196,8 @@ def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     remedy = (
         "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI needs --bind-to none: see launch --dry-run"
     )
-    return _check("cores", wrong, remedy, f"{least} per rank")
+    ok = f"{least}, shared by {plan.ranks.ppn} ranks" if least > have else f"{least} per rank"
+    return _check("cores", wrong, remedy, ok)
 
 
 def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:

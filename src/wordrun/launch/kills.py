@@ -13,7 +13,7 @@ KILLED = 128 + signal.SIGKILL
 TAIL_BYTES = 65536
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """How a launch ended."""
 

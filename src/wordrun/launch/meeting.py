@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from wordrun.files import read_proc
 from wordrun.launch import processes
 from wordrun.launch.plan import LaunchPlan
 
 # Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
 FIRST_S, LATER_S, DENSE_S = 0.1, 2.0, 30.0
-LIBRARIES = re.compile(rb"/(libtorch_python|libmpi\w*)\.so(\.\d+)?")
+LIBRARIES = re.compile(r"/(libtorch_python|libmpi\w*)\.so(\.\d+)?")
 # /proc may not answer about a process that is stuck in the kernel.
 PATIENCE_S = 2.0
 # States of a connection in /proc/net/tcp.
@@ -93,8 +94,8 @@ class Meeting:
         owners: dict[str, str] = {}
         for pid, rank in self._processes():
             if rank and not (self.libraries and self._samples % 10):  # reading all maps takes milliseconds
-                maps = processes.read(f"/proc/{pid}/maps")
-                self.libraries |= {(name + version).decode() for name, version in LIBRARIES.findall(maps)}
+                maps = read_proc(f"/proc/{pid}/maps")
+                self.libraries |= {name + version for name, version in LIBRARIES.findall(maps)}
             for inode in sockets(pid):
                 # A rank inherits sockets of the launcher, whose processes come first.
                 owners.setdefault(inode, rank)
@@ -133,17 +134,15 @@ class Meeting:
 
     def _processes(self) -> Iterator[tuple[int, str]]:
         """Yield this launch's processes on this host and their ranks, the launcher's own first."""
-        launcher = self.plan.launcher
-        found = processes.of_launch(self.launcher, self.plan.decided.launch_id, is_step=launcher.is_step)
+        # In a job, daemons may start the ranks (srun, PALS).
+        found = processes.of_launch(self.launcher, self.plan.decided.launch_id, is_step=not self.plan.job.is_local)
         for pid in found - {*self._ranks}:
-            words = processes.read(f"/proc/{pid}/environ").split(b"\0")
+            words = read_proc(f"/proc/{pid}/environ").split("\0")
             # rank_env.sh exports RANK to its command; its own shell does not have it.
-            rank = next((word[5:].decode() for word in words if word.startswith(b"RANK=")), "")
+            rank = next((word[5:] for word in words if word.startswith("RANK=")), "")
             if rank:
                 self._ranks[pid] = rank
-                self.variables |= {
-                    name for name in ("PMI_", "PMIX_") if any(word.startswith(name.encode()) for word in words)
-                }
+                self.variables |= {name for name in ("PMI_", "PMIX_") if any(word.startswith(name) for word in words)}
         yield from ((pid, "") for pid in found - {*self._ranks})
         yield from ((pid, self._ranks[pid]) for pid in found & {*self._ranks})
 
@@ -162,7 +161,7 @@ def sockets(pid: int) -> Iterator[str]:
 def connections() -> Iterator[tuple[str, str, str, str]]:
     """Yield the state, both ends (hexadecimal) and the inode of each TCP socket of this host."""
     for name in ("tcp", "tcp6"):
-        for line in processes.read(f"/proc/net/{name}").decode().splitlines()[1:]:
+        for line in read_proc(f"/proc/net/{name}").splitlines()[1:]:
             _, here, there, state, _, _, _, _, _, inode, *_ = line.split()
             yield state, here, there, inode
 

@@ -8,6 +8,7 @@ import os
 import re
 
 from wordrun import cgroup
+from wordrun.files import read_proc
 
 KILLED = re.compile(r"Killed process (\d+) \((.*)\) total-vm:\d+kB, anon-rss:(\d+)kB(?:.*UID:(\d+))?")
 # The kernel log has the process IDs of the first PID namespace, which has this fixed number.
@@ -54,7 +55,7 @@ def _counts(root: str) -> dict[str, int]:
     job = re.match(r"(.*/job_\d+)/.*/([^/]+)", paths[0]) if paths else None
     if job:
         paths = glob.glob(os.path.join(glob.escape(job[1]), "**", job[2]), recursive=True)
-    counts = {path: re.search(r"^oom_kill (\d+)$", cgroup.read(path), re.MULTILINE) for path in paths}
+    counts = {path: re.search(r"^oom_kill (\d+)$", read_proc(path), re.MULTILINE) for path in paths}
     return {path: int(count[1]) for path, count in counts.items() if count}
 
 

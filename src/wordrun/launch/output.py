@@ -104,6 +104,11 @@ class Output:
             self.pipes = ""
             self.tails.clear()
 
+    def hush(self, *, interrupted: bool = False) -> None:
+        """From now on, show nothing that the launcher says by itself, nor (``interrupted``) any KeyboardInterrupt."""
+        self.quiet = True
+        self.interrupted |= interrupted
+
     def add(self, source: Source) -> None:
         """Forward ``source`` from now on."""
         self.selector.register(source.fd, selectors.EVENT_READ, source)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from wordrun.errors import ConfigError, nearest
@@ -154,29 +157,34 @@ INNER = (*_RANKS, *_START)
 
 USAGE = "usage: launch [options] [--] COMMAND..."
 EXAMPLES = """
-Start COMMAND as N distributed ranks. Any torch script works unchanged: each rank finds RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
+Start COMMAND as N distributed ranks. Any torch script works unchanged: each
+rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
+MASTER_ADDR and MASTER_PORT in its environment.
 
-  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare    two ranks on this machine
-  launch --dry-run -n 4 python train.py --epochs 3                    show what would run, and why
-  launch --submit -N 2 --walltime 1:00:00 --queue debug --account A -- python -m wordrun    submit a two-node job
-  launch --idle-timeout 600 --env NCCL_DEBUG=INFO python train.py     stop a job that hangs
+  launch -n 2 python -m wordrun data=shakespeare    two ranks on this machine
+  launch --dry-run -n 4 python train.py --epochs 3  show what would run, and why
+  launch --idle-timeout 600 python train.py         stop a job that hangs
+  launch --submit -N 2 --walltime 1:00:00 -- python -m wordrun     submit a job
 
-COMMAND begins at the first argument that is not an option of launch; everything after it belongs to COMMAND."""
+COMMAND begins at the first argument that is not an option of launch; everything
+after it belongs to COMMAND."""
 STATUS = """
-Exit status: that of the first rank to fail (128 + N for signal N), 2 for an invalid option, 75 for a run that was asked
-to stop, has saved and can be resumed, 124 after --idle-timeout, 126 or 127 for a COMMAND that cannot be run or found,
-130 after Ctrl-C."""
+Exit status: that of the first rank to fail (128 + N for signal N), 2 for an
+invalid option, 75 for a run that was asked to stop, has saved and can be
+resumed, 124 after --idle-timeout, 126 or 127 for a COMMAND that cannot be run
+or found, 130 after Ctrl-C."""
 
 
 def help_text() -> str:
     """Return what ``launch --help`` prints."""
     lines = [USAGE, EXAMPLES]
+    columns = min(max(shutil.get_terminal_size((110, 24)).columns, 60), 110)
     for title, group in GROUPS.items():
-        lines += ["", f"{title}:"]
+        lines += ["", *textwrap.wrap(f"{title}:", columns)]
         for option in group:
             left = f"  {', '.join(option.names)} {option.metavar}".rstrip()
-            lines.append(f"{left:<24}  {option.help}")
+            text = textwrap.wrap(option.help, columns - 26, break_on_hyphens=False)
+            lines += [f"{each:<24}  {line}" for each, line in zip_longest([left], text, fillvalue="")]
     return "\n".join([*lines, STATUS])
 
 

@@ -28,6 +28,8 @@ FOR_RANKS = (
 )  # fmt: skip
 # A value and its reason (may be empty).
 Setting = tuple[str, str]
+# Which network UCX and libfabric's providers for TCP use.
+FOR_MPICH = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +136,8 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         yield "PYTHONFAULTHANDLER", ("1", "--idle-timeout: stuck ranks print their stacks")
     loopback = next((name for name in decided.interfaces if name in ("lo", "lo0")), "")
     if request.ranks.nodes == 1 and request.ranks.np > 1 and loopback:
-        # The second is for MPICH; in a scheduler's job it would hide the fabric from UCX.
-        for name in ("GLOO_SOCKET_IFNAME", *(["UCX_NET_DEVICES"] if request.job.is_local else [])):
+        # The others are for MPICH; in a scheduler's job they would hide the fabric from UCX and libfabric.
+        for name in ("GLOO_SOCKET_IFNAME", *(FOR_MPICH if request.job.is_local else ())):
             if name not in env:
                 yield name, (loopback, "single host: no other host can connect to the ranks")
     if request.ranks.np > 1 and not request.devices and "ACCELERATE_USE_CPU" not in env:

@@ -120,6 +120,9 @@ def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str,
         if problem and not options.dry_run:
             raise ConfigError(f"{job.reasons['hosts']}: {problem}")
         why = f"{why} (NOTE: {problem})" if problem else why
+        numeric = None if problem else address.resolve(master)
+        if numeric and numeric != master and not numeric.startswith("127."):  # hosts may resolve the name differently
+            master, why = numeric, f"{why}: {master}"
     if SCHEDULERS[job.scheduler].checks_names and not options.dry_run:
         absent = address.unresolved(job.hosts[: ranks.nodes], here, address.is_unknown)
         if absent:

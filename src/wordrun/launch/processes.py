@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from wordrun.files import read_proc
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # A process that dumps core may take longer to exit, but has printed its stacks by then.
 ABORT_S = 1.0
@@ -68,12 +70,12 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
     """
     table = {process.pid: process for process in _table()}
     mine = {process.pid for process in descendants(pid)}
-    setting = f"WORDRUN_LAUNCH_ID={launch_id}".encode()
+    setting = f"WORDRUN_LAUNCH_ID={launch_id}"
     found = {
         process.pid for process in table.values()
         if process.name.startswith(("python", "pypy"))
-        and not (own_module and own_module.encode() in read(f"/proc/{process.pid}/cmdline"))
-        and (process.pid in mine or setting in read(f"/proc/{process.pid}/environ").split(b"\0"))
+        and not (own_module and own_module in read_proc(f"/proc/{process.pid}/cmdline"))
+        and (process.pid in mine or setting in read_proc(f"/proc/{process.pid}/environ").split("\0"))
     }  # fmt: skip
 
     def is_below_another(process: Process) -> bool:
@@ -87,8 +89,8 @@ def of_launch(pid: int, launch_id: str, *, is_step: bool) -> set[int]:
     """Return the processes of a launch on this host: those below the launcher ``pid``, or those of its step (Linux)."""
     if not is_step:
         return {pid, *(process.pid for process in descendants(pid))}
-    setting = f"WORDRUN_LAUNCH_ID={launch_id}".encode()
-    return {each.pid for each in _table() if setting in read(f"/proc/{each.pid}/environ").split(b"\0")}
+    setting = f"WORDRUN_LAUNCH_ID={launch_id}"
+    return {each.pid for each in _table() if setting in read_proc(f"/proc/{each.pid}/environ").split("\0")}
 
 
 def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
@@ -110,15 +112,6 @@ def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> 
             send(pid, signal.SIGCONT)
 
 
-def read(path: str) -> bytes:
-    """Return the content of a file in /proc; empty if its process has ended or belongs to another user."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
-
-
 def send(pid: int, number: int, *, group: bool = False) -> None:
     """Send a signal to a process or a group that may have ended already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -127,7 +120,7 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
 
 def orphans(child: int) -> bool:
     """Return whether launch has adopted any processes, that is, has children other than ``child`` (Linux)."""
-    return any(int(pid) != child for pid in read(f"/proc/self/task/{os.getpid()}/children").split())
+    return any(int(pid) != child for pid in read_proc(f"/proc/self/task/{os.getpid()}/children").split())
 
 
 def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
@@ -214,7 +207,7 @@ def _table() -> Iterator[Process]:
         return
     for entry in filter(str.isdigit, os.listdir("/proc")):
         # The name is in parentheses and may itself contain spaces and parentheses.
-        begin, _, rest = read(f"/proc/{entry}/stat").decode(errors="replace").rpartition(")")
+        begin, _, rest = read_proc(f"/proc/{entry}/stat").rpartition(")")
         state, parent, group, *_ = rest.split() or ["X", "0", "0"]  # empty: the process has just ended
         if state not in "ZX":
             yield Process(int(entry), int(parent), int(group), begin.partition("(")[2])

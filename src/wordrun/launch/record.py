@@ -113,18 +113,19 @@ def how_to_continue(plan: LaunchPlan, status: int) -> str:
     """Return what to tell the user after a launch that ended with ``status``; empty: nothing."""
     words = [*facts(plan)["launch"], *mask_words(plan.options.command)]
     again = f"  WORDRUN_RUN_ID={plan.env['WORDRUN_RUN_ID']} WORDRUN_RESUME=auto {shlex.join(words)}"
+    where = "" if plan.job.is_local else ", submit this job's script again, or call in another job"
     record = plan.env.get("WORDRUN_LAUNCH_RECORD", "")
     # A wordrun run moves the record into its directory and leaves a link.
     run_dir = Path(os.path.realpath(record)).parent if os.path.islink(record) else None
     if status == REQUEUE:
         saved = f"stopped early, with its state saved (exit status {REQUEUE})"
-        return saved if run_dir else f"{saved}; to continue:\n{again}"
+        return saved if run_dir else f"{saved}; to continue{where}:\n{again}"
     if status == 0 or run_dir is None or not (run_dir / "checkpoints" / "latest").exists():
         return ""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if json.loads((run_dir / "run.json").read_text())["exit_reason"].startswith("stopped by"):
             return ""  # the run has said it
-    return f"to continue from the last checkpoint:\n{again}"
+    return f"to continue from the last checkpoint{where}:\n{again}"
 
 
 def size(plan: LaunchPlan) -> str:

@@ -7,6 +7,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
+from wordrun.launch.job import short
 from wordrun.launch.kills import Outcome
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.meeting import Meeting
@@ -45,7 +47,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         _write_files(plan)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
-        memory, outcome = OomWatch(), Outcome(CANNOT_START)
+        watch, outcome = OomWatch(), Outcome(CANNOT_START)
         output = _output(plan, status_dir)
         passes = idle or bool(output.pipes or (status_dir and plan.launcher.noise))
         with _signals() as arrived:
@@ -64,18 +66,19 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                     job.warn_before_end(margin)
                 meeting = Meeting(plan, child.pid)
                 meeting.begin()
-                outcome.status = _watch(job, arrived)
+                status = _watch(job, arrived)
                 apart = meeting.end()
                 say(output.lost)
-                outcome.status = outcome.status or int(bool(output.lost))
-                say(apart if outcome.status == 0 else "")
-                job.explain(outcome.status)
-                if outcome.status not in (0, REQUEUE) and not job.stopped_by:
-                    outcome.failed = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
-                    outcome.memory = memory.killed_for_memory() or ""
-                    say(outcome.memory)
-                if keep_lines and not job.stopped_by:
-                    outcome.last_lines = [*output.folded, *output.tail.lines()]
+                status = status or int(bool(output.lost))
+                say(apart if status == 0 else "")
+                job.explain(status)
+                rank, memory = None, ""
+                if status not in (0, REQUEUE) and not job.stopped_by:
+                    rank = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
+                    memory = watch.killed_for_memory() or ""
+                    say(memory)
+                lines = [*output.folded, *output.tail.lines()] if keep_lines and not job.stopped_by else []
+                outcome = Outcome(status, rank, memory, lines)
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
@@ -90,8 +93,9 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
 def _output(plan: LaunchPlan, status_dir: str) -> Output:
     """Return the output, with pipes for each rank if all ranks run on this machine."""
     launcher, options = plan.launcher, plan.options
+    here = plan.job.is_local or [short(host) for host in plan.hosts] == [short(socket.gethostname())]
     # A file may name other hosts, and with options of its own the launcher may label or redirect the ranks' output.
-    own = plan.job.is_local and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
+    own = here and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
     output = Output(launcher.noise, launcher.own_lines, status_dir if own else "")
     if output.pipes:
         output.open_pipes(plan.ranks.np)
@@ -161,8 +165,7 @@ def _watch(job: Supervisor, arrived: int) -> int:
     """Wait for the job to end, passing on signals and piped output; return its status."""
     output = job.output
     output.selector.register(arrived, selectors.EVENT_READ)
-    last_output, limit = time.monotonic(), job.plan.options.idle_timeout
-    waiting = False
+    last_output, waiting = time.monotonic(), False
     while job.returned is None:
         for key in output.select(PARTIAL_S / 2 if waiting else POLL_S):
             if key.fd == arrived:
@@ -182,18 +185,8 @@ def _watch(job: Supervisor, arrived: int) -> int:
             output.drain()  # so that the ranks' last output precedes launch's
         if job.returned is not None or time.monotonic() >= job.next_look:
             job.look()
-        if time.time() > job.warn_at and job.returned is None:
-            job.warn_at = float("inf")
-            say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")
-            job.deliver(signal.SIGUSR1)
-        now = time.monotonic()
-        silent = limit is not None and not job.stopped_by and not job.idle and now - last_output > limit
-        if silent and job.returned is None:
-            job.idle = output.quiet = True
-            say(f"no output for {limit:g} seconds (--idle-timeout)")
-            job.show_stacks()
-        elif now > job.deadline and job.returned is None:
-            job.at_deadline()
+        if job.returned is None:
+            job.look_at_clocks(last_output)
     processes.end_all(LEFTOVER_PATIENCE_S)
     output.drain()
     output.close(LEFTOVER_PATIENCE_S if job.stopped_by else None)

@@ -109,13 +109,15 @@ class Supervisor:
                 code, _, host = text.partition(" ")
                 reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
         if any(status == REQUEUE for _, _, status, _ in reports):
-            self.saved = self.output.quiet = True  # whatever happens to other ranks as they exit
+            self.saved = True  # whatever happens to other ranks as they exit
+            self.output.hush()
             self.patience(STOP_PATIENCE_S, self.give_up)
             return
         if not reports or self.failed:
             return
         _, rank, status, host = min(reports)
-        self.failed, self.output.quiet = (rank, status), True
+        self.failed = (rank, status)
+        self.output.hush()
         if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
             self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
@@ -129,7 +131,7 @@ class Supervisor:
             self.last_lines = lines_of(self.failed[0], self.output.lines_of(self.failed[0]))
 
     def explain(self, status: int) -> None:
-        """Repeat how the first rank failed, and its last lines, if other output has followed them.
+        """Repeat the last lines of the first rank to fail, if other output has followed them.
 
         If no rank reported a failure, show what the launcher said about it.
         """
@@ -137,8 +139,8 @@ class Supervisor:
         if status and not self.output.quiet:
             aborted = next(filter(None, map(ABORTED.match, folded)), None)
             say(f"rank {aborted[1]} {_ending(status)}" if aborted else "\n".join(folded))
-        if own and own != self.output.tail.lines()[-len(own) :]:
-            say("\n".join([f"{self.complaint}; its last lines:", *(f"  {line}" for line in own)]))
+        if self.failed and own and own != self.output.tail.lines()[-len(own) :]:
+            say("\n".join([f"the last lines of rank {self.failed[0]}:", *(f"  {line}" for line in own)]))
 
     def end_what_ranks_left(self) -> None:
         """End processes left by ranks that have exited: mpiexec would wait for them to close the ranks' output."""
@@ -164,8 +166,8 @@ class Supervisor:
             return
         self.interrupts += number == signal.SIGINT
         repeated = self.stopped_by and not self.interrupts
-        self.stopped_by, self.output.quiet = self.stopped_by or number, True
-        self.output.interrupted |= number == signal.SIGINT
+        self.stopped_by = self.stopped_by or number
+        self.output.hush(interrupted=number == signal.SIGINT)
         if repeated or self.interrupts > 2:
             self.kill()
             return
@@ -189,6 +191,25 @@ class Supervisor:
 
         self.asking = threading.Thread(target=ask, daemon=True)
         self.asking.start()
+
+    def look_at_clocks(self, last_output: float) -> None:
+        """Warn the ranks before the walltime ends, and act if they have been silent or unresponsive for too long.
+
+        Args:
+            last_output: when they last printed something, on the monotonic clock.
+        """
+        if time.time() > self.warn_at:
+            self.warn_at = float("inf")
+            say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")
+            self.deliver(signal.SIGUSR1)
+        now, limit = time.monotonic(), self.plan.options.idle_timeout
+        if limit is not None and not self.stopped_by and not self.idle and now - last_output > limit:
+            self.idle = True
+            self.output.hush()
+            say(f"no output for {limit:g} seconds (--idle-timeout)")
+            self.show_stacks()
+        elif now > self.deadline:
+            self.at_deadline()
 
     def patience(self, seconds: float, then: Callable[[], None]) -> None:
         """Give the job ``seconds`` to end before ``then`` is called."""

@@ -7,11 +7,12 @@ from typing import TypeVar
 
 import torch
 
-from wordrun.config import ModelConfig, part_of
+from wordrun.config import ModelConfig
 from wordrun.model.base import Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
 from wordrun.model.transformer import Transformer
+from wordrun.registry import part_of
 
 __all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model"]
 

@@ -73,17 +73,14 @@ class _CrossEntropy(torch.autograd.Function):
 def _softmax(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
     """Return the losses (N,), and replace the ``logits`` (N, V) by the gradient of each row's loss if ``gradient``."""
     logits[:, vocab_size:] = -torch.inf
-    exact = logits.float()
-    total = exact.logsumexp(1)
-    losses = total - exact.gather(1, targets[:, None])[:, 0]
-    if gradient:
-        probabilities = exact.sub_(total[:, None]).exp_()
-        if torch.compiler.is_compiling():  # a comparison belongs to the same kernel, a scatter does not
-            target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-            logits.copy_(probabilities - target.float())
-        else:
-            probabilities.scatter_add_(1, targets[:, None], torch.full_like(total, -1.0)[:, None])
-            logits.copy_(probabilities)
+    exact = torch.log_softmax(logits, 1, dtype=torch.float32)
+    losses = -exact.gather(1, targets[:, None])[:, 0]
+    if gradient and torch.compiler.is_compiling():  # a comparison belongs to the same kernel, a scatter does not
+        target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+        logits.copy_(exact.exp() - target.float())
+    elif gradient:
+        exact.exp_().scatter_add_(1, targets[:, None], torch.full_like(losses, -1.0)[:, None])
+        logits.copy_(exact)
     return losses
 
 

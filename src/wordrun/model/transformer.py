@@ -27,6 +27,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x``."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
@@ -37,6 +39,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x``."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 

@@ -11,7 +11,6 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig
-from wordrun.model.loss import CHUNK, LARGE
 from wordrun.plan.shapes import ModelShapes
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy
 
@@ -123,9 +122,13 @@ def activation_memory(
         layers: indices of this stage's blocks.
         parts: number of micro-batches per micro-step.
     """
+    from wordrun.model.loss import CHUNK, LARGE  # here, because it imports torch
+
     cfg, tp, tokens = model.cfg, strategy.layout.tp, strategy.tokens / parts
     sizes = {"compute": strategy.compute, "stream": strategy.stream, "fp32": FP32, "byte": 1}
     autocast = strategy.stream != strategy.compute
+    if type(cfg) not in saved_tensors.registry:  # a subclass may save something else
+        raise NoEstimateError(f"no estimate for model={cfg.name}")
     tensors = saved_tensors(cfg, on_cpu=strategy.on_cpu, bf16=strategy.cfg.train.dtype == "bf16")
 
     def size(tensor: SavedTensor) -> float:

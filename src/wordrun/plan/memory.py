@@ -15,7 +15,7 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.checks import microbatches, vocab_multiple
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig, SGDConfig
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, LionConfig, PPConfig, SGDConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, numel, shapes_of
 from wordrun.plan.strategy import FP32, NoEstimateError, Strategy, in_flight, stages_of
@@ -116,12 +116,15 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
 
 
 def _optimizer_state(strategy: Strategy, count: float, tensors: int = 0) -> float:
-    """Return the bytes of optimizer state, in fp32, of ``count`` parameters in ``tensors`` tensors."""
+    """Return the bytes of fp32 optimizer state, and of hooks.ema, of ``count`` parameters in ``tensors`` tensors."""
     optimizer = strategy.cfg.optimizer
+    average = FP32 * count if "ema" in strategy.cfg.hooks else 0
     if optimizer.name == "adamw":  # two moments, and a step count for each tensor
-        return FP32 * (2 * count + tensors)
+        return average + FP32 * (2 * count + tensors)
     if isinstance(optimizer, SGDConfig):
-        return FP32 * count if optimizer.momentum else 0
+        return average + (FP32 * count if optimizer.momentum else 0)
+    if isinstance(optimizer, LionConfig):
+        return average + FP32 * count
     raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
 
 

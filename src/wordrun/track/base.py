@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import PARTS, Config
+from wordrun.config import Config
+from wordrun.registry import parts
 
 LEGEND = {
     "step": "number of optimizer steps so far",
@@ -85,6 +86,6 @@ def build(run: RunInfo, states: dict[str, Any]) -> dict[str, Tracker]:
         states: states of the trackers of the run being continued, by name.
     """
     return {
-        name: PARTS["tracker"][name].load()(options, run, states.get(name, {}))
+        name: parts("tracker")[name].load()(options, run, states.get(name, {}))
         for name, options in run.cfg.tracker.items()
     }

@@ -77,6 +77,26 @@ def _loss(file: Path, title: str, training: list[dict[str, Any]], evaluations: l
     return file
 
 
+def draw_lr_range(
+    file: Path, rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], suggestion: float | None
+) -> None:
+    """Draw a learning-rate range test: the loss over the learning rate, and the suggested one."""
+    figure = _figure(4.2)
+    axes = figure.subplots()
+    _label(axes, "loss")
+    axes.set(xlabel="learning rate", xscale="log")
+    axes.plot(rates, losses, color="tab:blue", lw=0.8, alpha=0.35)
+    axes.plot(rates, smoothed, color="tab:blue", lw=1.5, label="training, smoothed")
+    # What follows divergence would hide the rest.
+    if math.isfinite(losses[0]):
+        lowest = min(loss for loss in losses if math.isfinite(loss))
+        axes.set_ylim(lowest - 0.1, losses[0] + 0.5 * (losses[0] - lowest) + 0.1)
+    if suggestion is not None:
+        axes.axvline(suggestion, color="tab:red", ls=":", label=f"falls fastest at {suggestion:.1e}")
+    axes.legend(frameon=False)
+    figure.savefig(file)
+
+
 def _throughput(file: Path, title: str, training: list[dict[str, Any]]) -> Path:
     figure = _figure(4.2)
     axes = figure.subplots()

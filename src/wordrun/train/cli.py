@@ -23,9 +23,9 @@ from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from wordrun import dist, log
+from wordrun import dist, log, project
 from wordrun.composer import Tree, compose, register, renamed, to_config
-from wordrun.config import SCHEMAS, SEVERAL, Config
+from wordrun.config import SECTIONS, SEVERAL, Config, schemas
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
 from wordrun.train.help import options_of, overview
 from wordrun.train.hints import own_command
@@ -135,7 +135,12 @@ def _tree(args: Namespace) -> Tree:
 
 def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
     try:
-        return 0, compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
+        cfg = compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
+        if cfg.data.kind == "file":
+            from wordrun.prepare.sources import locate
+
+            locate(cfg.data).files()  # a missing file is reported before torch is loaded
+        return 0, cfg
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_status, None
@@ -202,11 +207,12 @@ def _help(args: Namespace) -> int:
     """Print an overview, or the options of the groups that are named or that overrides change."""
     groups = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
-    groups += [group for group in SCHEMAS if not groups and any(word.startswith(group) for word in overrides)]
+    folders = [Path(folder) for folder in (project.here().conf, args.config_dir, args.config_path) if folder]
+    groups += [group for group in SECTIONS if not groups and any(word.startswith(group) for word in overrides)]
     if groups:
-        text = options_of(compose(overrides, tree=_tree(args)), list(SCHEMAS) if "all" in groups else groups)
+        text = options_of(compose(overrides, tree=_tree(args)), list(SECTIONS) if "all" in groups else groups, folders)
     else:
-        text = overview(Path(folder) for folder in (args.config_dir, args.config_path) if folder)
+        text = overview(folders)
     disposition = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `wordrun --help | head` ends without a traceback
     print(text, flush=True)
     signal.signal(signal.SIGPIPE, disposition)
@@ -224,9 +230,9 @@ def unknown_flags(arguments: Sequence[str]) -> list[str]:
         if not equals and follows and not follows[0].startswith("-") and "=" not in follows[0]:
             value = follows[0]
         name = flag[2:].replace("-", "_")
-        keys = [f"{group}.{field.name}" for group, each in SCHEMAS.items() if group not in SEVERAL
-                for schema in each.values() for field in fields(schema)]  # fmt: skip
-        found = list(dict.fromkeys(key for key in (*keys, *SCHEMAS) if name in (key, key.rpartition(".")[2])))
+        keys = [f"{group}.{field.name}" for group in SECTIONS if group not in SEVERAL
+                for part in schemas(group).values() if not part.origin for field in fields(part.options)]  # fmt: skip
+        found = list(dict.fromkeys(key for key in (*keys, *SECTIONS) if name in (key, key.rpartition(".")[2])))
         close = nearest(name, {key.rpartition(".")[2] for key in keys})
         remedy = " or ".join(f"{key}={value or 'VALUE'}" for key in found[:3])
         problems.append(f"unknown flag '{flag}': write {remedy}" if found else f"unknown flag '{flag}'{close}")

@@ -31,7 +31,8 @@ def counts(trainer: Training, result: StepResult) -> bool:
     intervals = (train.log_interval, train.checkpoint_interval, train.eval_interval)
     always = trainer.backend.device.type == "cpu" or train.on_nonfinite == "skip"
     checked = always or step == train.max_iters or any(due(step, interval) for interval in intervals)
-    if not checked or is_finite(result, trainer.backend.dtype):
+    expected = any(hook.expects_divergence for hook in trainer.hooks.values())
+    if not checked or expected or is_finite(result, trainer.backend.dtype):
         return True
     problem = f"non-finite gradients at step {step}"
     if train.on_nonfinite == "skip":

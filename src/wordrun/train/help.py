@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.arguments import describe, help_width
-from wordrun.config import BACKENDS, SCHEMAS, Config, parts_in
+from wordrun.config import SECTIONS, Config, parts_in, schemas
 from wordrun.errors import ConfigError, nearest
+from wordrun.registry import backends
 from wordrun.track import LEGEND
 
 EXAMPLES = """\
@@ -21,11 +22,10 @@ Examples:
   wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep, in one process
   wordrun experiment=shakespeare --cfg job       print the config and exit
 
-A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR).
-outputs/latest is the newest. --config-dir DIR adds your own files, such as
-DIR/model/mine.yaml. Hydra's other flags: --hydra-help."""
+A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR), see
+outputs/latest. Your own files: conf/, --config-dir DIR. Hydra: --hydra-help."""
 EXPERIMENT = "experiment"
-GROUPS = (*SCHEMAS, EXPERIMENT)
+GROUPS = (*SECTIONS, EXPERIMENT)
 METRICS = "metrics"
 
 
@@ -33,41 +33,45 @@ def overview(folders: Iterable[Path]) -> str:
     """Return the config groups with their files, those in the user's own ``folders`` included, and examples."""
     lines = ["Options: KEY=VALUE sets one, GROUP=NAME chooses a file.\n`wordrun --help GROUP` lists a group's options."]
     for group in GROUPS:
-        names = sorted({file.stem for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")})
+        names = {file.stem for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")}
+        text = " ".join(sorted(names | set(schemas(group) if group in SECTIONS else ())))
         if group == "backend":
-            group, names = "train.backend", list(BACKENDS)
-        text = " ".join(names)
+            group, text = "train.backend", " ".join(backends())
         lines.append(textwrap.fill(text, help_width(), initial_indent=f"  {group:<15}", subsequent_indent=" " * 17))
     return "\n".join([*lines, f"  {METRICS:<15}(with --help) the names in metrics.jsonl and in trackers", "", EXAMPLES])
 
 
-def options_of(cfg: Config, groups: Sequence[str]) -> str:
+def options_of(cfg: Config, groups: Sequence[str], folders: Sequence[Path] = ()) -> str:
     """Return the options of ``groups`` with their values in ``cfg`` and meanings; of ``metrics``, their meanings.
+
+    ``folders`` are the user's own, whose experiments are shown too.
 
     Raises:
         ConfigError: there is no such group.
     """
     parts = parts_in(cfg)
-    return "\n\n".join(text for group in groups for text in _group(parts, group))
+    return "\n\n".join(text for group in groups for text in _group(parts, group, folders))
 
 
-def _group(parts: dict[str, Any], group: str) -> Iterator[str]:
+def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterator[str]:
     if group == METRICS:
         yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
         return
     if group == EXPERIMENT:
-        for file in sorted((_own() / group).glob("*.yaml")):
-            about = next(line for line in file.read_text().splitlines() if not line.startswith("# @"))
+        for file in sorted(file for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")):
+            lines = file.read_text(encoding="utf-8").splitlines()
+            about = next((line for line in lines if not line.startswith("# @")), "")
             yield textwrap.fill(f"{group}={file.stem}: {about.removeprefix('# ')}", help_width())
         return
     group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
-    if group not in SCHEMAS:
+    if group not in SECTIONS:
         raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join((*GROUPS, METRICS))})")
     found = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
     for name, node in found.items():
         yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
     if not found:  # nothing is selected by default
-        for name, schema in SCHEMAS[group].items():
+        for name, part in schemas(group).items():
+            schema = part.options
             yield "\n".join([f"{group}=[{name}]: {schema.__doc__}", *describe(schema(), f"{group}.{name}.", width=35)])
 
 

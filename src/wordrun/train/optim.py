@@ -1,4 +1,4 @@
-"""Optimizers: each is a function of its options and the named parameters, with an entry in ``config.PARTS``."""
+"""Optimizers: each is made from its options and the named parameters, and has a line in ``wordrun.parts``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from wordrun.config import AdamWConfig, OptimizerConfig, SGDConfig
+from wordrun.config import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 
 Named = Iterable[tuple[str, Parameter]]
 
@@ -24,6 +24,24 @@ def sgd(cfg: SGDConfig, parameters: Named) -> torch.optim.Optimizer:
     """Return stochastic gradient descent over ``parameters``; the weight decay is added to the gradients."""
     groups = decay_groups(cfg, parameters)
     return torch.optim.SGD(groups, lr=cfg.learning_rate, momentum=cfg.momentum, nesterov=cfg.nesterov)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023): steps by the sign of a mean of the gradients."""
+
+    def __init__(self, cfg: LionConfig, parameters: Named) -> None:
+        self.beta1, self.beta2 = cfg.beta1, cfg.beta2
+        super().__init__(decay_groups(cfg, parameters), {"lr": cfg.learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step; ``closure`` is not used."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                direction = mean.lerp(p.grad, 1 - self.beta1).sign_()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+                mean.lerp_(p.grad, 1 - self.beta2)
 
 
 def decay_groups(cfg: OptimizerConfig, parameters: Named) -> list[dict[str, Any]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import Config, part_of
+from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
+from wordrun.registry import part_of
 
 
 class Profiler:

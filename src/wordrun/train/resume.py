@@ -98,13 +98,14 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
 
 
 def unfinished(trainer: Training) -> Folder | None:
-    """Return the newest checkpoint of an unfinished run that ``trainer`` could continue, among the newest in outputs/.
+    """Return the last checkpoint of the unfinished run that got furthest, of the newest that ``trainer`` could resume.
 
-    It must be in the folder of the same data, not be in use, and have the same fixed options, data and batch.
+    It must be in the same data's folder in outputs/, not be in use, and have the same fixed options, data and batch.
     """
     outputs, here = Path("outputs").absolute(), Path(trainer.cfg.run_dir).absolute()
     if outputs not in here.parents or here.parent == outputs:
         return None
+    furthest: Folder | None = None
     runs = outputs.joinpath(here.relative_to(outputs).parts[0]).glob("*/*/")
     for run_dir in sorted(runs, key=lambda path: path.name, reverse=True)[:NEWEST]:
         record, found = read_record(run_dir), folders.all_in(run_dir)[-1:]
@@ -114,9 +115,9 @@ def unfinished(trainer: Training) -> Folder | None:
             manifest = found[0].manifest()
             found[0].require(manifest, STATE)
             check_options(trainer, manifest, found[0].path)
-            if found[0].step < trainer.cfg.train.max_iters:
-                return found[0]
-    return None
+            if (furthest.step if furthest else 0) < found[0].step < trainer.cfg.train.max_iters:
+                furthest = found[0]
+    return furthest
 
 
 def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[str, Any]]:
@@ -165,9 +166,9 @@ def fixed_options(cfg: Config) -> dict[str, Any]:
 
 
 def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> None:
-    """Refuse to resume from the checkpoint in ``folder`` with options that contradict it.
+    """Refuse to resume from the checkpoint in ``folder`` with options that differ from it.
 
-    Options that are newer than the checkpoint have their defaults in both.
+    Options that did not exist when it was written are not compared.
 
     Raises:
         ConfigError: options differ; the message lists each with both values.
@@ -194,7 +195,8 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
     backend_name, layout = trainer.cfg.train.backend, list(trainer.layout.shape)
     same = manifest["backend_name"] == backend_name and manifest["layout"] == layout
     mine = rng_name(world.rank)
-    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [])
+    states = manifest.get("hooks")
+    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], trainer.hooks.tensors(states or {}))
     if same:
         try:
             rng.restore(rng.from_tensor(own[mine]))
@@ -202,10 +204,7 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
             raise DamagedError(f"{folder} is damaged: {mine}: {first_line(error)}") from None
     else:
         seed_everything(rank_seed(trainer.cfg, world.rank) + manifest["step"] * world.size)
-    for hook in trainer.hooks:
-        stored = manifest.get("hooks", {}).get(type(hook).__name__)
-        if stored is not None:
-            hook.load_state_dict(stored)
+    trainer.hooks.load(trainer, states)
 
 
 def rank_seed(cfg: Config, rank: int) -> int:
@@ -226,7 +225,7 @@ def manifest(trainer: Training) -> dict[str, Any]:
         "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
         "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
         "trackers": trainer.run.tracker_states(),
-        "hooks": {type(hook).__name__: state for hook in trainer.hooks if (state := hook.state_dict())},
+        "hooks": trainer.hooks.states(),
     }  # fmt: skip
 
 

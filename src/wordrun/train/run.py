@@ -123,7 +123,13 @@ class Run:
             raise
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Pass a line of metrics to the trackers."""
+        """Pass a line of metrics with its ``step`` to the trackers: numbers, also as tensors of one element.
+
+        Raises:
+            TypeError: a metric is not a number.
+        """
+        if self.trackers:
+            metrics = {name: _number(name, value) for name, value in metrics.items()}
         for tracker in self.trackers.values():
             tracker.log(metrics)
 
@@ -175,6 +181,17 @@ class Run:
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
         files.replace(self.path / "run.json", f"{text}\n")
+
+
+def _number(name: str, value: Any) -> int | float | None:
+    """Return the metric ``value`` as a Python number; it may be NaN or infinite, which JSON lines have as null."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # a tensor or array of several elements
+        number = value
+    if not isinstance(number, int | float | None):
+        raise TypeError(f"the metric {name} is {value!r:.80}, which is not a number")
+    return number
 
 
 def now() -> str:

@@ -14,10 +14,11 @@ from typing import Any
 
 from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
-from wordrun.config import PARTS, Config, part_of
+from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
@@ -29,7 +30,7 @@ from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
-from wordrun.train.training import Hook, Training
+from wordrun.train.training import Hook, HookSet, Training
 
 # After a failure, wait this long for the checkpoint being written; other ranks may no longer respond.
 LAST_SAVE_S = 5.0
@@ -111,12 +112,12 @@ class Trainer(Training):
             self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
             self.task.tokens_per_example, self.task.flops_per_example,
         )  # fmt: skip
-        self.result: backend.StepResult
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
-        configured = [PARTS["hooks"][name].load()(options) for name, options in cfg.hooks.items()]
-        self.hooks: Sequence[Hook] = [Log(), Bar(), Evaluate(), *self.task.hooks(), *configured, *hooks, Checkpoint()]
+        configured = {name: parts("hooks")[name].load()(options) for name, options in cfg.hooks.items()}
+        self.hooks = HookSet([Log(), Bar(), Evaluate(), *self.task.hooks()], configured, hooks, Checkpoint())
         self.run = Run(cfg, world)
+        self.hooks.call("setup", self)
         resume.resume(self, self.start)
         written = self.step if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer.to_json(), written)
@@ -135,20 +136,20 @@ class Trainer(Training):
         cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng), self.memory.explained():
             while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
+                self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
+                lr = self.hooks.learning_rate(self, lr)
                 self.result = self._train_step(lr)
                 self.state.take(self.examples_per_step)
                 if not finite.counts(self, self.result):
                     continue
                 self.state.count_step()
                 self.meter.add(self.result, lr)
-                for hook in self.hooks:
-                    hook.after_step(self)
+                self.hooks.call("after_step", self)
                 self.profiler.step()
             if not self.done:
                 self._save_and_stop()
-            for hook in self.hooks:
-                hook.at_end(self)
+            self.hooks.call("at_end", self)
         return self.summary()
 
     def _train_step(self, lr: float) -> backend.StepResult:
@@ -189,7 +190,8 @@ class Trainer(Training):
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
-        copy = self.backend.begin_save({resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())})
+        own = {resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())}
+        copy = self.backend.begin_save(own, self.hooks.tensors())
         last = self.done or self.stop.signal != 0
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best, last=last)
 
@@ -227,8 +229,7 @@ class Trainer(Training):
                 self._announce(facts)
             self.state.start_clock()
             with self.stop.listen(), self.profiler:
-                for hook in self.hooks:
-                    hook.at_start(self)
+                self.hooks.call("at_start", self)
                 yield
         except BaseException as error:
             error_text = (
@@ -240,8 +241,7 @@ class Trainer(Training):
             raise
         finally:
             self.state.stop_clock()
-            for hook in self.hooks:
-                hook.close()
+            self.hooks.close()
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
@@ -256,7 +256,7 @@ class Trainer(Training):
             return
         if error or self.stop_reason:
             level = logging.ERROR if failed else logging.INFO
-            LOGGER.log(level, "%s (after %d steps)", error or self.stop_reason, self.step, extra=FIRST_RANK)
+            LOGGER.log(level, "%s (at step %d)", error or self.stop_reason, self.step, extra=FIRST_RANK)
         loss = self.metrics.get("val_loss")
         if loss is not None:
             LOGGER.info("validation loss %.4f (perplexity %.2f)", loss, math.exp(min(loss, 700)))

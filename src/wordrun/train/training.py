@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+import json
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from wordrun.backend import Backend
+from torch import Tensor
+
+from wordrun.backend import Backend, StepResult
+from wordrun.backend.native import NativeBackend
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.log import LogHandle
+from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.log import LOGGER, LogHandle
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run
@@ -44,8 +53,10 @@ class Training(Protocol):
     log: LogHandle
     meter: Meter
     checkpoints: Checkpoints
-    hooks: Sequence[Hook]
-    """All hooks, in the order in which they are called."""
+    result: StepResult
+    """The result of the last step."""
+    hooks: HookSet
+    """All hooks by name, in the order in which they are called."""
 
     @property
     def step(self) -> int:
@@ -65,12 +76,16 @@ class Training(Protocol):
     @property
     def stop_reason(self) -> str:
         """Why a hook wants the run to end before train.max_iters; empty: none does."""
-        return next((reason for hook in self.hooks if (reason := hook.stop_reason())), "")
+        return self.hooks.stop_reason()
 
     @property
     def done(self) -> bool:
         """Whether the run has taken its last step."""
         return self.step >= self.cfg.train.max_iters or bool(self.stop_reason)
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Record ``metrics`` of this step, numbers by name; only those of rank 0 are used."""
+        self.run.log({"step": self.step, **metrics})
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set, in nats per token."""
@@ -82,6 +97,19 @@ class Training(Protocol):
         """Save a checkpoint of the current state."""
 
 
+def native(trainer: Training, hook: str) -> NativeBackend:
+    """Return the trainer's backend for a ``hook`` that uses the weights or the gradients.
+
+    Raises:
+        ConfigError: the backend does not give access to them.
+    """
+    backend = trainer.backend
+    if not isinstance(backend, NativeBackend):
+        name = trainer.cfg.train.backend
+        raise ConfigError(f"hooks=[{hook}] cannot read the weights of train.backend={name}: use DDP or FSDP")
+    return backend
+
+
 def due(step: int, interval: int) -> bool:
     """Return whether ``step`` is a multiple of ``interval``; an interval of 0 is never due."""
     return interval > 0 and step % interval == 0
@@ -90,8 +118,21 @@ def due(step: int, interval: int) -> bool:
 class Hook:
     """Base class of hooks, called between steps on every rank; each hook decides whether it is due."""
 
+    expects_divergence = False
+    """Whether a step with non-finite gradients is passed to this hook, instead of ending the run."""
+
+    def setup(self, trainer: Training) -> None:
+        """Called once the model is built, and again after loading a checkpoint that was saved without this hook."""
+
     def at_start(self, trainer: Training) -> None:
         """Called before the first step."""
+
+    def before_step(self, trainer: Training) -> None:
+        """Called before each step, also before one that will not count."""
+
+    def learning_rate(self, trainer: Training, scheduled: float) -> float:
+        """Return the learning rate of the next step, the same on all ranks; the schedule's is ``scheduled``."""
+        return scheduled
 
     def after_step(self, trainer: Training) -> None:
         """Called after each step that counts; ``trainer.state.step`` includes it."""
@@ -106,9 +147,154 @@ class Hook:
         """Return why the run should end after this step, the same on all ranks; empty: it should not."""
         return ""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the hook's state, JSON-serialisable; checkpoints store it under the name of its class."""
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores, JSON-serialisable; every rank calls this."""
         return {}
 
-    def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what ``state`` returned."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return tensors with the shape and the sharding of a weight, by that weight's name.
+
+        Checkpoints store them like the weights, so that a run with any other layout can resume; loading a checkpoint
+        overwrites them in place.
+        """
+        return {}
+
+
+class HookError(UserError, RuntimeError):
+    """A hook raised an exception; the message names the hook."""
+
+
+class HookSet(Mapping[str, Hook]):
+    """The hooks of a run by name, in the order in which they are called.
+
+    Args:
+        first: wordrun's own hooks, called before all others.
+        configured: the hooks in the config, by their names there.
+        added: the hooks passed to the trainer; each has the name of its class.
+        last: wordrun's own hook, called after all others.
+    """
+
+    def __init__(
+        self, first: Sequence[Hook], configured: Mapping[str, Hook], added: Sequence[Hook], last: Hook
+    ) -> None:  # fmt: skip
+        self._hooks = {type(hook).__name__: hook for hook in first} | dict(configured)
+        self._own = {type(hook).__name__ for hook in (*first, last)}
+        for hook in added:
+            name = type(hook).__name__
+            numbered = (f"{name}-{number}" for number in itertools.count(2))
+            free = (each for each in itertools.chain([name], numbered) if each not in {*self._hooks, *self._own})
+            self._hooks[next(free)] = hook
+        self._hooks[type(last).__name__] = last
+        self._with: dict[str, list[tuple[str, Hook]]] = {}
+        """The hooks that define a method, by its name: most hooks have few, and a step calls several."""
+
+    def __getitem__(self, name: str) -> Hook:
+        """Return the hook with this name."""
+        return self._hooks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def call(self, event: str, trainer: Training) -> None:
+        """Call the method ``event`` of each hook.
+
+        Raises:
+            HookError: a hook that is not wordrun's own raised an exception other than a UserError.
+        """
+        for name, hook in self._defining(event):
+            with self._named(name, event, trainer.step or None):
+                getattr(hook, event)(trainer)
+
+    def learning_rate(self, trainer: Training, scheduled: float) -> float:
+        """Return the learning rate of the next step."""
+        for name, hook in self._defining("learning_rate"):
+            with self._named(name, "learning_rate", trainer.step):
+                scheduled = hook.learning_rate(trainer, scheduled)
+        return scheduled
+
+    def stop_reason(self) -> str:
+        """Return why a hook wants the run to end; empty: none does."""
+        for name, hook in self._defining("stop_reason"):
+            with self._named(name, "stop_reason"):
+                if reason := hook.stop_reason():
+                    return reason
+        return ""
+
+    def _defining(self, method: str) -> list[tuple[str, Hook]]:
+        if method not in self._with:
+            default = getattr(Hook, method)
+            self._with[method] = [
+                (name, hook)
+                for name, hook in self.items()
+                if getattr(getattr(hook, method), "__func__", None) != default
+            ]
+        return self._with[method]
+
+    def close(self) -> None:
+        """Close all hooks; a failure is logged, so that it neither hides why the run ended nor affects other hooks."""
+        for name, hook in self.items():
+            try:
+                hook.close()
+            except Exception as error:
+                LOGGER.error("%s", _problem(name, "close", error), exc_info=error)
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each hook that is not wordrun's own, for the manifest of a checkpoint."""
+        states = {}
+        for name, hook in self.items():
+            if name not in self._own:
+                with self._named(name, "state"):
+                    states[name] = hook.state()
+                    json.dumps(states[name])  # here rather than while writing, where the hook would be unknown
+        return states
+
+    def tensors(self, states: Any = None) -> dict[str, Tensor]:
+        """Return the tensors of all hooks, or of those with ``states`` in a checkpoint, by their names there."""
+        return {
+            f"hooks.{stored}.{weight}": tensor
+            for name, hook in self.items()
+            if (stored := name if states is None else self._stored_name(name, states))
+            for weight, tensor in hook.tensors().items()
+        }
+
+    def load(self, trainer: Training, states: Any) -> None:
+        """Restore each hook from ``states``, which are from a checkpoint; set up those it does not have."""
+        for name, hook in self.items():
+            if name in self._own:
+                continue
+            stored = self._stored_name(name, states)
+            with self._named(name, "load" if stored else "setup"):
+                if stored:
+                    hook.load(states[stored])
+                else:
+                    hook.setup(trainer)
+
+    def _stored_name(self, name: str, states: Any) -> str:
+        """Return the name of a hook in a checkpoint's ``states``, which was its class until 0.1; empty: it has none."""
+        found = (each for each in (name, type(self[name]).__name__) if isinstance(states, dict) and each in states)
+        return next(found, "")
+
+    @contextlib.contextmanager
+    def _named(self, name: str, event: str, step: int | None = None) -> Iterator[None]:
+        """Name the hook in an exception that is raised within the ``with`` block."""
+        try:
+            yield
+        except Exception as error:
+            if name in self._own or isinstance(error, UserError):
+                raise
+            raise HookError(_problem(name, event, error, step)) from error
+
+
+def _problem(name: str, event: str, error: Exception, step: int | None = None) -> str:
+    """Return the message about a hook whose method ``event`` failed, with the line of the hook's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in frames if frame.filename != __file__), frames[-1])
+    at = "" if step is None else f" after {step} steps"
+    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"the hook {name} failed in {event}{at}: {type(error).__name__}: {first_line(error)} ({where})"

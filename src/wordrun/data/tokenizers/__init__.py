@@ -1,4 +1,4 @@
-"""Tokenizers by name; each is a class in this package and a line in ``config.PARTS``."""
+"""Tokenizers by name; each is a class in this package and a line in ``wordrun.parts``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from wordrun.config import PARTS, BPETokenizerConfig, GPT2TokenizerConfig, TokenizerConfig, part_of
+from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.subword import gpt2_if_present
 from wordrun.errors import ConfigError
+from wordrun.registry import part_of, parts
 
 
 def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
@@ -32,7 +33,7 @@ def from_json(text: str, source: Path | str = "this") -> Tokenizer:
     Raises:
         ConfigError: if wordrun did not save it.
     """
-    kinds = PARTS["tokenizer"]
+    kinds = parts("tokenizer")
     try:
         tokenizer: Tokenizer = kinds[json.loads(text)["kind"]].load().from_json(text)
     except Exception as error:  # the text may be anything

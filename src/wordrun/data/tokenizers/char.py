@@ -62,8 +62,8 @@ class CharTokenizer(Tokenizer):
     def _refuse(self, text: str) -> None:
         absent = "".join(character for character in dict.fromkeys(text) if character not in self.characters)
         raise ConfigError(
-            f"the text {text[:40]!r} has characters that the vocabulary of {self.vocab_size} lacks: {absent!r}. "
-            f"Leave them out; the vocabulary is {self.characters!r}."
+            f"the text {_capped(text)} has characters that the vocabulary of {self.vocab_size} lacks: "
+            f"{_capped(absent)}. Leave them out; the vocabulary is {_capped(self.characters, 100)}."
         )
 
     def decode(self, tokens: Ids) -> str:
@@ -129,3 +129,7 @@ def distinct(text: str) -> str:
         else:
             found.update(part)
     return "".join(sorted(found.union(known.decode("ascii"))))
+
+
+def _capped(text: str, most: int = 40) -> str:
+    return repr(text[:most]) + "..." * (len(text) > most)

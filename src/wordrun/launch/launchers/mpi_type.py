@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from wordrun.launch.launchers.base import Search, find_command, own_bin
 
@@ -27,37 +28,58 @@ ctypes.CDLL(sys.argv[1]).MPI_Get_library_version(text, ctypes.byref(length))
 print(text.value.decode())
 """
 PATIENCE_S = 20
+# To SLURM's pmi2, such an MPICH (PyPI's, for one) speaks PMI-1, of which SLURM (22.05 to 26.05) reads at most 1024
+# bytes per line. UCX's addresses take lines of up to 1080 bytes, depending on what their padding contains; then
+# MPI_Init hangs or fails. Addresses of libfabric (ofi) take 70 bytes.
+EITHER_NETWORK = r"MPICH Device:\s*ch4:(ucx[ ,]+ofi|ofi[ ,]+ucx)\b"
+NETWORK = "MPIR_CVAR_CH4_NETMOD"
 
 
-def choose(srun: str, search: Search) -> tuple[str, str, str]:
-    """Return the --mpi type (empty: leave it to SLURM), why, and a warning (may be empty).
+class Choice(NamedTuple):
+    """How srun starts MPI."""
+
+    type: str = ""
+    """The value of --mpi; empty: leave it to SLURM."""
+    why: str = ""
+    warning: str = ""
+    network: str = ""
+    """The value of ``NETWORK``; empty: leave it to MPICH."""
+
+
+def choose(srun: str, search: Search) -> Choice:
+    """Return the --mpi type, why, and what it requires.
 
     The user's choice (--launcher-args, SLURM_MPI_TYPE) and the site's take precedence, as does SLURM's default if the
     MPI library supports it.
     """
     if any(word.startswith("--mpi") for word in (*search.site.srun_args, *search.options.launcher_args)):
-        return "", "--mpi as given", ""
+        return Choice(why="--mpi as given")
     env = {**search.env, "PATH": _path(search.env)}
     configured = re.search(r"^MpiDefault\s*=\s*(\w+)", _output(["scontrol", "show", "config"], env), re.MULTILINE)
     default = configured[1] if configured else "none"
     exported = env.get("SLURM_MPI_TYPE", "")
     # In the shell of an interactive step, SLURM has set it to the default.
     if exported and not (exported == default and "SLURM_STEP_ID" in env):
-        return "", f"SLURM_MPI_TYPE={exported} was exported", ""
+        return Choice(why=f"SLURM_MPI_TYPE={exported} was exported")
     text, whose = _version(search.options.command, env, guess=default == "none")
     found = next(((match[0], types) for name, types in LIBRARIES if (match := re.search(name, text))), None)
     if not found:
-        return "", f"MPI: SLURM's default, {default}; no known MPI library was found", ""
+        return Choice(why=f"MPI: SLURM's default, {default}; no known MPI library was found")
     library, types = re.sub(r"( version)?\s*:?\s+", " ", found[0], flags=re.IGNORECASE), found[1]
     known = {"none", *(each for _, supported in LIBRARIES for each in supported)}
     if default.partition("_v")[0] in types or default.partition("_v")[0] not in known:
-        return "", f"MPI: SLURM's default, {default}; {whose} {library}", ""
+        return Choice("", f"MPI: SLURM's default, {default}; {whose} {library}", "", _network(default, text, env))
     listed = re.findall(r"\w+", _output([srun, "--mpi=list"], env))
     chosen = next((each for each in types if each in listed), "")
     if chosen:
-        return chosen, f"--mpi={chosen}: {whose} {library}", ""
+        return Choice(chosen, f"--mpi={chosen}: {whose} {library}", "", _network(chosen, text, env))
     lacking = f"{whose} {library}, which needs --mpi={' or '.join(types)}, but `srun --mpi=list` does not list it"
-    return "", lacking, f"{lacking}: each rank of an MPI program will be rank 0 of 1"
+    return Choice("", lacking, f"{lacking}: each rank of an MPI program will be rank 0 of 1")
+
+
+def _network(kind: str, version: str, env: Mapping[str, str]) -> str:
+    """Return the network library that MPICH has to use with this --mpi type; empty: any, or the user's choice."""
+    return "ofi" if kind == "pmi2" and NETWORK not in env and re.search(EITHER_NETWORK, version) else ""
 
 
 def _path(env: Mapping[str, str]) -> str:

@@ -23,6 +23,8 @@ class Srun(Launcher):
 
     mpi: str = ""
     """The value of --mpi; empty: SLURM's default, or what the user or the site says."""
+    network: str = ""
+    """The network library that MPICH has to use; empty: any."""
 
     name = "srun"
     scheduler = "slurm"
@@ -44,9 +46,9 @@ class Srun(Launcher):
             raise ConfigError("--launcher srun: SLURM_JOB_ID is not set; start a job with salloc or sbatch first")
         path, _ = find_command("srun", search.env.get("PATH", ""))
         if path:
-            mpi, reason, note = mpi_type.choose(path, search)
+            mpi = mpi_type.choose(path, search)
             why = "--launcher srun" if search.wanted else "SLURM's own, in PATH"
-            return cls(path, "; ".join(filter(None, (why, reason))), note, mpi)
+            return cls(path, "; ".join(filter(None, (why, mpi.why))), mpi.warning, mpi.type, mpi.network)
         remedy = "launch outside of it, or use --launcher hydra, openmpi or torchrun"
         raise NoLauncherError(
             f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}"
@@ -81,6 +83,8 @@ class Srun(Launcher):
         cores = str(self.cores_per_rank(request))
         why = "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal"
         ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why)}
+        if self.network:
+            ours[mpi_type.NETWORK] = (self.network, "UCX's addresses are too long for SLURM's pmi2: MPI_Init may hang")
         if not request.ranks.even:
             ours["SLURM_HOSTFILE"] = (request.hosts_file, "a line for each rank, for --distribution=arbitrary")
         return ours

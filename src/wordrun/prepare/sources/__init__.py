@@ -1,11 +1,12 @@
-"""Sources of text; each kind is a class in this package and a line in ``config.PARTS``."""
+"""Sources of text; each kind is a class in this package and a line in ``wordrun.parts``."""
 
 from __future__ import annotations
 
-from wordrun.config import PARTS, DataConfig
+from wordrun.config import DataConfig
 from wordrun.data import manifest
 from wordrun.files import absolute
 from wordrun.prepare.sources.base import Source
+from wordrun.registry import part_of
 
 
 def locate(data: DataConfig) -> Source:
@@ -20,5 +21,5 @@ def locate(data: DataConfig) -> Source:
         folder = absolute(data.prepared)
         if manifest.is_complete(folder):
             return Source(data, str(folder), str(folder))
-    source: Source = PARTS["data"][data.kind].load().locate(data)
+    source: Source = part_of("data", data).load().locate(data)
     return source

@@ -1,7 +1,8 @@
-"""Text files: .txt, .jsonl (plain or compressed) and .parquet, read completely or in parts."""
+"""Text files: .txt, .md, .jsonl (plain or compressed) and .parquet, read completely or in parts."""
 
 from __future__ import annotations
 
+import errno
 import glob
 import gzip
 import io
@@ -21,7 +22,7 @@ from wordrun.data.manifest import few
 from wordrun.errors import ConfigError, first_line
 from wordrun.prepare.sources.base import Document, Source, WorkItem, cleaned, optional
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Types of files to read from a folder."""
 PROBED = 2**16
 """Bytes at the beginning of a file that show whether it can be text."""
@@ -57,8 +58,10 @@ class FileSource(Source):
         elif glob.has_magic(path) and not os.path.exists(path):
             found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
             what = "matches no file: put it in quotes, so that the shell does not expand it, and check the spelling"
-        else:
+        elif os.path.exists(path):
             return [Path(path).absolute()]
+        else:
+            found, what = [], f"cannot be read: {os.strerror(errno.ENOENT)}. Name a text file that you may read"
         if not found:
             raise ConfigError(f"data.path={path} {what}")
         return sorted(p.absolute() for p in found)

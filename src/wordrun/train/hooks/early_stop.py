@@ -33,10 +33,10 @@ class EarlyStop(Hook):
             return ""
         return f"stopped early: {self.waited} evaluations without an improvement (hooks.early_stop.patience)"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the best loss and the evaluations since."""
         return {"best": self.best, "waited": self.waited}
 
-    def load_state_dict(self, stored: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Restore the best loss and the count."""
-        self.best, self.waited = stored["best"], stored["waited"]
+        self.best, self.waited = state["best"], state["waited"]

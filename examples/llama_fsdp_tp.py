@@ -1,0 +1,98 @@
+"""LLaMA blocks under FSDP and tensor parallelism together.
+
+    launch -n 2 python examples/llama_fsdp_tp.py
+
+From MIT's Engaging recipes (fsdp_tp_example.py), whose data is random too. What changes against one process:
+
+1. A mesh with two axes. Ranks of a "tp" group are neighbours, which share a node's fast links; "dp" crosses nodes.
+2. parallelize_module divides pairs of matrices over "tp", the first by columns and the second by rows, so that one
+   all-reduce for each pair is enough. Each rank computes some of the attention's heads.
+3. fully_shard divides once more, over "dp", what each rank of a "tp" group holds.
+4. The ranks of a "tp" group read the same sequences, and different "dp" groups different ones.
+
+With two ranks, "dp" has one rank; with -n 4, both axes have two. The losses stay the same.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+VOCABULARY, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE = 64, 2, 4, 64, 192, 32, 8
+TP_SIZE, STEPS = 2, 20
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        normed = self.norm1(x)
+        q, k, v = (w(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        attended = scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        normed = self.norm2(x)
+        return x + self.down(silu(self.gate(normed)) * self.up(normed))
+
+
+def rotate(x):
+    """Apply the rotary position embedding to ``x``, (B, heads, T, head size)."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+class Llama(nn.Sequential):
+    def __init__(self):
+        blocks = (Block() for _ in range(LAYERS))
+        super().__init__(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+    def forward(self, tokens):
+        return cross_entropy(super().forward(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def main():
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tp_size = min(TP_SIZE, world_size)
+    mesh = init_device_mesh(device.type, (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    torch.manual_seed(0)
+    model = Llama().to(device)
+    for block in list(model)[1 : 1 + LAYERS]:
+        columns = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+        parallelize_module(block, tp, columns | {name: RowwiseParallel() for name in ("out", "down")})
+        fully_shard(block, mesh=dp)
+    fully_shard(model, mesh=dp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    batch = torch.randint(VOCABULARY, (BATCH_SIZE, LENGTH + 1))  # the same in each step, to be learned by heart
+    own = batch.chunk(dp.size())[dp.get_local_rank()].to(device)
+    for step in range(STEPS):
+        loss = model(own)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(mean := loss.detach() / world_size)
+        if rank == 0 and step in (0, STEPS - 1):
+            print(f"step {step}: loss {mean.item():.5f}")
+    shape = tuple(model[1].q.weight.to_local().shape)
+    print(f"rank {rank} of {world_size} on {device.type}: holds {shape} of the {WIDTH} x {WIDTH} weights of q")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The parts that a config can choose, by kind and name: wordrun's own, installed packages' and the project's.
+
+All of them call ``register``: wordrun's own in ``wordrun.parts``, others in modules that ``wordrun.project`` finds.
+A part is named by strings and imported when it is chosen, so listing the parts imports none of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from wordrun import project
+from wordrun.errors import ConfigError, first_line, nearest
+
+KINDS: Mapping[str, str] = {
+    "model": "ModelConfig",
+    "tokenizer": "TokenizerConfig",
+    "data": "DataConfig",
+    "backend": "BackendConfig",
+    "optimizer": "OptimizerConfig",
+    "schedule": "ScheduleConfig",
+    "tracker": "TrackerConfig",
+    "profiler": "ProfilerConfig",
+    "hooks": "HookConfig",
+}
+"""Each kind of part, which is also a config group, and the base class of its options in ``wordrun.config``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: its options, and the class or function that they configure."""
+
+    declared: type[Any] | str
+    """A dataclass with the default, type and documentation of every option, or ``package.module:Name`` of one."""
+    implementation: Any
+    """``package.module:Name`` of a class or function, or the class or function itself."""
+    kind: str = ""
+    """A key of ``KINDS``."""
+    name: str = ""
+    """As in GROUP=NAME."""
+    origin: str = ""
+    """Where it was registered; empty: by wordrun itself."""
+
+    def load(self) -> Any:
+        """Return the class or function that the options configure, importing its module.
+
+        Raises:
+            ConfigError: it cannot be imported.
+        """
+        return self._import(self.implementation)
+
+    @cached_property
+    def options(self) -> type[Any]:
+        """The dataclass of the options, whose module is imported on first access.
+
+        Raises:
+            ConfigError: it cannot be imported, or lacks types or documentation.
+        """
+        cls: type[Any] = self._import(self.declared)
+        if self.origin and (problems := problems_of(cls, KINDS[self.kind])):
+            raise ConfigError("\n".join(f"{self}: {problem}" for problem in problems))
+        return cls
+
+    def configures(self, options: Any) -> bool:
+        """Return whether ``options`` are an instance of this part's dataclass, without importing anything."""
+        cls: Any = self.declared
+        if isinstance(cls, str):
+            module, _, name = cls.partition(":")
+            cls = getattr(sys.modules.get(module), name, None)
+        return type(options) is cls
+
+    def _import(self, what: Any) -> Any:
+        if not isinstance(what, str):
+            return what
+        module, _, name = what.partition(":")
+        found = import_named(module, str(self))
+        if not hasattr(found, name):
+            near = nearest(name, [each for each in vars(found) if not each.startswith("_")])
+            raise ConfigError(f"{self}: {module} ({found.__file__}) has no {name}{near}")
+        return getattr(found, name)
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.name} ({self.origin or 'part of wordrun'})"
+
+
+_parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
+_registered: set[str] = set()
+"""The modules whose parts are registered."""
+
+
+def register(kind: str, name: str, options: type[Any] | str, implementation: Any) -> None:
+    """Make a part available as ``kind=name``.
+
+    Args:
+        kind: a config group, such as model.
+        name: in lower case; backends can also be chosen in the spelling given here.
+        options: a dataclass derived from the kind's in ``wordrun.config``, or ``package.module:Name`` of one, which is
+            imported when the part is chosen.
+        implementation: ``package.module:Name`` of the class or function that the options configure, or the class or
+            function itself.
+
+    Raises:
+        ConfigError: there is no such kind, or another part has this name.
+    """
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+    assert caller is not None
+    own = caller.f_globals["__name__"] == "wordrun.parts"
+    part = Part(options, implementation, kind, name, "" if own else f"{caller.f_code.co_filename}:{caller.f_lineno}")
+    if kind not in KINDS:
+        raise ConfigError(f"{part}: unknown kind of part{nearest(kind, KINDS)} ({', '.join(KINDS)})")
+    if not re.fullmatch(r"[A-Za-z0-9]\w*", name) or (kind != "backend" and name != name.lower()):
+        raise ConfigError(f"{part}: use lower-case letters, digits and underscores as a name")
+    for what in (options, implementation):
+        if isinstance(what, str) and not re.fullmatch(r"\w+(\.\w+)*:\w+", what):
+            raise ConfigError(f"{part}: {what!r} should be 'package.module:Name'")
+    taken = _parts[kind].get(name.lower())
+    if taken and (_spelled(taken.declared), _spelled(taken.implementation)) != (
+        _spelled(options), _spelled(implementation)
+    ):  # fmt: skip
+        raise ConfigError(f"{part}: the name is taken by {taken}; choose another")
+    _parts[kind][name.lower()] = part
+
+
+def _spelled(what: Any) -> str:
+    """Return ``what`` as ``module:Name``; a notebook's cell that runs again makes a new class with the same one."""
+    return what if isinstance(what, str) else f"{what.__module__}:{what.__qualname__}"
+
+
+def parts(kind: str) -> dict[str, Part]:
+    """Return all parts of a kind by name in lower case, in the order in which they were registered.
+
+    Raises:
+        ConfigError: a module that registers parts cannot be imported.
+    """
+    for module, whose in (("wordrun.parts", "wordrun"), *project.modules()):
+        if module not in _registered:
+            _registered.add(module)  # now, because it may itself look up parts
+            try:
+                import_named(module, whose)
+            except ConfigError:
+                _registered.discard(module)
+                raise
+    return _parts[kind]
+
+
+def backends() -> list[str]:
+    """Return the names that train.backend takes."""
+    return [part.name for part in parts("backend").values()]
+
+
+def packages() -> set[str]:
+    """Return the names of the top-level packages that have parts or their options."""
+    named = [part.declared for kind in KINDS for part in parts(kind).values()]
+    return {what.partition(":")[0].partition(".")[0] for what in named if isinstance(what, str)}
+
+
+def part_of(kind: str, options: Any) -> Part:
+    """Return the part that ``options`` configure.
+
+    Raises:
+        ConfigError: none has options of this type.
+    """
+    found = {name: part for name, part in parts(kind).items() if part.configures(options)}
+    if not found:
+        raise ConfigError(
+            f"no {kind} has the options {type(options).__name__}: register it, as in wordrun.register('{kind}', NAME, "
+            f"{type(options).__name__}, IMPLEMENTATION)"
+        )
+    # Several parts may have the same options; a model's name is that of its preset.
+    name = str(getattr(options, "kind" if kind == "data" else "name", "")).lower()
+    return found.get(name) or next(iter(found.values()))
+
+
+def import_named(module: str, whose: str) -> Any:
+    """Return the imported ``module``.
+
+    Raises:
+        ConfigError: it cannot be imported; the message says on which line, and that ``whose`` part needs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ConfigError:  # names its part
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename[:1] != "<"]
+        if frames[:1] and "importlib" in frames[0].filename:
+            frames = frames[1:]
+        where = ""
+        if frames:  # in the part's own files rather than in a library's that they call
+            folder = Path(frames[0].filename).parent
+            last = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(folder))
+            where = f" ({last.filename}, line {last.lineno})"
+        elif isinstance(error, SyntaxError):
+            where = f" ({error.filename}, line {error.lineno})"
+        what = f"{type(error).__name__}: {first_line(error.msg if isinstance(error, SyntaxError) else error)}"
+        raise ConfigError(f"{whose}: cannot import {module}: {what}{where}") from error
+
+
+def problems_of(cls: Any, base: str) -> list[str]:
+    """Return what is wrong with a dataclass of options, which should derive from ``base`` in ``wordrun.config``."""
+    name = getattr(cls, "__name__", repr(cls))
+    if not (isinstance(cls, type) and "__dataclass_fields__" in vars(cls)):
+        return [f"{name} is not a dataclass: write @dataclass above it"]
+    if not issubclass(cls, getattr(importlib.import_module("wordrun.config"), base)):
+        return [f"{name} does not derive from wordrun.config.{base}: write class {name}({base})"]
+    found = []
+    bases: list[Any] = [each for each in cls.__mro__ if is_dataclass(each)]
+    for each in [each for each in bases if not each.__module__.startswith("wordrun.")]:
+        docs, typed = field_docs(each), inspect.get_annotations(each)
+        untyped = [key for key in _assigned(each) if key not in typed]
+        found += [f"{each.__name__}.{key} has no type: write {key}: TYPE = ..." for key in untyped]
+        found += [
+            f'{each.__name__}.{key} has no documentation: write a """line""" under it'
+            for key in typed
+            if key in {field.name for field in fields(each)} and not docs.get(key) and key != "name"
+        ]
+    return found
+
+
+@cache
+def _body(cls: Any) -> list[ast.stmt]:
+    """Return the statements of a class."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    return definition.body
+
+
+def _assigned(cls: Any) -> list[str]:
+    """Return the names that the body of ``cls`` assigns without a type."""
+    targets = [target for statement in _body(cls) if isinstance(statement, ast.Assign) for target in statement.targets]
+    return [target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")]
+
+
+@cache
+def field_docs(cls: Any) -> dict[str, str]:
+    """Return the documentation of each field of a config dataclass: the string literal under it."""
+    body, docs = _body(cls), dict[str, str]()
+    for statement, after in pairwise(body):
+        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+            docs[statement.target.id] = inspect.cleandoc(after.value.value)  # type: ignore[attr-defined]
+    return docs
+
+
+def documentation(cls: type[Any]) -> dict[str, str]:
+    """Return the documentation of each field of a config dataclass, those of its bases included."""
+    return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}

@@ -1,0 +1,99 @@
+"""docs/extend.md: a project made word for word from the page trains with all of its parts."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
+MOST = {"squared": 40, "sums": 25, "rmsprop": 20, "csv_file": 20, "target": 15, "plain": 40}
+"""Lines, blank ones not counted, that each part may take."""
+SMALL = [
+    "train=smoke", "data=sums", "tokenizer=byte", "tracker=csv", "train.dtype=fp32", "train.device=cpu",
+    "train.log_interval=1", "train.max_iters=4", "train.eval_interval=2", "train.global_batch_size=48", "model=squared",
+    "model.n_layer=1", "optimizer=rmsprop", "hooks=[target]", "hooks.target.val_loss=0.1", "train.sample_tokens=4",
+]  # fmt: skip
+SCRIPT = """
+import json, sys
+import wordrun
+from wordrun import dist
+from wordrun.train import run
+
+run.draw = lambda *_: []  # nobody looks at the plots
+with dist.session() as world:
+    for words in json.loads(sys.argv[1]):
+        with wordrun.Trainer(wordrun.compose(words), world) as trainer:
+            print(trainer.train().steps)
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """Make the page's project in the working directory."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    table = re.search(r"```toml\n(\[tool.*?)```", PAGE, re.DOTALL)
+    assert table
+    (tmp_path / "pyproject.toml").write_text(table[1])
+    return tmp_path
+
+
+def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
+    (page / "script.py").write_text(SCRIPT)
+    runs = (
+        ["train.backend=DDP", "hydra.run.dir=ddp"],
+        ["train.backend=plain", "hydra.run.dir=plain"],
+        ["train.backend=plain", "backend.compress=true", "hydra.run.dir=rounded"],
+        ["train.backend=FSDP", "train.resume=plain", "train.max_iters=6", "hydra.run.dir=longer"],
+        ["train.backend=TP", "hydra.run.dir=tp"],
+        ["train.backend=DDP", "train.resume=auto", "hydra.run.dir=ddp", "train.max_iters=9", "hooks.target.val_loss=9"],
+    )
+    done = ranks(2, page / "script.py", json.dumps([[*SMALL, *run] for run in runs]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain = figures(page / "plain")
+    assert len(plain) == 10
+    for name, close in (("ddp", 1e-5), ("tp", 1e-4), ("rounded", 1e-2)):
+        assert figures(page / name)[:10] == pytest.approx(plain, rel=close), name
+    assert figures(page / "rounded") != pytest.approx(plain, rel=1e-5)
+    assert "the target is reached" in (page / "ddp" / "log.txt").read_text()
+    steps = [line.split(",")[0] for line in (page / "longer" / "losses.csv").read_text().splitlines()]
+    assert steps == ["1", "2", "2", "3", "4", "4", "5", "6", "6"]  # the tracker gets the lines before the branch, too
+    assert "expansion: 4" in (page / "plain" / "config.yaml").read_text()
+
+
+def figures(run: Path) -> list[float]:
+    """Return losses and gradient norms of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line]
+
+
+def test_the_parts_are_short() -> None:
+    assert {Path(name).stem for name in FILES} == {*MOST, "parts", "big"}
+    counts = {name: sum(map(bool, map(str.strip, FILES[f"mine/{name}.py"].splitlines()))) for name in MOST}
+    assert {name: count for name, count in counts.items() if count > MOST[name]} == {}
+
+
+def test_the_command_line_knows_them(command: Command, page: Path) -> None:
+    wordrun = (sys.executable, "-m", "wordrun")
+    shown = command(*wordrun, "--help")
+    assert {"squared", "big", "sums", "rmsprop", "csv", "target", "plain"} <= set(shown.stdout.split())
+    shown = command(*wordrun, "--help", "model=big")
+    assert "model.expansion=6" in shown.stdout
+    assert "Hidden units of an MLP" in shown.stdout
+    shown = command(*wordrun, "plan", "model=squared")
+    assert shown.stdout.count("no estimate") > 5
+    wrong = command(*wordrun, "model=squarde", "data=sums", "data.mots=3", "model.n_layer=0")
+    assert wrong.returncode == 2
+    assert "did you mean 'squared'?" in wrong.stderr
+    assert "did you mean 'data.most'?" in wrong.stderr
+    assert "model.n_layer=0 should be at least 1" in wrong.stderr

@@ -1,0 +1,157 @@
+"""Averaged weights, statistics and spikes are the same under every layout of ranks, and resume under any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wordrun import compat
+from wordrun.checkpoint import folder as folders, index
+from wordrun.checkpoint.saved import find
+
+pytestmark = pytest.mark.timeout(300)
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+SMALL = [
+    "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
+    "train.max_iters=6", "train.log_interval=1", "train.eval_interval=3", "train.eval_iters=1", "train.sample_tokens=0",
+    "train.global_batch_size=8", "optimizer.warmup_iters=0", "optimizer.learning_rate=1e-3", "train.save_best=false",
+    "train.checkpoint_interval=3", "train.keep_checkpoints=9", "model.n_layer=4", "model.n_head=2", "model.n_embd=16",
+    "model.block_size=16", "model.bias=true",
+    "hooks=[ema,statistics,spikes]", "hooks.ema.decay=0.8", "hooks.statistics.interval=2", "hooks.spikes.window=2",
+]  # fmt: skip
+SCRIPT = """
+import json, sys
+import torch
+import wordrun
+from wordrun import checks, dist
+from wordrun.backend.native import local
+from wordrun.train import language
+
+def vocab_multiple(cfg, tp, on_cpu):
+    return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
+
+language.vocab_multiple = vocab_multiple
+with dist.session() as world:
+    torch.set_num_threads(1)
+    for words in json.load(open(sys.argv[1])):
+        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        with wordrun.Trainer(cfg, world) as trainer:
+            trainer.train()
+            hook, backend = trainer.hooks["ema"], trainer.backend
+            before = {name: local(tensor).clone() for name, tensor in backend.model_state().items()}
+            with hook.applied(trainer):
+                pass
+            for name, tensor in backend.model_state().items():
+                assert torch.equal(local(tensor), before[name]), name
+"""
+ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
+TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
+FSDP = ["train.backend=FSDP", "model.batch_size=4"]
+
+
+def resume(run: str) -> str:
+    return f"train.resume={run}/checkpoints/step-00000003"
+
+
+TWO = {
+    "ddp": ["train.backend=DDP", "model.batch_size=4"],
+    "fsdp": FSDP,
+    "kept": [*FSDP, "backend.reshard_after_forward=false"],
+    "aligned": [*FSDP, "backend.cpu_offload=true"],
+    "tp": ["train.backend=TP", "model.batch_size=8"],
+    "pp": ["train.backend=PP", "model.batch_size=8"],
+    # The first stage and the last one, with the two copies of the tied weight, are on one rank.
+    "zero-bubble": ["train.backend=PP", "model.batch_size=8", f"backend.schedule={ZBV}"],
+    "ddp-to-fsdp": [*FSDP, resume("ddp")],
+    "fsdp-to-fsdp": [*FSDP, resume("fsdp")],
+    "fsdp-to-ddp": ["train.backend=DDP", "model.batch_size=4", resume("fsdp")],
+    "aligned-to-pp": ["train.backend=PP", "model.batch_size=8", resume("aligned")],
+}
+FOUR = {
+    "3d": ["train.backend=3D", f"model.batch_size={4 * TP}", f"backend.tp={TP}"],
+    "3d-from-tp": ["train.backend=3D", f"model.batch_size={4 * TP}", f"backend.tp={TP}", resume("tp")],
+}
+
+
+def train(ranks: Any, n: int, runs: dict[str, list[str]], home: Path) -> None:
+    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
+    (home / "text.txt").write_text(TEXT * 60)
+    (home / "script.py").write_text(SCRIPT)
+    (home / "runs.json").write_text(json.dumps([[*SMALL, f"hydra.run.dir={k}", *w] for k, w in runs.items()]))
+    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Return what hooks have added to metrics.jsonl."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if "time" not in line]
+
+
+def averages(run: Path) -> dict[str, torch.Tensor]:
+    return dict(find(run).weights("ema"))
+
+
+FAILING = """
+import sys
+import wordrun
+from wordrun import dist
+from wordrun.train.hooks import Hook
+
+class Watch(Hook):
+    def after_step(self, trainer):
+        if trainer.step == 4 and trainer.world.rank == 1:
+            raise ValueError("nothing to see")
+
+with dist.session() as world:
+    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    wordrun.Trainer(cfg, world, hooks=[Watch()]).train()
+"""
+
+
+def test_a_hook_that_raises_on_one_rank_ends_all_and_is_named(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(FAILING)
+    words = ["train.checkpoint_interval=2", "train.async_save=false", "hydra.run.dir=run"]
+    done = ranks(2, "script.py", *SMALL, *FSDP, *words, under="fork", timeout=100)
+    assert done.returncode == 1
+    assert "[rank 1] the hook Watch failed in after_step after 4 steps: ValueError: nothing to see" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "raise ValueError" in (tmp_path / "run/failures/rank-1.txt").read_text()
+    assert [each.step for each in folders.all_in(tmp_path / "run")] == [2]
+    assert find(tmp_path / "run").step == 2
+
+
+def test_hooks_see_one_model_under_every_layout(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(ranks, 1, {"whole": ["model.batch_size=8"]}, tmp_path)
+    train(ranks, 2, TWO, tmp_path)
+    train(ranks, 4, FOUR, tmp_path)
+    whole, mean = lines(tmp_path / "whole"), averages(tmp_path / "whole")
+    assert {"ema_val_loss", "grad_norm/blocks.3", "activation_rms/blocks.3", "grad_norm/norm", "spike_score"} <= {
+        name for line in whole for name in line
+    }
+    for name in (*TWO, *FOUR):
+        theirs = averages(tmp_path / name)
+        assert theirs.keys() == mean.keys()
+        for weight, value in mean.items():
+            torch.testing.assert_close(theirs[weight], value, rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        found = lines(tmp_path / name)
+        assert [line.keys() for line in found] == [line.keys() for line in whole], name
+        for ours, expected in zip(found, whole, strict=True):
+            for key, value in expected.items():
+                rough = 1e-5 if "loss" in key else 2e-2 if key.startswith("spike") else 1e-3
+                assert ours[key] == (value and pytest.approx(value, rel=rough)), f"{name}: {key}"
+    assert lines(tmp_path / "fsdp-to-fsdp") == lines(tmp_path / "fsdp"), "to the bit on the same layout"
+    again = averages(tmp_path / "fsdp-to-fsdp")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in averages(tmp_path / "fsdp").items())
+    # Sharded like the weights: each rank has written a half.
+    stored = index.load(tmp_path / "fsdp/checkpoints/step-00000006")
+    for name in mean:
+        assert {s.offset for s in stored[f"hooks.ema.{name}"].shards} == {s.offset for s in stored[f"model.{name}"].shards}
+        assert len(stored[f"hooks.ema.{name}"].shards) == 2

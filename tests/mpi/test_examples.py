@@ -1,0 +1,149 @@
+"""Each line in the table of examples/README.md, run as printed: examples train, and their ranks agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TABLE = dict(re.findall(r"^\| \[([\w.]+)\].*\| `(.*)` \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+Run = Callable[..., str]
+EXTRAS = {"accelerate": "examples", "deepspeed": "deepspeed", "lightning": "examples", "sklearn": "examples",
+          "tensorboard": "examples", "transformers": "examples"}  # fmt: skip
+OUTPUTS: dict[str, str] = {}
+"""What each line printed, since some are compared with several others."""
+
+
+@pytest.fixture
+def run(command: Command, tmp_path: Path) -> Run:
+    """Run an example's line, with another number of ranks if ``n`` is given, and return what it prints."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+
+    def begin(name: str, n: int | None = None) -> str:
+        needs = re.findall(r"^(?:import|from) (\w+)", (EXAMPLES / name).read_text(), re.MULTILINE)
+        for module in EXTRAS.keys() & {*needs, *(["tensorboard"] if name == "resnet50_lightning.py" else [])}:
+            if importlib.util.find_spec(module) is None:
+                pytest.skip(f"needs {module}: pip install 'wordrun[{EXTRAS[module]}]'")
+        line = TABLE[name] if n is None else re.sub(r"-n \d", f"-n {n}", TABLE[name])
+        if line not in OUTPUTS:
+            done = command(*shlex.split(line), timeout=150)
+            assert done.returncode == 0, done.stdout + done.stderr
+            OUTPUTS[line] = done.stdout
+        return OUTPUTS[line]
+
+    return begin
+
+
+def ends(out: str, ranks: int) -> tuple[float, ...]:
+    """Return the numbers in the ranks' last lines, after asserting that there are ``ranks`` and that they are equal."""
+    found = re.findall(rf"^rank (\d) of {ranks} on cpu: (.*)$", out, re.MULTILINE)
+    assert sorted(rank for rank, _ in found) == [str(rank) for rank in range(ranks)], out
+    assert len({text for _, text in found}) == 1, out
+    return tuple(float(number) for number in re.findall(r"\d+\.\d+", found[0][1]))
+
+
+def losses(out: str) -> list[float]:
+    return [float(number) for number in re.findall(r"^step \d+: loss (.*)$", out, re.MULTILINE)]
+
+
+def test_the_table_lists_every_example() -> None:
+    assert set(TABLE) == {path.name for path in EXAMPLES.glob("*.py")}
+    assert all(f"python examples/{name}" in line for name, line in TABLE.items())
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_examples_say_how_to_run_them_and_where_they_come_from(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    assert len(text.splitlines()) <= 100
+    docstring = text.split('"""')[1]
+    assert f"python examples/{name}\n" in docstring
+    assert re.search("CMU|MIT|Turing|JSC|ALCF", docstring)
+    assert re.search("What changes|begins? with this program", docstring.replace("\n", " "))
+
+
+@pytest.mark.parametrize(("name", "n"), [("mnist_ddp.py", 1), ("mnist_fsdp.py", 2), ("mnist_deepspeed.py", 2)])
+def test_digits_are_learned_as_under_ddp(name: str, n: int, run: Run) -> None:
+    out = run(name, n)
+    before, after, accuracy = ends(run("mnist_ddp.py"), 2)
+    assert after < before / 3
+    assert accuracy > 0.9
+    assert ends(out, n)[:2] == pytest.approx((before, after), abs=2e-4)
+    assert out.count(" holds 19141 of 38282 weights") == (2 if name == "mnist_fsdp.py" else 0)
+
+
+def test_accelerate_and_one_process_learn_the_digits(run: Run) -> None:
+    before, after, accuracy = ends(run("mnist_accelerate.py"), 2)
+    assert after < before / 3
+    assert accuracy > 0.9
+    plain = re.fullmatch(r"cpu: loss (\S+) -> \S+, accuracy (\S+)\n", run("mnist.py"))
+    assert plain
+    assert float(plain[1]) == pytest.approx(before, abs=1e-4)
+    assert float(plain[2]) > 0.9
+
+
+def test_gpt2_under_ddp_goes_as_one_process(run: Run) -> None:
+    plain, ddp = run("gpt2.py"), run("gpt2_ddp.py")
+    assert losses(plain)[-1] < 0.7 * losses(plain)[0]
+    assert losses(ddp) == pytest.approx(losses(plain), abs=1e-3)
+    (end,) = ends(ddp, 2)
+    assert f"{end:.3f}"[:4] in plain.splitlines()[-1]
+    assert end < 3.5
+
+
+def test_gpt2_with_lightning(run: Run) -> None:
+    (loss,) = ends(run("gpt2_lightning.py"), 2)
+    assert loss < 3.5
+
+
+def test_gpt2_with_the_trainer_of_hugging_face(run: Run) -> None:
+    before, after = ends(run("gpt2_hf_trainer.py"), 2)
+    assert after < 0.7 * before
+
+
+def test_llama_goes_alike_on_both_axes(run: Run) -> None:
+    both, one = run("llama_fsdp_tp.py"), run("llama_fsdp_tp.py", n=2)
+    assert losses(both)[-1] < 0.5 * losses(both)[0]
+    assert losses(one) == pytest.approx(losses(both), abs=1e-3)
+    assert both.count("holds (16, 64) of") == 4
+    assert one.count("holds (32, 64) of") == 2
+
+
+def test_resnet50_logs_to_tensorboard_once(run: Run, tmp_path: Path) -> None:
+    (last,) = ends(run("resnet50_lightning.py"), 2)
+    (tmp_path / "resnet50.ckpt").unlink()  # 94 MB
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (log,) = (tmp_path / "tb_logs" / "resnet50").glob("version_0/events*")
+    events = EventAccumulator(str(log))
+    events.Reload()
+    values = [event.value for event in events.Scalars("training_loss")]
+    assert len(values) == 16
+    assert values[-1] == pytest.approx(last, abs=1e-4)
+    assert sum(values[-4:]) < 0.95 * sum(values[:4])
+
+
+def test_collectives_of_mpi_and_torch_agree(run: Run) -> None:
+    assert run("collectives.py").splitlines() == [
+        "all-reduce, the sum on every rank: [[10.0], [10.0], [10.0], [10.0]]",
+        "reduce, the sum on the last rank: [[1.0], [2.0], [3.0], [10.0]]",
+        "broadcast, from the last rank: [[4.0], [4.0], [4.0], [4.0]]",
+        f"all-gather, everything on every rank: {[[1.0, 2.0, 3.0, 4.0]] * 4}",
+        "scatter, a part for each rank: [[0.0], [10.0], [20.0], [30.0]]",
+    ]
+
+
+def test_futures_share_the_tasks_out(run: Run) -> None:
+    *tasks, best = run("futures.py").splitlines()
+    assert len(tasks) == 8
+    assert {line.rpartition(" ")[2] for line in tasks} == {"1", "2"}
+    assert re.fullmatch(r"best of 3 ranks: learning rate \S+", best)
