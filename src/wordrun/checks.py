@@ -114,6 +114,13 @@ def _check_choice(cfg: Config) -> Iterator[str]:
             f"train.backend={backend.name} alone "
             "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
+    if train.init_from and train.resume not in (None, "auto") and not cfg.lora_rank:
+        yield (
+            f"train.resume={train.resume} resumes a run and train.init_from={train.init_from} starts a new one: "
+            "choose one"
+        )
+    if cfg.lora_rank and not train.init_from:
+        yield f"model.lora_rank={cfg.lora_rank} needs the weights that it adds to: set train.init_from"
     if train.deterministic and train.compile:
         yield (
             "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
@@ -125,6 +132,11 @@ def _check_choice(cfg: Config) -> Iterator[str]:
             "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
         )
     if isinstance(backend, DeepSpeedConfig):
+        if cfg.lora_rank:
+            yield (
+                f"model.lora_rank={cfg.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "
+                "weights: use train.backend=FSDP or DDP"
+            )
         if train.on_nonfinite == "skip":
             yield (
                 "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
@@ -205,6 +217,11 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
         yield (
             f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
             f"say how {what} ranks: use train.backend=DDP or FSDP"
+        )
+    if cfg.lora_rank and (at.tp > 1 or at.pp > 1):
+        yield (
+            f"model.lora_rank={cfg.lora_rank}: additions are not split over tensor-parallel ranks or pipeline "
+            "stages: use train.backend=DDP, or FSDP if the model does not fit"
         )
     if isinstance(cfg.backend, FSDPConfig):
         yield from _check_tensor(cfg.model, at.tp)

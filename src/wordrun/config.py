@@ -49,6 +49,14 @@ class TransformerConfig(ModelConfig):
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
     """Vocabulary size (rows of the embedding); null: the tokenizer's, padded for TP and on accelerators."""
+    lora_rank: int = 0
+    """Rank of LoRA: freeze the weights and train additions of this rank to the blocks' matrices; 0: train all."""
+    lora_alpha: float = 16.0
+    """Scale of LoRA: additions are multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout probability of the additions' input."""
+    lora_targets: list[str] = field(default_factory=list)
+    """Linear layers of each block that get additions, such as [attention.q,attention.v]; []: all."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -56,14 +64,20 @@ class TransformerConfig(ModelConfig):
         yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         if self.n_layer > MOST_LAYERS:  # its memory is summed layer by layer
             yield f"model.n_layer={self.n_layer} should be at most {MOST_LAYERS}"
-        yield from fractions("model", self, "dropout")
-        if self.n_head > 0 and self.n_embd > 0 and self.n_embd % self.n_head:
+        yield from fractions("model", self, "dropout", "lora_dropout")
+        yield from not_negative("model", self, "lora_rank")
+        yield from above_zero("model", self, "lora_alpha")
+        if self.n_head > 0 and self.n_embd > 0 and self.attention_width() % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             fits = f"{below} or {below + self.n_head}" if below else f"{self.n_head}"
             yield (
                 f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: "
                 f"with {self.n_head} heads use n_embd={fits}"
             )
+
+    def attention_width(self) -> int:
+        """Return the number of elements of all query heads together."""
+        return self.n_embd
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -86,12 +100,16 @@ class GPTConfig(TransformerConfig):
 
 @dataclass
 class LlamaConfig(TransformerConfig):
-    """A LLaMA-style transformer."""
+    """A LLaMA-style transformer; with qk_norm, Qwen3."""
 
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
     n_kv_head: int | None = None
     """Number of key/value heads (grouped-query attention), which must divide n_head; null: n_head."""
+    head_size: int | None = None
+    """Elements of an attention head; null: n_embd / n_head."""
+    qk_norm: bool = False
+    """Normalize each query and key head, as Qwen3 does."""
     n_hidden: int = 352
     """Hidden size of the MLP; in LLaMA models at least about 8/3 n_embd."""
     rope_theta: float = 10000.0
@@ -106,7 +124,7 @@ class LlamaConfig(TransformerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from super().problems()
-        yield from positive("model", self, "n_kv_head", "n_hidden", "rope_factor")
+        yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor")
         yield from above_zero("model", self, "rope_theta", "norm_eps")
         if self.n_head < 1:
             return
@@ -116,7 +134,12 @@ class LlamaConfig(TransformerConfig):
                 f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
                 f"use model.n_kv_head={fits}, or another model.n_head"
             )
-        if self.n_embd // self.n_head % 2:
+        if self.head_size is not None and self.head_size % 2:
+            yield (
+                f"model.head_size={self.head_size} is odd, and the rotary embedding pairs the elements of a head: "
+                f"use model.head_size={self.head_size + 1}"
+            )
+        elif self.head_size is None and self.n_embd // self.n_head % 2:
             yield (
                 f"model.n_embd={self.n_embd} and model.n_head={self.n_head} make heads of {self.n_embd // self.n_head} "
                 f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
@@ -125,6 +148,10 @@ class LlamaConfig(TransformerConfig):
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
         return [*super().tensor_parallel_options(), "n_kv_head", "n_hidden"]
+
+    def attention_width(self) -> int:
+        """Return the number of elements of all query heads together."""
+        return self.n_head * self.head_size if self.head_size else self.n_embd
 
 
 @dataclass
@@ -137,7 +164,8 @@ class TextConfig(DataConfig):
     """Name of the dataset; part of the run directory."""
     kind: str = "file"
     """Kind of source: file (path), download (path, downloaded from url if missing), sample (built-in synthetic text),
-    hf (dataset), shards (path: a folder of tokens prepared elsewhere) or mix (several datasets)."""
+    hf (dataset), pairs (path: .jsonl files of prompts and answers; the loss is on the answers alone), shards (path: a
+    folder of tokens prepared elsewhere) or mix (several datasets)."""
     path: str | None = None
     """A UTF-8 text file, a folder or a glob: .txt, .md, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
     url: str | None = None
@@ -150,6 +178,12 @@ class TextConfig(DataConfig):
     """Refuse a folder with an empty, unreadable or binary file among the others, instead of leaving that file out."""
     text_key: str = "text"
     """Field (.jsonl) or column (.parquet, hf) that contains the text."""
+    prompt_key: str = "prompt"
+    """Field of a prompt (pairs)."""
+    answer_key: str = "answer"
+    """Field of an answer (pairs)."""
+    template: str = "{prompt}{answer}"
+    """Text of a pair; the loss is on {answer} and what follows it. wordrun generate writes its turns like this."""
     dataset: str | None = None
     """A Hugging Face dataset: its name, or a local folder."""
     subset: str | None = None
@@ -173,7 +207,8 @@ class TextConfig(DataConfig):
     align: bool = False
     """Start each sequence at the first document boundary inside it, if there is one."""
     mask_documents: bool = False
-    """Mask attention so that tokens attend only within their own document."""
+    """Mask attention so that tokens attend only within their own document; for pairs, also put several into a sequence
+    (false: one)."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -183,6 +218,8 @@ class TextConfig(DataConfig):
         if type(self) is TextConfig and part and not part.configures(self):
             yield f"data.kind={self.kind} has options of its own: select it by data={self.kind}"
         yield from one_of("data.offline", self.offline, ["error", "sample"])
+        if self.kind == "pairs":
+            yield from self._pairs_problems()
         if self.kind in ("file", "download") and not self.path:
             yield f"data={self.name} needs data.path=FILE, a text file"
         if self.kind == "shards" and not self.path:
@@ -195,6 +232,20 @@ class TextConfig(DataConfig):
             yield f"data.val_fraction={self.val_fraction} should be between 0 and 1"
         yield from positive("data", self, "shard_mb", "workers")
         yield from self._mix_problems()
+
+    def turn(self, prompt: str) -> tuple[str, str]:
+        """Return what precedes the answer to ``prompt`` in the template, and what follows it."""
+        before, _, after = self.template.partition("{answer}")
+        return before.replace("{prompt}", prompt), after
+
+    def _pairs_problems(self) -> Iterable[str]:
+        if not self.path:
+            yield f"data={self.name} needs data.path=FILE, a .jsonl file of prompts and answers"
+        prompt, answer = "{prompt}", "{answer}"
+        if not (prompt in self.template.partition(answer)[0] and self.template.count(answer) == 1):
+            yield f"data.template={self.template!r} should contain {prompt} and then {answer}, which occurs once"
+        if self.align:
+            yield "data.align=true is not for pairs, which a sequence holds whole anyway: omit it"
 
     def _mix_problems(self) -> Iterable[str]:
         if self.kind != "mix":
@@ -855,6 +906,11 @@ class Config:
         """The model's options, for code about transformers."""
         assert isinstance(self.model, TransformerConfig)
         return self.model
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of LoRA's additions; 0: there are none."""
+        return self.model.lora_rank if isinstance(self.model, TransformerConfig) else 0
 
     @property
     def text(self) -> TextConfig:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wordrun import interrupts
 from wordrun.arguments import run
-from wordrun.config import DTYPES, Section
+from wordrun.config import DTYPES, Section, to_plain
 from wordrun.errors import ConfigError, UserError
 from wordrun.validation import above_zero, one_of
 
@@ -44,7 +44,8 @@ class ExportConfig(Section):
     out: str | None = None
     """Folder to create, which must not exist; null: FORM/step-NUMBER in the run directory."""
     form: str = "huggingface"
-    """huggingface, or checkpoint for train.init_from, wordrun generate and wordrun export."""
+    """huggingface, checkpoint for train.init_from, wordrun generate and wordrun export, or peft: LoRA's additions
+    alone, for the peft library."""
     checkpoint: str = "latest"
     """latest, best, or a step."""
     weights: str = "model"
@@ -58,7 +59,7 @@ class ExportConfig(Section):
     def problems(self) -> Iterable[str]:
         """Return a message for each invalid option."""
         yield from one_of("dtype", self.dtype, [dtype for dtype in DTYPES if dtype != "auto"])
-        yield from one_of("form", self.form, ["huggingface", "checkpoint"])
+        yield from one_of("form", self.form, ["huggingface", "checkpoint", "peft"])
         yield from above_zero("", self, "shard_gb")
         if self.out is not None and Path(self.out).exists():
             yield f"out={self.out} already exists: remove it, or choose another folder"
@@ -97,6 +98,8 @@ def export(options: ExportConfig) -> Path:
         with contextlib.redirect_stdout(sys.stderr), interrupts.raising():
             if options.form == "checkpoint":
                 write_checkpoint(draft, saved, options.weights)
+            elif options.form == "peft":
+                write_adapter(draft, saved, DTYPES[options.dtype], options.weights)
             else:
                 write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9), options.weights)
                 write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
@@ -166,6 +169,25 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     })  # fmt: skip
 
 
+def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
+    """Write LoRA's additions as an adapter that the peft library reads.
+
+    Raises:
+        UserError: the checkpoint is not LoRA's.
+    """
+    from safetensors.torch import save_file
+
+    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.model.huggingface import adapter
+
+    if saved.lora is None:
+        raise UserError(f"form=peft is for runs with model.lora_rank, and {saved.folder} is of another: omit it")
+    kind, source = TORCH_DTYPES[dtype], str(saved.manifest["base"]["source"])
+    facts, tensors = adapter(saved.stored(which), saved.lora)
+    save_file({name: tensor.to(kind) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    _write_json(folder / "adapter_config.json", {**facts, "base_model_name_or_path": source.removeprefix("hf:")})
+
+
 def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
     from wordrun.checkpoint import folder as folders, shards
@@ -179,7 +201,8 @@ def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
         (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
     files = folders.describe(folder, [path.name for path in folder.iterdir()])
     folders.write_manifest(folder, {
-        **{name: saved.manifest[name] for name in ("step", "config", *ARGUMENTS) if name in saved.manifest},
+        **{name: saved.manifest[name] for name in ("step", *ARGUMENTS) if name in saved.manifest},
+        "config": to_plain(saved.config),
         "backend": {"kind": "weights"}, "files": files,
     })  # fmt: skip
 

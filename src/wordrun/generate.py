@@ -7,12 +7,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wordrun.arguments import run
+from wordrun.chat import Chat, Screen, converse
 from wordrun.config import DTYPES, Section
 from wordrun.errors import ConfigError
 from wordrun.validation import not_negative, one_of, positive
@@ -27,6 +29,7 @@ USAGE = """\
 Generate text from a trained model.
 
   wordrun generate run=outputs/latest prompt="ROMEO:"
+  wordrun generate run=outputs/latest                        # on a terminal: a conversation
   wordrun generate run=outputs/latest prompt=$'First line\\nSecond line\\n' length=200
   wordrun generate run=outputs/latest num_samples=3 top_k=null top_p=0.9
   wordrun generate run=outputs/latest checkpoint=best seed=7 > sample.txt
@@ -42,8 +45,9 @@ class GenerateConfig(Section):
 
     run: str = "outputs/latest"
     """Run directory, or a checkpoint in it."""
-    prompt: str = "\n"
-    """Text to continue; in the shell, write a line break as $'\\n'."""
+    prompt: str | None = None
+    """Text to continue; in the shell, write a line break as $'\\n'. null: a conversation if this is a terminal, else a
+    line break."""
     length: int = 500
     """Number of tokens to generate after the prompt."""
     num_samples: int = 1
@@ -75,7 +79,7 @@ class GenerateConfig(Section):
         yield from positive("", self, "num_samples", "slide")
         yield from one_of("device", self.device, ["auto", "cpu", "cuda", "xpu"])
         yield from one_of("dtype", self.dtype, DTYPES)
-        if not self.prompt:
+        if self.prompt == "":
             yield "prompt is empty: start with some text, such as a line break (prompt=$'\\n')"
         if not 0 < self.temperature < float("inf"):
             yield f"temperature={self.temperature:g} should be above 0; for greedy decoding use top_k=1"
@@ -117,10 +121,12 @@ def write(options: GenerateConfig) -> None:
     saved = find(Path(options.run), options.checkpoint)
     saved.require_text()
     tokenizer = tokenizers.from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
+    talks = options.prompt is None and options.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
     try:
-        prompt = torch.from_numpy(tokenizer.encode(options.prompt))
+        prompt = torch.from_numpy(tokenizer.encode("\n" if options.prompt is None else options.prompt))
     except ConfigError as error:
-        raise ConfigError(f"prompt: {error}") from None
+        if not talks:
+            raise ConfigError(f"prompt: {error}") from None
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
         model = read_model(saved, device, dtype, options.weights)
     _say(
@@ -128,15 +134,25 @@ def write(options: GenerateConfig) -> None:
         f"{str(dtype).removeprefix('torch.')} on {device}"
     )
     _say(_training(saved))
+    block_size = saved.config.transformer.block_size
+    sampled = partial(
+        generate, Cached(model), length=options.length, block_size=block_size, temperature=options.temperature,
+        top_k=options.top_k, top_p=options.top_p, seed=options.seed,
+    )  # fmt: skip
+    if talks:
+        slide = max(options.slide, block_size // 4)  # or each token would recompute a full context
+        converse(
+            Chat(lambda tokens, **more: sampled(tokens.to(device), slide=slide, **more), tokenizer, saved.config.text)
+        )
+        return
     if options.num_samples > 1:
         print(_title(1, options))
     show = Screen(tokenizer.decode)
     show(prompt.tolist())
     start = time.perf_counter()
-    texts = generate(
-        Cached(model), prompt.expand(options.num_samples, -1).to(device), options.length,
-        block_size=saved.config.transformer.block_size, temperature=options.temperature, top_k=options.top_k,
-        top_p=options.top_p, seed=options.seed, slide=options.slide, on_tokens=lambda column: show(column[:1].tolist()),
+    texts = sampled(
+        prompt.expand(options.num_samples, -1).to(device), slide=options.slide,
+        on_tokens=lambda column: show(column[:1].tolist()),
     )  # fmt: skip
     seconds = time.perf_counter() - start
     show.end()
@@ -157,26 +173,6 @@ def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: st
     model.fill_buffers(device)
     model.tie()
     return model.eval()
-
-
-class Screen:
-    """Prints text token by token, each character as soon as all its bytes have arrived."""
-
-    def __init__(self, decode: Callable[[Any], str]) -> None:
-        self.decode = decode
-        self.held_back: list[int] = []
-
-    def __call__(self, tokens: Sequence[int]) -> None:
-        """Print ``tokens``, holding back an incomplete character until the rest arrives."""
-        self.held_back += tokens
-        text = self.decode(self.held_back)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text, end="", flush=True)
-            self.held_back = []
-
-    def end(self) -> None:
-        """Print any held-back text, and end the line."""
-        print(self.decode(self.held_back) if self.held_back else "", flush=True)
 
 
 def _training(saved: Saved) -> str:

@@ -18,6 +18,7 @@ register("data", "download", "wordrun.config:TextConfig", "wordrun.prepare.sourc
 register("data", "sample", "wordrun.config:TextConfig", "wordrun.prepare.sources.sample:SampleSource")
 register("data", "hf", "wordrun.config:TextConfig", "wordrun.prepare.sources.hub:HubSource")
 register("data", "shards", "wordrun.config:TextConfig", "wordrun.prepare.sources.shards:ShardSource")
+register("data", "pairs", "wordrun.config:TextConfig", "wordrun.prepare.sources.pairs:PairSource")
 register("data", "digits", "wordrun.config_images:ImagesConfig", "wordrun.data.images:digits")
 register("data", "mnist", "wordrun.config_images:ImagesConfig", "wordrun.data.images:mnist")
 register("data", "cifar10", "wordrun.config_images:ImagesConfig", "wordrun.data.images:cifar10")

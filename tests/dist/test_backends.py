@@ -31,7 +31,8 @@ SMALL = [
 ]  # fmt: skip
 MODELS = {
     "gpt": ["model.bias=true"],
-    "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"],
+    # With the norms and the head size of Qwen3.
+    "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40", "model.qk_norm=true", "model.head_size=12"],
 }
 SCRIPT = """
 import json, sys

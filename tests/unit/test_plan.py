@@ -120,7 +120,7 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b"])
+@pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b", "qwen3_0_6b"])
 def test_parameters_are_those_of_the_model(name: str) -> None:
     cfg = compose([f"model={name}"])
     whole = models.meta_model(cfg.model, 1000)

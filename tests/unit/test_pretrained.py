@@ -34,6 +34,10 @@ THEIRS: dict[str, tuple[TransformerConfig, Any]] = {
         rope_scaling={"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                       "original_max_position_embeddings": 8192},
     )),
+    "qwen3": (replace(LLAMA, head_size=12, qk_norm=True, norm_eps=1e-6), transformers.Qwen3Config(
+        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, intermediate_size=48, rope_theta=5e5,
+    )),
 }  # fmt: skip
 Folders = Callable[[str], Path]
 
@@ -183,12 +187,12 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("gpt2", {"model_type": "mamba"}, "a model of type mamba; wordrun has gpt2 (GPT-2) and llama (LLaMA)"),
+        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3)"),
         ("gpt2", {"activation_function": "relu"}, "activation_function=relu, and model=gpt2 can only be activation_f"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "n_inner=100, and model=gpt2 can only be n_inner=128\n"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and model=gpt2 can only"),
         ("llama", {"attention_bias": True}, "attention_bias=True, and model=llama_debug can only be"),
-        ("llama", {"head_dim": 16}, "has head_dim=16, and model=llama_debug can only be head_dim=8"),
+        ("llama", {"head_dim": 16}, "has model.head_size=16, and model=llama_debug has null"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "can only be rope_parameters={'rope_type': 'llama3'"),
         ("llama", {"hidden_size": None}, "does not say 'hidden_size'"),
     ],

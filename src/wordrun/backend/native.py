@@ -48,7 +48,7 @@ class NativeBackend:
         self.unpadded_rows = {(name, p.shape): rows[name] for name, p in self.named_parameters() if name in rows}
         if spec.weights is not None:
             self._fill(spec.weights)
-        self.optimizer = spec.optimizer(self.named_parameters())
+        self.optimizer = spec.optimizer((name, p) for name, p in self.named_parameters() if p.requires_grad)
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -159,9 +159,10 @@ class NativeBackend:
             average(buffers, group)
 
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
-        """Return this rank's shards of parameters and persistent buffers, by their names in a checkpoint."""
+        """Return this rank's shards of trained parameters and persistent buffers, by their names in a checkpoint."""
         state: dict[str, Tensor] = {}
-        for name, tensor in [*self.named_parameters(once=once), *self.buffers()]:
+        trained = [(name, p) for name, p in self.named_parameters(once=once) if p.requires_grad]
+        for name, tensor in [*trained, *self.buffers()]:
             state.setdefault(f"model.{name}", tensor)
         return state
 
@@ -232,8 +233,9 @@ class NativeBackend:
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards of the initial ``weights``, reading one unsharded tensor at a time."""
-        buffers = [(name, buffer) for name, buffer in self.buffers() if name in weights]
-        for name, tensor in [*self.named_parameters(), *buffers]:
+        for name, tensor in [*self.named_parameters(), *self.buffers()]:
+            if name not in weights:  # a buffer that is newer, or an addition of LoRA
+                continue
             shard = shards.shard_of(name, tensor, self.unpadded_rows.get((name, tensor.shape)))
             window = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.data.shape, strict=True))
             shard.data.copy_(weights[name][window])

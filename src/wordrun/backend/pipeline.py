@@ -62,16 +62,19 @@ class PipelineBackend(FSDPBackend):
             for number, part in zip(self.numbers, self.parts, strict=True)
         ]
         criterion = self.parts[-1].criterion
+        self.scale: Tensor | float = 1.0
+        """The scale of the losses of this step, the same for all its batches."""
         self.schedule = getattr(pipelining, f"Schedule{options.schedule}")(
             parts if options.schedule in INTERLEAVED else parts[0],
             microbatches(cfg, options, pp) * accumulation(cfg, spec.layout.dp),
-            loss_fn=lambda outputs, targets: full(criterion(outputs, targets)).mean(),
+            loss_fn=lambda outputs, targets: full(criterion(outputs, targets)).mean() * self.scale,
         )
         self.tied = self._tied_weights()
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step, sending all ``batches`` through the pipeline."""
         inputs, every, targets = self.parts[0].stage_inputs(batches)
+        self.scale = 1.0 if batches[0].scale is None else batches[0].scale
         losses: list[Tensor] = []
         first = (inputs,) if self.parts[0].is_first else ()
         last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}
@@ -160,9 +163,10 @@ class PipelineBackend(FSDPBackend):
         """Return the loss of each example of ``batch``, (B,); only the last stage has outputs, so none are returned."""
         inputs, every, targets = self.parts[0].stage_inputs([batch])
         with self.forward_context():
-            return self._forward(
+            losses = self._forward(
                 inputs, targets.shape[:1], lambda part, x: part.criterion(part(x, **every), targets), every
             )
+        return losses if batch.scale is None else losses * batch.scale
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from wordrun import compat
 from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
-from wordrun.config import Config, from_plain
+from wordrun.config import Config, TransformerConfig, from_plain
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.model import Model, Transformer, new_model
+from wordrun.model import Model, Transformer, lora, meta_model, new_model, pretrained
 from wordrun.model.base import LazyWeights
 
 MODEL = "model."
@@ -36,11 +36,14 @@ class Saved:
     folder: Path
     step: int
     config: Config
+    """Of the model without LoRA's additions, which ``weights`` include."""
     tokenizer_json: str
     """Empty if the data are not text."""
     vocab_size: int
     """The tokenizer's vocabulary size; the model's may be larger. 0 if the data are not text."""
     manifest: dict[str, Any]
+    lora: TransformerConfig | None = None
+    """With LoRA, the options of the model with its additions."""
 
     @property
     def tokenizer_file(self) -> Path:
@@ -50,15 +53,23 @@ class Saved:
     def weights(self, which: str = "model") -> Mapping[str, Tensor]:
         """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
-        Weights written by DeepSpeed's engine are gathered from all ranks' shards at once.
+        Weights written by DeepSpeed's engine are gathered from all ranks' shards at once. With LoRA, its additions are
+        in the weights.
 
         Args:
             which: model, or the name of a hook that has saved other values of some or all weights, such as ema.
 
         Raises:
-            UserError: the engine wrote them, and DeepSpeed is not installed.
+            UserError: the engine wrote them, and DeepSpeed is not installed; LoRA's base model is missing or another.
             ConfigError: the checkpoint has no values by the hook ``which``.
         """
+        if self._is_engines and which == "model":
+            return self._engine_weights()
+        stored = self.stored(which)
+        return lora.merged(self._base(), stored, self.lora) if self.lora else stored
+
+    def stored(self, which: str = "model") -> Mapping[str, Tensor]:
+        """Return the weights in the checkpoint's own files, as ``weights``; with LoRA, the additions alone."""
         stored = {} if self._is_engines else index.load(self.folder)
         names = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
         if which != "model":
@@ -71,9 +82,23 @@ class Saved:
                 if name not in names or stored[own[name]].shape != stored[names[name]].shape:
                     raise DamagedError(f"{self.folder} is damaged: {own[name]} does not belong to the model")
             names |= own
-        if self._is_engines:
-            return self._engine_weights()
         return LazyWeights({name: partial(_read, self.folder, full, stored) for name, full in names.items()})
+
+    def _base(self) -> Mapping[str, Tensor]:
+        """Return the weights that LoRA adds to."""
+        base, model = self.manifest["base"], meta_model(self.config.transformer, self.vocab_size)
+        source, there = base["source"], base["source"].removeprefix("hf:")
+        remedy = f"{self.folder} holds LoRA's additions to {source}: put that model back there"
+        try:
+            if source == there:
+                weights = find(Path(there)).weights()
+            else:
+                weights = pretrained.open_weights(pretrained.fetch(there), self.config.transformer, self.vocab_size)
+            if lora.digest(weights, model) == base["digest"]:
+                return weights
+        except UserError as error:
+            raise UserError(f"{remedy} ({error})") from None
+        raise UserError(f"{remedy} (it has other weights now)")
 
     def transformer(self) -> Transformer:
         """Return ``meta_model`` of a run on text.
@@ -99,14 +124,14 @@ class Saved:
         Raises:
             DamagedError: the config and the weights are not of the same model.
         """
-        stored = {} if self._is_engines else index.load(self.folder)
+        stored = {} if self._is_engines or self.lora else index.load(self.folder)
         try:
             layers = getattr(self.config.model, "n_layer", 0)
             if stored and layers > len(stored):  # building them could take forever
                 raise ValueError(f"model.n_layer={layers} with {len(stored)} tensors")
             arguments = self.manifest.get("model_arguments", {"vocab_size": self.vocab_size})
             model: Model = new_model(self.config.model, **arguments)
-            for name, weight in () if self._is_engines else model.weights():
+            for name, weight in model.weights() if stored else ():
                 if MODEL + name not in stored or stored[MODEL + name].shape != weight.shape:
                     raise ValueError(f"{name} should have the shape {list(weight.shape)}, and does not")
         except Exception as error:  # the config may contain anything
@@ -180,4 +205,7 @@ def _open(folder: Folder, check: bool) -> Saved:
         raise DamagedError(f"{folder.path} is damaged: {name}: {first_line(error)}") from None
     except UserError as error:
         raise UserError(f"{folder.path}: {error}") from None
-    return Saved(folder.path, folder.step, config, tokenizer, manifest.get("vocab_size", 0), manifest)
+    model = config.transformer if config.lora_rank else None
+    if model is not None:
+        config = replace(config, model=lora.without(model))
+    return Saved(folder.path, folder.step, config, tokenizer, manifest.get("vocab_size", 0), manifest, model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ class Batch:
     targets: Tensor
     eot: int | None = None
     """The end-of-text token that precedes each document; set if attention is confined to documents."""
+    scale: Tensor | None = None
+    """By what each sequence's mean loss is multiplied, () or (B,): for pairs, T over a number of predicted tokens."""
+    pairs: Tensor | None = None
+    """The number of each token's pair within its sequence, (B, T), if attention is confined to pairs."""
 
     @classmethod
     def empty(cls, size: int, block_size: int, *, pinned: bool = False, eot: int | None = None) -> Batch:
@@ -36,15 +41,18 @@ class Batch:
     @property
     def documents(self) -> Tensor | None:
         """The document index of each token within its sequence, (B, T); None if attention ignores documents."""
-        return None if self.eot is None else (self.tokens == self.eot).cumsum(1)
+        return self.pairs if self.eot is None else (self.tokens == self.eot).cumsum(1)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; copies from pinned memory do not block the host."""
         if device.type == "cpu":
             return self
-        pinned = (t if t.is_pinned() else t.pin_memory() for t in (self.tokens, self.targets))
-        tokens, targets = (t.to(device, non_blocking=True) for t in pinned)
-        return Batch(tokens, targets, self.eot)
+        moved: dict[str, Any] = {
+            name: (value if value.is_pinned() else value.pin_memory()).to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 def rows(tokens: Array, starts: NDArray[np.int64], width: int) -> NDArray[np.integer]:

@@ -22,6 +22,8 @@ EXAMINED = 2**20
 """Number of tokens to check against the vocabulary at each end of shards without a manifest."""
 COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
 """Options that must match the ones data.prepared was made with."""
+COMPARED_PAIRS = ("prompt_key", "answer_key", "template")
+"""More of them for prompts and answers."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokeni
     """Raise ConfigError if the folder was prepared with options that differ from the run's."""
     made, theirs = manifest.settings, manifest.settings["tokenizer"]
     wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
+    if data.kind == "pairs":
+        wanted |= {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED_PAIRS}
+    elif made["kind"] == "pairs":
+        wanted["data.kind"] = (data.kind, "pairs")
     wanted["tokenizer"] = (tokenizer.name, theirs["name"])
     if tokenizer.name == theirs["name"] and not (data.kind == "shards" or theirs.get("path")):
         options = {name: value for name, value in asdict(tokenizer).items() if name != "path"}

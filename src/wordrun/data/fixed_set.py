@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wordrun.data.batch import Batch
+from wordrun.data.pairs import Rows
 from wordrun.data.shards import Array
 from wordrun.errors import ConfigError
 
@@ -40,15 +42,17 @@ class FixedSet:
         size: number of data-parallel ranks.
         eot: the end-of-text token if attention is confined to documents.
         parts: for a mix, the number of tokens and the share of each part, in order.
+        rows: for prompts and answers, their sequences, each weighted by its number of predicted tokens.
     """
 
     def __init__(
         self, tokens: Array, block_size: int, batch_size: int, count: int | None,
         rank: int = 0, size: int = 1, eot: int | None = None, parts: Sequence[tuple[int, float]] = (),
+        rows: Rows | None = None,
     ) -> None:  # fmt: skip
         starts, shares, begin = [], [], 0
         for length, share in parts or [(len(tokens), 1.0)]:
-            available = (length - 1) // block_size
+            available = (length - 1) // block_size if rows is None else len(rows)
             if available < 1:
                 raise ConfigError(
                     f"model.block_size={block_size} is longer than the validation text of {length} tokens: "
@@ -56,7 +60,7 @@ class FixedSet:
                 )
             n = available if count is None else min(available, max(1, round(count * share)))
             spread = np.arange(n, dtype=np.int64) * available // n  # evenly spaced over the text
-            starts.append(begin + spread * block_size)
+            starts.append(begin + spread * (block_size if rows is None else 1))
             shares.append(share)
             begin += length
         chosen = np.concatenate(starts)
@@ -64,14 +68,21 @@ class FixedSet:
         mine, counts = deal(len(chosen), batch_size, rank, size)
         self.weights = np.where(counts, np.concatenate(weights)[mine], 0.0)
         self._starts = chosen[mine]
+        self._rows = rows
         self._tokens, self._block_size, self._batch_size, self._eot = tokens, block_size, batch_size, eot
 
     def __len__(self) -> int:
         return len(self._starts) // self._batch_size
 
     def __getitem__(self, i: int) -> tuple[Batch, Tensor]:
-        """Return this rank's i-th batch and the weight of each of its sequences, 1 on average."""
+        """Return this rank's i-th batch and the weight of each of its sequences."""
         part = slice(i * self._batch_size, (i + 1) * self._batch_size)
+        if self._rows is not None:
+            batch, numbers = self._rows.empty(self._batch_size), self._starts[part]
+            self._rows.fill(batch, numbers)
+            counts = self._rows.counts(numbers)
+            scale = self._block_size / torch.from_numpy(counts).clamp(min=1).float()
+            return replace(batch, scale=scale), torch.from_numpy(self.weights[part] * counts)
         batch = Batch.empty(self._batch_size, self._block_size, eot=self._eot)
         batch.fill(self._tokens, self._starts[part])
         return batch, torch.from_numpy(self.weights[part])

@@ -76,6 +76,10 @@ class _Builder:
             slot.copied.synchronize()
         for micro, batch in enumerate(slot.batches):
             self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
+            if (scale := getattr(batch, "scale", None)) is not None:
+                # Of the whole step, so that the mean is over all predicted tokens.
+                whole = self.gas * self.ranks * self.size
+                scale.fill_(self.order.scale(step * whole, whole))  # type: ignore[attr-defined]
         return slot
 
     def prefetched(self, step: int) -> _Slot:

@@ -55,6 +55,11 @@ class Manifest:
     left_out: list[str] = field(default_factory=list)
     """Files of the source that could not be used, each with the reason."""
 
+    @property
+    def dtype(self) -> str:
+        """The token type of the shards."""
+        return shards.dtype_for(self.vocab_size, pairs=self.settings["kind"] == "pairs")
+
     def tokens(self, split: str) -> int:
         """Return the number of tokens in a split."""
         return sum(entry.tokens for entry in getattr(self, split))
@@ -136,12 +141,13 @@ def split(folder: Path, manifest: Manifest, name: str, *, examine: bool = True) 
         examine: compare every file's header and size with the manifest. One rank per node is enough; the others
             check a shard when they first need it.
     """
-    dtype = shards.dtype_for(manifest.vocab_size)
     entries = getattr(manifest, name)
     if examine:
         return shards.Tokens([shards.examine(folder / entry.file, entry.tokens) for entry in entries])
     offset = 4 * shards.HEADER
-    return shards.Tokens([shards.Shard(str(folder / entry.file), dtype, offset, entry.tokens) for entry in entries])
+    return shards.Tokens(
+        [shards.Shard(str(folder / entry.file), manifest.dtype, offset, entry.tokens) for entry in entries]
+    )
 
 
 def verify(folder: Path, manifest: Manifest) -> list[str]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from wordrun.config import MIX_PERIOD, Config
 from wordrun.data.batch import Batch, rows
 from wordrun.data.corpus import Corpus
+from wordrun.data.pairs import Rows
 from wordrun.data.shards import Array
 from wordrun.errors import ConfigError
 
@@ -77,6 +78,10 @@ class Order(ABC):
     @abstractmethod
     def fill(self, first: int, batch: Batch) -> None:
         """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
+
+    def scale(self, first: int, count: int) -> float:
+        """Return by what the mean losses of ``count`` sequences from index ``first`` are multiplied."""
+        return 1.0
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
         """Return an uninitialised batch of ``size`` sequences."""
@@ -146,6 +151,32 @@ class Sequences(Order):
         return np.minimum(moved, len(self.tokens) - self.block_size - 1)
 
 
+class PairOrder(Order):
+    """The sequences of prompts and answers; each epoch has all of them, in another order."""
+
+    def __init__(self, rows: Rows, seed: int) -> None:
+        self.rows, self.seed = rows, seed
+        self.block_size, self.per_epoch = rows.block_size, len(rows)
+
+    def empty(self, size: int, *, pinned: bool = False) -> Batch:
+        """Return an uninitialised batch of ``size`` sequences."""
+        return self.rows.empty(size, pinned=pinned)
+
+    def fill(self, first: int, batch: Batch) -> None:
+        """Overwrite ``batch`` with the run's sequences starting at index ``first``, except for the scale."""
+        self.rows.fill(batch, self._numbers(first, len(batch.tokens)))
+
+    def scale(self, first: int, count: int) -> float:
+        """Return T over the mean number of predicted tokens of ``count`` sequences from index ``first``."""
+        return self.block_size * count / max(1, int(self.rows.counts(self._numbers(first, count)).sum()))
+
+    def _numbers(self, first: int, count: int) -> NDArray[np.int64]:
+        epochs, at = np.divmod(np.arange(first, first + count), self.per_epoch)
+        return np.concatenate([
+            Permutation(self.per_epoch, f"{self.seed}/{epoch}")(at[epochs == epoch]) for epoch in np.unique(epochs)
+        ])  # fmt: skip
+
+
 class Mix(Order):
     """Interleaves several orders, each in proportion to its share.
 
@@ -193,6 +224,8 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
         ConfigError: if the corpus is too short, or an option needs an end-of-text token that the tokenizer lacks.
     """
     seed, eot, size = cfg.train.seed, eot_for("align", cfg, corpus), cfg.transformer.block_size
+    if cfg.data.kind == "pairs":
+        return PairOrder(pairs_of_run(cfg, corpus, corpus.train), seed)
     order: Order
     if corpus.mix:
         orders = [Sequences(part.train, size, seed + i, eot) for i, part in enumerate(corpus.mix)]
@@ -201,6 +234,20 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
         order = Sequences(corpus.train, size, seed, eot)
     order.document = eot_for("mask_documents", cfg, corpus)
     return order
+
+
+def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> Rows:
+    """Return the sequences of pairs in ``tokens``, a split of the run's corpus.
+
+    Raises:
+        ConfigError: the tokenizer has no end-of-text token, which ends an answer.
+    """
+    if corpus.tokenizer.eot is None:
+        raise ConfigError(
+            f"data.kind=pairs needs an end-of-text token, which ends each answer, and tokenizer={cfg.tokenizer.name} "
+            "has none: use tokenizer=hf with the model's tokenizer.path, or tokenizer=gpt2, bpe or byte"
+        )
+    return Rows(tokens, cfg.transformer.block_size, corpus.tokenizer.eot, several=cfg.text.mask_documents)
 
 
 def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:

@@ -32,6 +32,8 @@ FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """Maps magic and version to the token type."""
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
+START, ANSWER = np.uint32(2**31), np.uint32(2**30)
+"""In shards of pairs, flags of a pair's first token, the end-of-text token, and of a token that is predicted."""
 MACOS = 10_240
 """Number of open files that macOS allows, whatever the limit says."""
 MOST_READ = 2**27
@@ -122,9 +124,14 @@ def _npy(path: str, file: BinaryIO) -> Shard:
     return Shard(path, dtype.str, file.tell(), int(shape[0]))
 
 
-def dtype_for(vocab_size: int) -> str:
-    """Return the token type of shards with ``vocab_size``."""
-    return "<u2" if vocab_size <= 2**16 else "<u4"
+def dtype_for(vocab_size: int, *, pairs: bool = False) -> str:
+    """Return the token type of shards with ``vocab_size``; those of ``pairs`` also have flags."""
+    return "<u4" if pairs or vocab_size > 2**16 else "<u2"
+
+
+def plain(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return ``tokens`` without the flags of pairs."""
+    return tokens & (ANSWER - np.uint32(1))
 
 
 class _File:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ class Cached:
 def generate(
     logits_of: Callable[[Tensor], Tensor], prompt: Tensor, length: int, *, block_size: int, temperature: float = 1.0,
     top_k: int | None = None, top_p: float = 1.0, seed: int = 0, slide: int = 1,
-    on_tokens: Callable[[Tensor], None] | None = None,
+    on_tokens: Callable[[Tensor], None] | None = None, stop: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """Return ``prompt`` followed by ``length`` generated tokens, (B, T + length).
+    """Return ``prompt`` followed by ``length`` generated tokens, (B, T + length), or fewer with ``stop``.
 
     It has its own random generator, so that sampling during a run does not affect training.
 
@@ -55,6 +55,7 @@ def generate(
         slide: number of tokens to drop from the start of a context that exceeds ``block_size``, after which a cache
             must be recomputed. 1 keeps the context full, but makes a cache useless beyond ``block_size``.
         on_tokens: called with each new column of tokens, (B,) on the CPU.
+        stop: tokens after any of which the first sequence, and with it all, ends.
     """
     # Always on the CPU, so that every device generates the same text.
     generator = torch.Generator().manual_seed(seed)
@@ -67,6 +68,8 @@ def generate(
         tokens = torch.cat((tokens, drawn.to(tokens.device)), 1)
         if on_tokens is not None:
             on_tokens(drawn[:, 0])
+        if stop and int(drawn[0, 0]) in stop:
+            break
     return tokens
 
 

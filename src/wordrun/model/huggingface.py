@@ -1,5 +1,5 @@
 """Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as
-LlamaForCausalLM. The library itself is not needed.
+LlamaForCausalLM or, with qk_norm, Qwen3ForCausalLM. The library itself is not needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
-from wordrun.model import meta_model
+from wordrun.model import lora, meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
@@ -27,6 +27,7 @@ LLAMA_NAMES = {
     "blocks": "model.layers", "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
     "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
     "attention.proj": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
 }  # fmt: skip
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
@@ -116,8 +117,9 @@ def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
 
 
 def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
+    kind, name = ("qwen3", "Qwen3ForCausalLM") if cfg.qk_norm else ("llama", "LlamaForCausalLM")
     return {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "model_type": kind, "architectures": [name], "head_dim": cfg.attention_width() // cfg.n_head,
         "max_position_embeddings": cfg.block_size, "hidden_size": cfg.n_embd, "intermediate_size": cfg.n_hidden,
         "num_hidden_layers": cfg.n_layer, "num_attention_heads": cfg.n_head,
         "num_key_value_heads": cfg.n_kv_head or cfg.n_head, "tie_word_embeddings": cfg.tie,
@@ -125,6 +127,28 @@ def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
         "rope_scaling": {**STRETCH, "factor": cfg.rope_factor} if cfg.rope_factor != 1 else None,
         "rms_norm_eps": cfg.norm_eps, "attention_dropout": cfg.dropout,
     }  # fmt: skip
+
+
+def adapter(additions: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return LoRA's additions as peft's adapter_config.json and adapter_model.safetensors hold them.
+
+    Args:
+        additions: by the names of our model.
+        cfg: the model's options.
+    """
+    tensors, targets = {}, set()
+    for name, tensor in additions.items():
+        layer, _, part = name.rpartition(".")
+        theirs = _their_name(f"{layer}.weight", cfg).removesuffix(".weight")
+        # Rows of B are outputs of the layer, ordered as its weight's rows.
+        rows = _by_kind(layer, tensor, cfg) if part == lora.B else tensor
+        tensors[f"base_model.model.{theirs}.lora_{part[-1].upper()}.weight"] = rows.contiguous()
+        targets.add(ARCHITECTURES[type(cfg)].names[layer.split(".", 2)[2]])
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": cfg.lora_rank, "lora_alpha": cfg.lora_alpha,
+        "lora_dropout": cfg.lora_dropout, "target_modules": sorted(targets), "bias": "none", "inference_mode": True,
+        "fan_in_fan_out": ARCHITECTURES[type(cfg)].transposed,
+    }, tensors  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,9 +184,15 @@ def _to_theirs(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
 
     GPT-2's matrices are transposed there, and all rows of q precede all rows of k and v; our rows are ordered by head.
     """
-    if ".qkv." in name:
-        tensor = tensor.reshape(cfg.n_head, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
+    tensor = _by_kind(name, tensor, cfg)
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
+
+
+def _by_kind(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
+    """Return ``tensor`` with the rows of q before those of k and v, if it belongs to a layer that has all three."""
+    if "attention.qkv" not in name:
+        return tensor
+    return tensor.reshape(cfg.n_head, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def to_ours(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:

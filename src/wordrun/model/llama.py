@@ -1,12 +1,13 @@
-"""LLaMA (Touvron et al. 2023), and Llama 2 and 3 after it.
+"""LLaMA (Touvron et al. 2023), Llama 2 and 3 after it, and Qwen3 (Yang et al. 2025).
 
-Shapes: B sequences, T tokens, C = n_embd, N heads, M = n_kv_head, H = C / N, V vocabulary.
+Shapes: B sequences, T tokens, C = n_embd, N heads, M = n_kv_head, H = head_size or C / N, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,20 +65,24 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: LlamaConfig) -> None:
         super().__init__()
-        self.head_size = cfg.n_embd // cfg.n_head
+        self.head_size = cfg.head_size or cfg.n_embd // cfg.n_head
         self.rope_theta, self.rope_factor = cfg.rope_theta, cfg.rope_factor
         self.dropout = cfg.dropout
         shared = (cfg.n_kv_head or cfg.n_head) * self.head_size
-        self.q = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.q = nn.Linear(cfg.n_embd, cfg.attention_width(), bias=False)
         self.k = nn.Linear(cfg.n_embd, shared, bias=False)
         self.v = nn.Linear(cfg.n_embd, shared, bias=False)
-        self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.proj = nn.Linear(cfg.attention_width(), cfg.n_embd, bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_size, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in "qk"
+        )
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
+        q, k = self.q_norm(q), self.k_norm(k)
         table = self.table(q, cache.length if cache else 0)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
         if cache is not None:
@@ -133,3 +138,11 @@ class Llama(Transformer):
     def new_norm(self) -> nn.Module:
         """Return a norm."""
         return RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Return how tensor-parallel ranks shard the matrices; each normalizes its own heads."""
+        from torch.distributed.tensor import parallel as tp
+
+        by_head = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
+        norms = ("q_norm", "k_norm") if self.cfg.qk_norm else ()
+        return {**super().tensor_parallel_plan(), **{f"blocks.*.attention.{name}": by_head for name in norms}}

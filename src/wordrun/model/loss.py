@@ -27,7 +27,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, *
     Args:
         x: features, (N, C).
         weight: of the output layer, (V, C).
-        targets: token ids, (N,).
+        targets: token ids, (N,); the loss of a negative one is 0.
         vocab_size: the logits from here on are padding, with probability 0.
         compiled: compute softmax and gradient with torch.compile, in one kernel.
     """
@@ -35,8 +35,9 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, *
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     kernel = _compiled() if compiled else _softmax
     keep = torch.is_grad_enabled()
-    losses: Tensor = _CrossEntropy.apply(x, weight, targets, vocab_size, dtype, kernel, keep)  # type: ignore[no-untyped-call]
-    return losses
+    known = targets.clamp(min=0)
+    losses: Tensor = _CrossEntropy.apply(x, weight, known, vocab_size, dtype, kernel, keep)  # type: ignore[no-untyped-call]
+    return losses * (targets >= 0)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -19,7 +19,10 @@ from wordrun.errors import ConfigError, UserError, first_line, unpickling_proble
 from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
-KINDS = {"gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug")}
+KINDS = {
+    "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),
+    "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"),
+}  # fmt: skip
 """transformers' model types mapped to our options class, a display name and a preset."""
 INDEX = ".index.json"
 FORMATS = ("model.safetensors", "pytorch_model.bin")
@@ -67,7 +70,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
     They keep the dtype of the file. If a GPT has fewer positions than the folder, the first ones are used.
 
     Args:
-        folder: with config.json and weights of a GPT2LMHeadModel or a LlamaForCausalLM.
+        folder: with config.json and weights of a GPT2LMHeadModel, a LlamaForCausalLM or a Qwen3ForCausalLM.
         cfg: the model that is initialised with them.
         vocab_size: rows of its embedding if ``cfg`` does not set it; None: as many as in the file.
 
@@ -124,7 +127,7 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
     """
     kind = facts.get("model_type")
     if kind not in KINDS:
-        known = " and ".join(f"{key} ({name})" for key, (_, name, _) in KINDS.items())
+        known = ", ".join(f"{key} ({name})" for key, (_, name, _) in KINDS.items())
         raise ConfigError(f"{folder} holds weights of a model of type {kind}; wordrun has {known}")
     try:
         cfg, only = _gpt2(facts) if kind == "gpt2" else _llama(facts)
@@ -163,16 +166,23 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     theta = rope.pop("rope_theta", facts.get("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     factor = rope.pop("factor", 1.0) if kind != "default" else 1.0
-    n_head = facts["num_attention_heads"]
+    n_head, width = facts["num_attention_heads"], facts["hidden_size"]
     shared = facts.get("num_key_value_heads") or n_head
+    qwen = facts["model_type"] == "qwen3"
+    head_size = facts.get("head_dim") or (128 if qwen else width // n_head)
     cfg = LlamaConfig(
         n_layer=facts["num_hidden_layers"], n_head=n_head, n_kv_head=None if shared == n_head else shared,
-        n_embd=facts["hidden_size"], n_hidden=facts["intermediate_size"], vocab_size=facts["vocab_size"],
+        head_size=None if head_size * n_head == width else head_size, qk_norm=qwen, n_embd=width,
+        n_hidden=facts["intermediate_size"], vocab_size=facts["vocab_size"],
         block_size=facts.get("max_position_embeddings", 2048), rope_theta=float(theta), rope_factor=float(factor),
         norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
     )  # fmt: skip
-    only: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    only["head_dim"] = facts.get("head_dim") and cfg.n_embd // n_head
+    only: dict[str, Any] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    }
     stretched = {key: value for key, value in STRETCH.items() if key != "rope_type"}
     if kind not in ("default", STRETCH["rope_type"]) or (kind != "default" and rope != stretched):
         name = "rope_parameters" if "rope_parameters" in facts else "rope_scaling"
@@ -184,10 +194,10 @@ def differences(
     folder: Path, described: TransformerConfig, cfg: TransformerConfig, vocab_size: int | None
 ) -> tuple[list[str], list[str]]:
     """Return the differences between ``cfg`` and the model in a folder, one per line, and overrides to fix them."""
-    kind = next(key for key, (cls, _, _) in KINDS.items() if cls is type(described))
-    _, name, preset = KINDS[kind]
+    kinds = [(name, preset) for cls, name, preset in KINDS.values() if cls is type(described)]
+    name, preset = kinds[getattr(described, "qk_norm", False)]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
-    for free in ("name", "batch_size", "dropout"):
+    for free in ("name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"):
         del options[free]
     if type(described) is not type(cfg):
         words = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]
@@ -196,6 +206,8 @@ def differences(
     mine["vocab_size"] = cfg.vocab_size or vocab_size or described.vocab_size
     if mine.get("n_kv_head") == cfg.n_head:
         mine["n_kv_head"] = None
+    if mine.get("head_size") == cfg.n_embd // cfg.n_head:
+        mine["head_size"] = None
     if isinstance(cfg, LlamaConfig) or cfg.block_size <= described.block_size:
         del mine["block_size"]  # LLaMA has no weights for it, and GPT has enough positions
     different = {key: options[key] for key, value in mine.items() if value != options[key]}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import TransformerConfig
-from wordrun.model import loss
+from wordrun.model import lora, loss
 from wordrun.model.attention import document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
@@ -80,6 +80,10 @@ class TokenBatch(Protocol):
     def documents(self) -> Tensor | None:
         """(B, T) document number of each token, if attention must stay within documents."""
 
+    @property
+    def scale(self) -> Tensor | None:
+        """By what the mean loss of each sequence is multiplied, () or (B,); None: 1."""
+
 
 class Transformer(Model):
     """A decoder, or a pipeline stage with consecutive blocks of one.
@@ -120,6 +124,8 @@ class Transformer(Model):
             self.norm = self.new_norm()
             self.head = nn.Linear(cfg.n_embd, self.padded_vocab_size, bias=False)
         self.tie()
+        if cfg.lora_rank:
+            lora.adapt(self, self.blocks, cfg)
 
     def add_embedding(self) -> None:
         """Add the modules that ``embed`` uses, including ``tokens``."""
@@ -142,15 +148,15 @@ class Transformer(Model):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass of the full model.
 
-        6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for the attention over T
-        tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is not a matrix
+        6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for attention of width C over
+        T tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is not a matrix
         product and does not count; the output layer does. Grouped-query attention saves weights, but no operations of
-        the attention itself.
+        the attention itself. With LoRA, frozen weights have 4, for want of gradients, and its additions do not count.
         """
         cfg, block = self.cfg, next(iter(self.blocks.values()))
         weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
         weights = cfg.n_layer * weights + self.padded_vocab_size * cfg.n_embd
-        return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+        return (4 if cfg.lora_rank else 6) * weights + 12 * cfg.n_layer * cfg.attention_width() * cfg.block_size
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         # The last pipeline stage has the output layer without the embedding it is tied to.
@@ -160,8 +166,10 @@ class Transformer(Model):
         """Return the standard deviation of the initial values of the matrix ``name``.
 
         0.02, and 0.02 / sqrt(2 n_layer) for projections into the residual stream, so that its variance does not grow
-        with depth (Radford et al. 2019, section 2.3).
+        with depth (Radford et al. 2019, section 2.3). One factor of LoRA's additions starts at 0.
         """
+        if name.endswith(lora.B):
+            return 0.0
         return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
@@ -206,7 +214,7 @@ class Transformer(Model):
             at: compute the logits of this token only.
             caches: KV caches of the tokens before ``x``, one per block of this stage.
             documents: (B, T) document number of each token, if attention must stay within documents.
-            targets: (B, T) the next tokens; return the losses of the last stage rather than its logits.
+            targets: (B, T) the next tokens, -100 for no loss; return the last stage's losses rather than its logits.
 
         Returns:
             (B, T, V), or (B, V) with ``at``, -inf for padding; (B,) with ``targets``; before the last stage, (B, T, C).
@@ -249,7 +257,7 @@ class Transformer(Model):
     def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
         losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
-        return losses
+        return losses if batch.scale is None else unsharded(losses) * batch.scale
 
     def losses_and_outputs(
         self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None
@@ -264,7 +272,7 @@ class Transformer(Model):
 
         Args:
             logits: (B, T, V).
-            targets: (B, T).
+            targets: (B, T); the loss of -100 is 0.
         """
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         return losses.view(targets.shape).mean(1)
@@ -293,6 +301,13 @@ def in_compute_dtype(x: Tensor) -> Tensor:
     kind = x.device.type
     bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     return x.bfloat16() if bf16 else x
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """Return the full tensor, on every tensor-parallel rank."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -73,17 +73,17 @@ def _gpt(cfg: GPTConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
 
 @saved_tensors.register(LlamaConfig)
 def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
-    C, hidden = cfg.n_embd, cfg.n_hidden
-    shared = C * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
+    C, width, hidden = cfg.n_embd, cfg.attention_width(), cfg.n_hidden
+    shared = width * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
     # The mean square; on a CPU, RMSNorm consists of several operations, which also save the scaled input.
     norm = [SavedTensor(1, dtype="fp32"), *([SavedTensor(C, dtype="stream")] if on_cpu else [])]
     return [
         *norm,
         SavedTensor(C, readers=3),  # norm output, for q, k and v
-        *(SavedTensor(width, matmul=True, needed=False) for width in (C, shared)),  # q, k
-        *(SavedTensor(width) for width in (C, shared)),  # q, k after rotation
+        *(SavedTensor(each, matmul=True, needed=cfg.qk_norm) for each in (width, shared)),  # q, k
+        *(SavedTensor(each) for each in (width, shared)),  # q, k after rotation
         SavedTensor(shared, matmul=True),  # v
-        SavedTensor(C, matmul=True),  # attention output, for its projection
+        SavedTensor(width, matmul=True),  # attention output, for its projection
         SavedTensor(C, matmul=True, needed=False),  # the projection
         SavedTensor(C, dtype="stream"),  # residual stream between attention and MLP, for the norm
         *norm,

@@ -10,7 +10,7 @@ To plan another backend, register a function for its config: ``memory_of_rank.re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
@@ -80,7 +80,10 @@ def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: 
         model = shapes_of(model.cfg, model.vocab_size, multiple)
     ranks = range(strategy.layout.pp) if pp_rank is None else [pp_rank]
     each = (memory_of_rank(strategy.backend, model, strategy, checkpointing, rank) for rank in ranks)
-    return max(each, key=lambda need: need.total)
+    all_ = model.stage(model.layers)
+    share = numel([each for each in all_ if each.trained]) / numel(all_)  # less than 1 with LoRA
+    scaled = (replace(need, gradients=need.gradients * share, optimizer=need.optimizer * share) for need in each)
+    return max(scaled, key=lambda need: need.total)
 
 
 @singledispatch

@@ -28,6 +28,8 @@ class ParameterShape:
     """The dimension that tensor parallelism shards; None: replicated on every rank of the group."""
     matmul: bool = False
     """Whether it is a factor of a matrix product, which autocast copies to 16 bits."""
+    trained: bool = True
+    """Whether it has gradients."""
 
     def numel(self, tp: int = 1, shard: int = 1) -> int:
         """Return the number of elements in the first rank's shard, the largest: torch shards by whole rows."""
@@ -123,5 +125,7 @@ def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
                 tp_dim = 0
             elif any(isinstance(style, RowwiseParallel) for style in styles):
                 tp_dim = 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
-            shapes.append(ParameterShape(tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear)))
+            shapes.append(
+                ParameterShape(tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad)
+            )
     return shapes

@@ -18,6 +18,8 @@ FORMAT = 2
 """Version of the prepared data format. Each version gets a different folder name, unless data.prepared sets it."""
 SETTINGS = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction", "shard_mb")
 """The options of TextConfig that affect the shards."""
+PAIR_SETTINGS = ("prompt_key", "answer_key", "template")
+"""More of them for pairs."""
 
 
 def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
@@ -33,6 +35,8 @@ def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
 def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
     """Return all settings that affect the shards."""
     found: dict[str, Any] = {name: getattr(source.data, name) for name in SETTINGS}
+    if source.data.kind == "pairs":
+        found |= {name: getattr(source.data, name) for name in PAIR_SETTINGS}
     found["tokenizer"] = asdict(tokenizer)
     found["state"] = source.state()
     if found["tokenizer"].get("path"):  # the content matters, not the name

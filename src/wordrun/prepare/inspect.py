@@ -15,7 +15,7 @@ from rich.text import Text
 from wordrun.config import Config
 from wordrun.data import manifest as manifests
 from wordrun.data.order import Sequences
-from wordrun.data.shards import Tokens, examine
+from wordrun.data.shards import Tokens, examine, plain
 from wordrun.data.tokenizers.base import Tokenizer
 
 LONGEST = 5
@@ -46,7 +46,8 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
             f"90 % between {low:,.0f} and {high:,.0f}"
         )
         print_(_longest(folder, found, tokenizer))
-    print_(_sequences(folder, manifest, cfg, tokenizer))
+    if manifest.settings["kind"] != "pairs":
+        print_(_sequences(folder, manifest, cfg, tokenizer))
     picture = (folder if os.access(folder, os.W_OK) else Path.cwd()) / "inspect.png"
     draw(picture, manifest, counts, sizes)
     print_(f"histograms: {picture}", soft_wrap=True)
@@ -67,7 +68,7 @@ def frequencies(folder: Path, manifest: manifests.Manifest) -> tuple[NDArray[np.
     tokens = manifests.split(folder, manifest, "train", examine=False)
     counts, counted = np.zeros(manifest.vocab_size, dtype=np.int64), 0
     for shard in tokens.shards[::step]:
-        content = Tokens([shard])[: COUNTED - counted]
+        content = plain(Tokens([shard])[: COUNTED - counted])
         counts += np.bincount(content, minlength=manifest.vocab_size)
         counted += len(content)
         if counted >= COUNTED:
@@ -103,7 +104,7 @@ def _sequences(folder: Path, manifest: manifests.Manifest, cfg: Config, tokenize
 
 
 def _text(tokenizer: Tokenizer, tokens: NDArray[np.integer]) -> Text:
-    text = tokenizer.decode(tokens)
+    text = tokenizer.decode(plain(tokens))
     return Text(repr(text[:SHOWN])[1:-1] + " ..." * (len(text) > SHOWN))
 
 

@@ -168,6 +168,8 @@ def _parts_of_mix(cfg: Config) -> list[TextConfig]:
                 part = compose([f"data={name}"]).text
             except ConfigError as error:
                 raise ConfigError(f"data.mix: {error}") from None
+        if part.kind == "pairs":
+            raise ConfigError(f"data.mix: {name} has prompts and answers, which cannot be mixed: use data={name}")
         parts.append(replace(part, stage=cfg.text.stage, workers=cfg.text.workers))
     if needs_text(cfg.tokenizer) and any(part.kind != "shards" for part in parts):
         raise ConfigError(

@@ -45,7 +45,7 @@ def copy(folder: Path, to: Path, show: Callable[[float], None] = lambda share: N
         UserError: if there is too little space, the folder cannot be written to, or a shard is damaged.
     """
     manifest = manifests.load(folder)
-    entries, width = [*manifest.train, *manifest.val], int(shards.dtype_for(manifest.vocab_size)[-1])
+    entries, width = [*manifest.train, *manifest.val], int(manifest.dtype[-1])
     size = {entry.file: 4 * shards.HEADER + entry.tokens * width for entry in entries}
     try:
         to.mkdir(parents=True, exist_ok=True)

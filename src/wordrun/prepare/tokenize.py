@@ -27,8 +27,8 @@ BATCH = 2**20
 
 Report = Callable[[int, int, int], None]
 """Called with the work item's documents, tokens and characters so far."""
-Chunk = tuple[str, bool, str]
-"""A part of a text, whether it begins a document, and its split."""
+Chunk = tuple[str, bool, str, bool]
+"""A part of a text, whether it begins a document, its split, and whether it is part of an answer."""
 
 
 def record_of(folder: Path, task: str, number: int) -> Path:
@@ -73,7 +73,8 @@ def write_shards(
     item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report
 ) -> dict[str, list[dict[str, Any]]]:
     """Write the shards of ``item`` and return their manifest entries by split."""
-    splits = {split: SplitWriter(split, item, tokenizer, folder) for split in SPLITS}
+    pairs = source.data.kind == "pairs"
+    splits = {split: SplitWriter(split, item, tokenizer, folder, pairs=pairs) for split in SPLITS}
     if source.is_tokens:
         _rewrite(item, splits[item.kind], tokenizer, report)
     else:
@@ -87,9 +88,9 @@ def _encode(
     """Write the texts of ``item`` as tokens."""
     documents = tokens = read = 0
     for batch in _batches(_split(item, source)):
-        texts = [text for text, _, _ in batch]
-        for (text, begins, split), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
-            splits[split].add(ids, begins)
+        texts = [text for text, *_ in batch]
+        for (text, begins, split, answers), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            splits[split].add(ids, begins, answers)
             documents, tokens, read = documents + begins, tokens + len(ids), read + len(text)
         report(documents, tokens, read)
 
@@ -109,15 +110,16 @@ def _split(item: WorkItem, source: Source) -> Iterator[Chunk]:
 
     Validation gets the end of each part of a plain text, or every (1 / val_fraction)-th of many documents.
     """
-    share = source.data.val_fraction
-    for number, document in enumerate(source.documents(item)):
+    share, number = source.data.val_fraction, -1
+    for document in source.documents(item):
+        number += document.begins
         if item.kind == "text":
             cut = int(len(document.text) * (1 - share))
-            yield from ((*chunk, "train") for chunk in chunks(document, 0, cut))
-            yield from ((text, False, "val") for text, _ in chunks(document, cut, len(document.text)))
+            yield from ((*chunk, "train", False) for chunk in chunks(document, 0, cut))
+            yield from ((text, False, "val", False) for text, _ in chunks(document, cut, len(document.text)))
         else:
             split = "val" if int((number + 1) * share) > int(number * share) else "train"
-            yield from ((*chunk, split) for chunk in chunks(document, 0, len(document.text)))
+            yield from ((*chunk, split, document.answers) for chunk in chunks(document, 0, len(document.text)))
 
 
 def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from wordrun.data import manifest as manifests, shards
+from wordrun.data.shards import ANSWER, START
 from wordrun.data.tokenizers.base import Ids, Tokenizer
 from wordrun.errors import UserError
 from wordrun.prepare.sources.base import WorkItem
@@ -27,24 +28,26 @@ GROUP = 16
 class SplitWriter:
     """Writes the shards that a work item contributes to one split."""
 
-    def __init__(self, name: str, item: WorkItem, tokenizer: Tokenizer, folder: Path) -> None:
+    def __init__(self, name: str, item: WorkItem, tokenizer: Tokenizer, folder: Path, *, pairs: bool = False) -> None:
         self.name, self.item, self.folder = name, item, folder
         self._eot = None if tokenizer.eot is None else np.array([tokenizer.eot])
-        self.dtype = shards.dtype_for(tokenizer.vocab_size)
+        if pairs and self._eot is not None:
+            self._eot = self._eot.astype(np.uint32) | START | ANSWER  # as a target, it ends the answer before it
+        self.dtype = shards.dtype_for(tokenizer.vocab_size, pairs=pairs)
         self._entries: list[manifests.Entry] = []
         self._parts: list[Ids] = []
         self._starts: list[int] = []
         self._count = 0
 
-    def add(self, tokens: Ids, begins: bool) -> None:
-        """Append tokens, after an end-of-text token if a document ``begins`` with them."""
+    def add(self, tokens: Ids, begins: bool, answers: bool = False) -> None:
+        """Append tokens, after an end-of-text token if a document ``begins`` with them; ``answers`` are predicted."""
         if begins:
             if self._count >= SHARD_TOKENS:
                 self._flush()
             self._starts.append(self._count)
             if self._eot is not None:
                 self._append(self._eot)
-        self._append(tokens)
+        self._append(tokens.astype(np.uint32) | ANSWER if answers else tokens)
 
     def add_shard(self, tokens: Ids) -> None:
         """Write a shard of tokens that already include the end-of-text tokens."""

@@ -58,7 +58,9 @@ def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: i
     options = [*more, setting("train.resume", relative(source))]
     if not command:
         return f"the same options, with {' '.join(options)}"
-    keys = {option.partition("=")[0] for option in options} | {"train.init_from"}  # only for a new run
+    keys = {option.partition("=")[0] for option in options}
+    if not any(word.lstrip("+").startswith("model.lora_rank=") for word in command):  # LoRA always needs its base
+        keys.add("train.init_from")
     if source != run_dir:  # with a directory of its own, it would be a branch of ``source``
         keys.add("hydra.run.dir")
     kept = [word for word in command if word.partition("=")[0].lstrip("+") not in keys]

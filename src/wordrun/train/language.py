@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from wordrun import dist
+from wordrun import dist, files
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
 from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
-from wordrun.data.order import order_of_run
+from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
-from wordrun.model import Transformer, meta_model, pretrained
+from wordrun.model import Transformer, lora, meta_model, pretrained
 from wordrun.model.generate import generate
 from wordrun.plan.shapes import ModelShapes, shapes_of
 from wordrun.prepare.obtain import obtain
@@ -63,6 +63,8 @@ class LanguageTask(Task):
         self.make_model = partial(meta_model, cfg.transformer, self.vocab_size, multiple=multiple)
         self.meta_model: Transformer = meta_model(cfg.transformer, self.vocab_size)
         self.sequences = order_of_run(cfg, self.corpus)
+        self.base: dict[str, str] = {}
+        """For LoRA, the source and the checksum of the frozen weights."""
         self.tokens_per_example = cfg.transformer.block_size
         self.flops_per_example = self.make_model().flops_per_token() * cfg.transformer.block_size
 
@@ -115,11 +117,26 @@ class LanguageTask(Task):
             UserError: no weights were found.
             ConfigError: they belong to a different model.
         """
+        weights, cfg = self._base_weights(world), self.cfg
+        if weights is not None and cfg.lora_rank:
+            source = str(cfg.train.init_from)
+            place = source.removeprefix("hf:")
+            if Path(place).expanduser().exists():  # else the name of a model
+                source = source.removesuffix(place) + str(files.absolute(place))
+            self.base = {"source": source, "digest": lora.digest(weights, self.initial_model)}
+        return weights
+
+    @property
+    def initial_model(self) -> Transformer:
+        """The model without LoRA's additions."""
+        return meta_model(lora.without(self.cfg.transformer), self.vocab_size)
+
+    def _base_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
         source = self.cfg.train.init_from or ""
         if not source.startswith("hf:"):
             return super().initial_weights(world)
         folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
-        return pretrained.open_weights(folder, self.cfg.transformer, self.vocab_size)
+        return pretrained.open_weights(folder, lora.without(self.cfg.transformer), self.vocab_size)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
@@ -129,10 +146,11 @@ class LanguageTask(Task):
     def validation_set(self, count: int | None) -> FixedSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
         parts = [(len(part.val), part.share) for part in self.corpus.mix]
-        model = self.cfg.transformer
+        model, val = self.cfg.transformer, self.corpus.val
+        rows = pairs_of_run(self.cfg, self.corpus, val) if self.cfg.data.kind == "pairs" else None
         return FixedSet(
-            self.corpus.val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp,
-            self.sequences.document, parts,
+            val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.sequences.document,
+            parts, rows,
         )  # fmt: skip
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -195,11 +213,13 @@ class LanguageTask(Task):
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options."""
-        return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train)}
+        base = {"the base model (train.init_from)": self.base["digest"]} if self.base else {}
+        return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train), **base}
 
     def manifest(self, position: int) -> dict[str, Any]:
         """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
-        return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size}
+        base = {"base": self.base} if self.base else {}
+        return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size, **base}
 
     def announce(self, examples: int) -> None:
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""

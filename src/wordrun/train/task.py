@@ -68,6 +68,11 @@ class Task:
         """Return the shapes of the run's model, from which its memory is estimated; None: there is no estimate."""
         return None
 
+    @property
+    def initial_model(self) -> Model:
+        """The model whose weights train.init_from names, without memory."""
+        return self.meta_model
+
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
         """Return the weights that train.init_from names, each read on access; None: initialise randomly.
 
@@ -81,7 +86,7 @@ class Task:
         # One rank verifies all files, and chooses an intact checkpoint for all.
         saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
         theirs = {name: p.shape for name, p in saved.meta_model().weights()}
-        ours = {name: p.shape for name, p in self.meta_model.weights()}
+        ours = {name: p.shape for name, p in self.initial_model.weights()}
         different = [
             f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
             for name in sorted(ours.keys() | theirs.keys())

@@ -100,7 +100,8 @@ class Trainer(Training):
         self.memory.before_data(task.least_shapes(cfg))
         self.task = task(cfg, world, self.layout, banner)
         self.memory.before_model(self.task.shapes())
-        weights = None if self.start.folder else self.task.initial_weights(world)
+        # A checkpoint of LoRA has no frozen weights.
+        weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
         with self.memory.explained():

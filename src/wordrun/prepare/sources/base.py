@@ -44,6 +44,8 @@ class Document:
     text: str
     begins: bool = True
     """Whether this is the beginning of the text."""
+    answers: bool = False
+    """Whether it is the answer to the prompt before it, which is predicted."""
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,12 @@ def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
 
 
 def _of_lines(item: WorkItem, data: TextConfig) -> Iterator[str]:
+    for line, where in lines(item):
+        yield field(line, data.text_key, where)
+
+
+def lines(item: WorkItem) -> Iterator[tuple[bytes, str]]:
+    """Yield the non-empty lines of a .jsonl file, decompressed, and where each is, for messages."""
     number, left = 0, sys.maxsize
     since = f" after byte {item.start:,}" if item.start else ""
     try:
@@ -210,7 +216,7 @@ def _of_lines(item: WorkItem, data: TextConfig) -> Iterator[str]:
                 left -= len(line)
                 number += 1
                 if line.strip():
-                    yield _field(line, data.text_key, f"{item.path} (line {number}{since})")
+                    yield line, f"{item.path} (line {number}{since})"
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{item.path} is damaged ({error}, line {number}{since}): copy it again") from None
 
@@ -226,7 +232,8 @@ def _unpacked(path: str) -> Any:
     return open(path, "rb")
 
 
-def _field(line: bytes, key: str, where: str) -> str:
+def field(line: bytes, key: str, where: str, option: str = "data.text_key") -> str:
+    """Return the text in the field ``key``, which ``option`` names, of a line of JSON."""
     try:
         row: Any = json.loads(line)
     except UnicodeDecodeError as error:
@@ -236,7 +243,7 @@ def _field(line: bytes, key: str, where: str) -> str:
     text = row.get(key) if isinstance(row, dict) else None
     if not isinstance(text, str):
         has = f"the fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise ConfigError(f"{where} has no text in the field data.text_key={key}, only {has}")
+        raise ConfigError(f"{where} has no text in the field {option}={key}, only {has}")
     return text
 
 

@@ -1,0 +1,85 @@
+"""Prompts and answers: sequences of whole pairs, with a loss on the answers alone.
+
+Shards of pairs say of each token, besides its number, whether a pair starts there and whether it is predicted, as part
+of an answer or as its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wordrun.data.batch import Batch
+from wordrun.data.shards import ANSWER, START, Array, plain
+
+IGNORED = -100
+"""Target without a loss, as torch's cross entropy has it."""
+READ = 2**22
+"""Tokens to read at once."""
+
+
+class Rows:
+    """Sequences of pairs, each pair in one of them; a pair longer than a sequence loses its end.
+
+    Args:
+        tokens: the pairs, with flags.
+        block_size: T, the length of a sequence.
+        eot: the end-of-text token, which also fills sequences up.
+        several: put as many consecutive pairs into a sequence as fit, rather than one.
+    """
+
+    def __init__(self, tokens: Array, block_size: int, eot: int, *, several: bool) -> None:
+        self.tokens, self.block_size, self.eot, self.several = tokens, block_size, eot, several
+        ends = np.append(_starts(tokens)[1:], len(tokens))
+        starts, pair = [], 0
+        while pair < len(ends):
+            starts.append(int(ends[pair - 1]) if pair else 0)
+            fits = int(np.searchsorted(ends, starts[-1] + block_size, "right")) if several else 0
+            pair = max(pair + 1, fits)
+        self._starts = np.array(starts, dtype=np.int64)
+        self._lengths = np.diff(self._starts, append=len(tokens))
+        self._counts = np.full(len(starts), -1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def empty(self, size: int, *, pinned: bool = False) -> Batch:
+        """Return an uninitialised batch of ``size`` sequences, whose scale is to be set."""
+        batch = Batch.empty(size, self.block_size, pinned=pinned)
+        pairs = torch.empty_like(batch.tokens, pin_memory=pinned) if self.several else None
+        return replace(batch, scale=torch.empty((), pin_memory=pinned), pairs=pairs)
+
+    def fill(self, batch: Batch, numbers: NDArray[np.int64]) -> None:
+        """Overwrite the tokens, targets and documents of ``batch`` with the sequences ``numbers``."""
+        for i, number in enumerate(numbers.tolist()):
+            row = self._read(number)
+            inputs, targets = row[:-1], row[1:]
+            batch.tokens.numpy()[i] = plain(inputs)
+            batch.targets.numpy()[i] = np.where(targets & ANSWER, plain(targets).astype(np.int64), IGNORED)
+            if batch.pairs is not None:
+                batch.pairs.numpy()[i] = ((inputs & START) > 0).cumsum()
+
+    def counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of predicted tokens in each of the sequences ``numbers``."""
+        for number in set(numbers[self._counts[numbers] < 0].tolist()):
+            self._counts[number] = np.count_nonzero(self._read(number)[1:] & ANSWER)
+        return self._counts[numbers]
+
+    def _read(self, number: int) -> NDArray[np.uint32]:
+        """Return the inputs of a sequence and the target of its last token, with flags, (T + 1,)."""
+        start, length = int(self._starts[number]), int(self._lengths[number])
+        row = np.full(self.block_size + 1, self.eot, dtype=np.uint32)
+        part = self.tokens[start : start + min(length, len(row))]
+        row[: len(part)] = part
+        if length < len(row):
+            row[length] |= START | ANSWER  # the end of the last answer
+        return row
+
+
+def _starts(tokens: Array) -> NDArray[np.int64]:
+    """Return the positions where pairs start."""
+    found = [np.flatnonzero(tokens[at : at + READ] & START) + at for at in range(0, len(tokens), READ)]
+    return np.concatenate(found)

@@ -1,0 +1,84 @@
+"""LoRA (Hu et al. 2021): frozen weights, and a trained product of two thin matrices beside each of some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
+
+from wordrun.config import TransformerConfig
+from wordrun.errors import ConfigError
+from wordrun.model.base import LazyWeights
+from wordrun.model.dropout import Dropout
+
+A, B = "lora_a", "lora_b"
+"""Names of the two matrices, (rank, inputs) and (outputs, rank), beside the layer's weight."""
+
+
+class Adapted(nn.Linear):
+    """A linear layer with an addition of low rank."""
+
+    def __init__(self, layer: nn.Linear, cfg: TransformerConfig) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.scale, self.drop = cfg.lora_alpha / cfg.lora_rank, Dropout(cfg.lora_dropout)
+        self.lora_a = nn.Parameter(torch.empty(cfg.lora_rank, layer.in_features))
+        self.lora_b = nn.Parameter(torch.empty(layer.out_features, cfg.lora_rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output plus the addition, which is 0 at first."""
+        return super().forward(x) + self.scale * F.linear(F.linear(self.drop(x), self.lora_a), self.lora_b)
+
+
+def adapt(model: nn.Module, blocks: nn.ModuleDict, cfg: TransformerConfig) -> None:
+    """Freeze ``model``, and give the layers ``cfg.lora_targets`` of its blocks additions.
+
+    Raises:
+        ConfigError: a block has no linear layer of this name.
+    """
+    for block in blocks.values():
+        layers = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
+        for name in cfg.lora_targets or layers:
+            if name not in layers:
+                raise ConfigError(
+                    f"model.lora_targets={cfg.lora_targets}: model={cfg.name} has no {name}; its layers are "
+                    f"{', '.join(layers)}"
+                )
+            block.set_submodule(name, Adapted(layers[name], cfg))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_addition(name))
+
+
+def is_addition(name: str) -> bool:
+    """Return whether the parameter ``name`` belongs to an addition."""
+    return name.endswith((A, B))
+
+
+def without(cfg: TransformerConfig) -> TransformerConfig:
+    """Return the options of the model without additions."""
+    return replace(cfg, lora_rank=0)
+
+
+def merged(base: Mapping[str, Tensor], additions: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str, Tensor]:
+    """Return the weights of ``base`` with the additions in them, each computed in fp32 when it is read."""
+
+    def read(name: str) -> Tensor:
+        a, b = (f"{name.removesuffix('weight')}{part}" for part in (A, B))
+        if a not in additions:
+            return base[name]
+        return base[name].float() + cfg.lora_alpha / cfg.lora_rank * (additions[b] @ additions[a])
+
+    return LazyWeights({name: partial(read, name) for name in base})
+
+
+def digest(base: Mapping[str, Tensor], model: nn.Module) -> str:
+    """Return a checksum by which a base model is known again: that of its norms and biases, which are small."""
+    found = xxhash.xxh3_64()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            found.update(base[name].float().numpy().tobytes())
+    return found.hexdigest()

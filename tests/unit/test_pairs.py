@@ -1,0 +1,174 @@
+"""Fine-tuning on prompts and answers: what a sequence holds, and what its loss is the mean of."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from wordrun import compose, dist
+from wordrun.config import Config
+from wordrun.data.batch import Batch
+from wordrun.data.corpus import Corpus
+from wordrun.data.fixed_set import FixedSet
+from wordrun.data.loader import Loader
+from wordrun.data.order import order_of_run, pairs_of_run
+from wordrun.data.pairs import IGNORED
+from wordrun.errors import ConfigError
+from wordrun.model import build
+from wordrun.prepare.obtain import obtain
+
+WORDS = ["data=pairs", "data.path=pairs.jsonl", "tokenizer=byte", "data.shard_mb=1", "model.block_size=32"]
+EOT = 256
+
+
+def write_pairs(count: int = 40) -> list[tuple[str, str]]:
+    """Write pairs of different lengths, and return them."""
+    draw = random.Random(1)
+    pairs = [(f"{n}+{n}=" + "?" * draw.randrange(4), f"{2 * n}" * draw.randrange(1, 5)) for n in range(count)]
+    Path("pairs.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in pairs))
+    return pairs
+
+
+def corpus_of(*words: str) -> tuple[Config, Corpus]:
+    cfg = compose([*WORDS, *words])
+    return cfg, obtain(cfg, dist.World())
+
+
+def decode(batch: Batch, row: int) -> list[tuple[str, str]]:
+    """Return the pairs of a sequence, as far as its inputs and targets show them."""
+    inputs, targets = batch.tokens[row].tolist(), batch.targets[row].tolist()
+    found, prompt, answer = [], bytearray(), bytearray()
+    for token, target in zip(inputs, targets, strict=True):
+        if target == EOT:
+            found.append(((prompt + bytes([token])).removesuffix(answer).decode(), answer.decode()))
+            prompt, answer = bytearray(), bytearray()
+        else:
+            prompt += bytes([token] if token != EOT else [])
+            answer += bytes([target] if target != IGNORED else [])
+    return found
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_an_epoch_has_every_pair_once_and_whole(several: bool) -> None:
+    pairs = write_pairs()
+    cfg, corpus = corpus_of(f"data.mask_documents={several}")
+    order = order_of_run(cfg, corpus)
+    for epoch in range(2):
+        batch = order.batch(epoch * order.per_epoch, order.per_epoch)
+        found = [decode(batch, row) for row in range(order.per_epoch)]
+        seen = list(chain.from_iterable(found))
+        val = set(pairs) - set(seen)
+        assert sorted(seen) == sorted(set(pairs) - val)
+        assert len(val) == 4
+        assert {len(each) for each in found} == {1} if not several else max(map(len, found)) > 1
+    rows = pairs_of_run(cfg, corpus, corpus.val)
+    held_out = rows.empty(len(rows))
+    rows.fill(held_out, np.arange(len(rows)))
+    assert {pair for row in range(len(rows)) for pair in decode(held_out, row)} == val
+
+
+def test_a_pair_sees_only_itself() -> None:
+    write_pairs()
+    cfg, corpus = corpus_of("model.n_layer=1", "model.n_embd=16", "model.n_head=2")
+    batch = order_of_run(cfg, corpus).batch(0, 4)
+    assert batch.documents is not None
+    other = batch.tokens.clone()
+    other[batch.documents == 1] = 65
+    model = build(cfg.model, EOT + 1).eval()
+    a, b = (model(tokens, documents=batch.documents) for tokens in (batch.tokens, other))
+    later = batch.documents > 1
+    assert later.any()
+    torch.testing.assert_close(a[later], b[later])
+
+
+def test_the_loss_is_the_mean_over_all_answers_of_a_step_for_any_division() -> None:
+    write_pairs()
+    cfg, corpus = corpus_of("model.n_layer=1", "model.n_embd=16", "model.n_head=2")
+    model, order = build(cfg.model, EOT + 1), order_of_run(cfg, corpus)
+    whole = order.batch(8, 8)
+    logits = model(whole.tokens, documents=whole.documents)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole.targets.flatten())
+    assert len(set((whole.targets != IGNORED).sum(1).tolist())) > 1, "equal counts would hide a mean of means"
+    for size, gas, ranks in ((8, 1, 1), (2, 2, 2), (1, 2, 4)):
+        loaders = [Loader(order, size, gas, rank, ranks, prefetch=0) for rank in range(ranks)]
+        losses = [model.losses(batch).mean() for loader in loaders for batch in loader.step(1)]
+        torch.testing.assert_close(torch.stack(losses).mean(), expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_validation_loss_is_the_mean_over_all_answers(ranks: int) -> None:
+    write_pairs(200)
+    cfg, corpus = corpus_of("model.n_layer=1", "model.n_embd=16", "model.n_head=2", "data.mask_documents=false")
+    model, rows = build(cfg.model, EOT + 1), pairs_of_run(cfg, corpus, corpus.val)
+    whole = rows.empty(len(rows))
+    rows.fill(whole, np.arange(len(rows)))
+    logits = model(whole.tokens, documents=whole.documents)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole.targets.flatten())
+    total = torch.zeros(2, dtype=torch.float64)
+    for rank in range(ranks):
+        fixed = FixedSet(corpus.val, 32, 3, None, rank, ranks, rows=rows)
+        for i in range(len(fixed)):
+            batch, weights = fixed[i]
+            total += torch.stack(((model.losses(batch) * weights).sum(), weights.sum())).detach()
+    assert float(total[0] / total[1]) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_the_template_surrounds_prompt_and_answer() -> None:
+    write_pairs()
+    cfg, corpus = corpus_of("data.template='Q: {prompt} A: {answer}.'", "data.mask_documents=false")
+    prompt, answer = decode(order_of_run(cfg, corpus).batch(0, 1), 0)[0]
+    assert (prompt[:3], prompt[-4:], answer[-1]) == ("Q: ", " A: ", ".")
+
+
+def test_a_pair_that_is_too_long_loses_its_end() -> None:
+    Path("pairs.jsonl").write_text(
+        "".join(json.dumps({"prompt": "p" * 20, "answer": "a" * 90}) + "\n" for _ in "12345")
+    )
+    cfg, corpus = corpus_of("data.val_fraction=0.2")
+    batch = order_of_run(cfg, corpus).batch(0, 1)
+    assert batch.tokens[0].tolist() == [EOT, *b"p" * 20, *b"a" * 11]
+    assert batch.targets[0].tolist() == [IGNORED] * 20 + [*b"a" * 12]
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "says"),
+    [
+        (["tokenizer=char"], None, "data.kind=pairs needs an end-of-text token"),
+        (["data.template='{answer}'"], None, "should contain {prompt} and then {answer}"),
+        (["data.align=true"], None, "data.align=true is not for pairs"),
+        (["data.prompt_key=question"], None, "has no text in the field data.prompt_key=question, only the fields"),
+        ([], '{"prompt": "p", "answer": ""}\n', "(line 1) has an empty answer"),
+        ([], '{"prompt": "p", "answer": 3}\n', "has no text in the field data.answer_key=answer"),
+        (["data.path=pairs.txt"], None, "pairs.txt is not a .jsonl file"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(words: list[str], text: str | None, says: str) -> None:
+    write_pairs()
+    Path("pairs.txt").write_text("text")
+    if text:
+        Path("pairs.jsonl").write_text(text)
+
+    def begin() -> None:
+        cfg, corpus = corpus_of(*words)
+        order_of_run(cfg, corpus)
+
+    with pytest.raises(ConfigError) as caught:
+        begin()
+    assert says in str(caught.value)
+
+
+def test_shards_of_pairs_are_not_read_as_text(tmp_path: Path) -> None:
+    write_pairs()
+    corpus_of(f"data.prepared={tmp_path}/made")
+    made = f"{tmp_path}/made"
+    for words in (["data=shards", f"data.path={made}"], ["data=text", "data.path=a", f"data.prepared={made}"]):
+        with pytest.raises(ConfigError, match=r"prepared with data\.kind"):
+            obtain(compose([*words, "tokenizer=byte"]), dist.World())
+    with pytest.raises(ConfigError, match=r"prepared with data\.template"):
+        corpus_of(f"data.prepared={tmp_path}/made", "data.template='{prompt} {answer}'")
