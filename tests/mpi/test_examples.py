@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nbformat
 import pytest
 
 if TYPE_CHECKING:
@@ -147,3 +148,32 @@ def test_futures_share_the_tasks_out(run: Run) -> None:
     assert len(tasks) == 8
     assert {line.rpartition(" ")[2] for line in tasks} == {"1", "2"}
     assert re.fullmatch(r"best of 3 ranks: learning rate \S+", best)
+
+
+JOIN = "import torch.distributed as dist; dist.init_process_group('gloo')"
+WHO = "print('rank', dist.get_rank(), 'of', dist.get_world_size(), flush=True); dist.destroy_process_group()"
+SPAWN = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def rank(number, store):
+    dist.init_process_group("gloo", f"file://{store}", rank=number, world_size=2)
+    print("rank", number, "of", dist.get_world_size(), flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(rank, args=(f"{__file__}.store",), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("start", ["mp.spawn", "a script with `--local_rank`", "a notebook"])
+def test_lines_of_the_page_on_frameworks(start: str, command: Command, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    line = re.findall(rf"^\| `?{re.escape(start)}`? \| `(.*?)` \|", page, re.MULTILINE)[0]
+    local_rank = "import sys; assert sys.argv[1] in ('--local_rank=0', '--local_rank=1')"
+    (tmp_path / "train.py").write_text(SPAWN if start == "mp.spawn" else "\n".join([JOIN, local_rank, WHO]))
+    cells = [nbformat.v4.new_code_cell(code) for code in (JOIN, WHO)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebook.ipynb")
+    done = command("sh", "-c", line)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall("rank [01] of 2", done.stdout)) == ["rank 0 of 2", "rank 1 of 2"]
