@@ -179,9 +179,11 @@ def sync_batch_norm(module: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tens
 
     ``module`` is not one itself, because DDP refuses a model on a CPU that contains one.
     """
-    torchs = torch.nn.SyncBatchNorm
-    module._check_non_zero_input_channels = torchs._check_non_zero_input_channels.__get__(module)  # type: ignore[assignment]
-    return torchs.forward(module, x)  # type: ignore[arg-type]
+    return torch.nn.SyncBatchNorm.forward(module, x)  # type: ignore[arg-type]
+
+
+check_channels = torch.nn.SyncBatchNorm._check_non_zero_input_channels
+"""A method that ``module`` in ``sync_batch_norm`` must have, under torch's name."""
 
 
 def torchvision(module: str, user: str) -> Any:

@@ -45,7 +45,7 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
     with torch.device("meta"):
         model: Model = part_of("model", cfg).load()(cfg, **arguments)
     if not hasattr(model, "blocks"):  # it is sharded and compiled as a whole
-        model.blocks = nn.ModuleDict()
+        model.add_module("blocks", nn.ModuleDict())
     return model
 
 

@@ -17,6 +17,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
     process_group = None
     """All ranks."""
+    _check_non_zero_input_channels = compat.check_channels
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` (B, C, H, W) normalised; in training every rank must call this."""
