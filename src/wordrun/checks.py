@@ -114,11 +114,6 @@ def _check_choice(cfg: Config) -> Iterator[str]:
             f"train.backend={backend.name} alone "
             "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
-    if train.init_from and train.resume not in (None, "auto") and not cfg.lora_rank:
-        yield (
-            f"train.resume={train.resume} resumes a run and train.init_from={train.init_from} starts a new one: "
-            "choose one"
-        )
     if cfg.lora_rank and not train.init_from:
         yield f"model.lora_rank={cfg.lora_rank} needs the weights that it adds to: set train.init_from"
     if train.deterministic and train.compile:

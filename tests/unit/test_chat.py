@@ -18,7 +18,7 @@ import torch
 
 from wordrun import compose
 from wordrun.chat import Chat
-from wordrun.config import DataConfig
+from wordrun.config import TextConfig
 from wordrun.data.tokenizers.char import ByteTokenizer
 from wordrun.model import build
 from wordrun.model.generate import Cached, generate
@@ -102,7 +102,7 @@ def test_a_turn_computes_only_its_own_tokens(capsys: pytest.CaptureFixture[str])
     model, tokenizer = build(cfg, 257).eval(), ByteTokenizer()
     widths: list[int] = []
     model.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
-    data = DataConfig(kind="pairs", template="Q {prompt} A {answer}.\n")
+    data = TextConfig(kind="pairs", template="Q {prompt} A {answer}.\n")
     chat = Chat(partial(generate, Cached(model), length=10, block_size=256, top_k=1), tokenizer, data)
     chat.stop = []
     for text in ("one", "two"):
@@ -126,7 +126,7 @@ def test_an_answer_ends_where_the_template_says(capsys: pytest.CaptureFixture[st
         return tokens
 
     seen: list[bytes] = []
-    chat = Chat(speak, ByteTokenizer(), DataConfig(kind="pairs", template="<{prompt}>{answer};\n"))
+    chat = Chat(speak, ByteTokenizer(), TextConfig(kind="pairs", template="<{prompt}>{answer};\n"))
     chat.answer("one")
     chat.answer("two")
     assert seen == [b"\0<one>", b"\0<one>yes\0<two>"]

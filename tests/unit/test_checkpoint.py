@@ -522,7 +522,7 @@ def test_a_signal_saves_and_the_run_can_go_on(
 
     hooks = [Act(5, tell)] if when == "training" else []
     if when == "evaluation":
-        monkeypatch.setattr(Trainer, "evaluate", lambda self, evaluate=Trainer.evaluate: (tell(), evaluate(self))[1])
+        monkeypatch.setattr(Trainer, "measure", lambda self, measure=Trainer.measure: (tell(), measure(self))[1])
     if when == "saving":
         monkeypatch.setattr(shards, "write", lambda *args, write=shards.write: (tell(), write(*args))[1])
     with pytest.raises(Interrupted) as stopped:

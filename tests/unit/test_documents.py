@@ -58,11 +58,11 @@ def test_a_folder_and_a_glob_are_read_in_order_of_names(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", ["second"])
     write(tmp_path / "a.jsonl", ["first"])
     write(tmp_path / "deep" / "c.parquet", ["third"])
-    (tmp_path / "notes.md").write_text("no text of the corpus")
+    (tmp_path / "notes.rst").write_text("no text of the corpus")
     assert read(tmp_path) == ["first", "second", "third"]
     assert read(f"{tmp_path}/*.txt") == ["second"]
     assert read(f"{tmp_path}/**/*.parquet") == ["third"]
-    assert read(tmp_path / "notes.md") == ["no text of the corpus"]  # it was asked for by name
+    assert read(tmp_path / "notes.rst") == ["no text of the corpus"]  # it was asked for by name
 
 
 def test_halves_of_characters_and_empty_documents_are_left_out(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_damaged_parquet_is_one_message(tmp_path: Path) -> None:
         read(path)
 
 
-@pytest.mark.parametrize(("path", "says"), [("", "has no .txt, .jsonl"), ("*.txt", "matches no file")])
+@pytest.mark.parametrize(("path", "says"), [("", "has no .txt, .md, .jsonl"), ("*.txt", "matches no file")])
 def test_no_files_are_one_message(path: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
         FileSource.locate(TextConfig(path=f"{tmp_path}/{path}")).files()

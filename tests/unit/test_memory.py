@@ -137,7 +137,8 @@ def test_without_an_estimate_only_the_states_count() -> None:
 def test_a_run_that_cannot_fit_is_refused_before_its_data_is_opened(
     option: str, command: Command, tmp_path: Path
 ) -> None:
-    words = ["data=text", f"data.path={tmp_path / 'missing.txt'}", "tracker=jsonl", "train.device=cpu", option]
+    (tmp_path / "text.txt").write_bytes(b"\xff")  # could not be read
+    words = ["data=text", f"data.path={tmp_path / 'text.txt'}", "tracker=jsonl", "train.device=cpu", option]
     done = command("wordrun", *words)
     assert done.returncode == 2
     lines = done.stderr.splitlines()

@@ -675,7 +675,7 @@ class Numerals(Source):
     ("data", "tokenizer", "name"),
     [
         (TextConfig("sample", "sample"), TokenizerConfig("char"), "sample-char-ea16ade173"),
-        (TextConfig("play", "download", "play.txt", "http://x", "ab" * 32, val_fraction=0.2),
+        (TextConfig("play", "download", path="play.txt", url="http://x", sha256="ab" * 32, val_fraction=0.2),
          BPETokenizerConfig(vocab_size=300), "play-bpe-c2042befce"),
         (TextConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT", val_fraction=0.005),
          GPT2TokenizerConfig(), "fineweb-gpt2-91bd2687a6"),

@@ -207,5 +207,6 @@ def _open(folder: Folder, check: bool) -> Saved:
         raise UserError(f"{folder.path}: {error}") from None
     model = config.transformer if config.lora_rank else None
     if model is not None:
+        folder.require(manifest, {"base": dict})
         config = replace(config, model=lora.without(model))
     return Saved(folder.path, folder.step, config, tokenizer, manifest.get("vocab_size", 0), manifest, model)

@@ -22,8 +22,7 @@ Examples:
   wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep, in one process
   wordrun experiment=shakespeare --cfg job       print the config and exit
 
-A run writes to outputs/DATA/MODEL-BACKEND/TIME (hydra.run.dir=DIR), see
-outputs/latest. Your own files: conf/, --config-dir DIR. Hydra: --hydra-help."""
+Runs write below outputs/ (hydra.run.dir=DIR). Your own files: conf/."""
 EXPERIMENT = "experiment"
 GROUPS = (*SECTIONS, EXPERIMENT)
 METRICS = "metrics"
@@ -31,7 +30,7 @@ METRICS = "metrics"
 
 def overview(folders: Iterable[Path]) -> str:
     """Return the config groups with their files, those in the user's own ``folders`` included, and examples."""
-    lines = ["Options: KEY=VALUE sets one, GROUP=NAME chooses a file.\n`wordrun --help GROUP` lists a group's options."]
+    lines = ["Options: KEY=VALUE or GROUP=NAME; `wordrun --help GROUP` lists a group's:"]
     for group in GROUPS:
         names = {file.stem for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")}
         text = " ".join(sorted(names | set(schemas(group) if group in SECTIONS else ())))
