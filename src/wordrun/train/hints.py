@@ -67,7 +67,9 @@ def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: i
     return shlex.join(launched([*kept, *options], run_dir, ranks))
 
 
-def next_steps(run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool) -> str:
+def next_steps(
+    run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool, text: bool = True
+) -> str:  # fmt: skip
     """Return what can be done next with the run in ``run_dir``; an empty string if it has no checkpoint.
 
     Args:
@@ -76,6 +78,7 @@ def next_steps(run_dir: Path, command: Sequence[str], ranks: int, max_iters: int
         ranks: number of ranks.
         max_iters: train.max_iters.
         finished: whether it has taken all its steps.
+        text: whether it is a language model; others neither generate nor have a Hugging Face format.
     """
     checkpoints = all_in(run_dir)
     if not checkpoints:
@@ -84,10 +87,12 @@ def next_steps(run_dir: Path, command: Sequence[str], ranks: int, max_iters: int
         again = resume_command(run_dir, run_dir, command, ranks)
         return f"to continue from step {checkpoints[-1].step}:\n  {again}"
     wordrun = shlex.join(_program(command))
-    lines = [f"{wordrun} {each} run={shlex.quote(str(relative(run_dir)))}" for each in ("generate", "export")]
+    place = shlex.quote(str(relative(run_dir)))
+    steps = {"generate text": f"{wordrun} generate run={place}"} if text else {}
+    steps["export the model"] = f"{wordrun} export run={place}{'' if text else ' form=checkpoint'}"
     if command:
-        lines.append(resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}"))
-    return "\n  ".join([f"next: generate text, export the model{', train further' * bool(command)}", *lines])
+        steps["train further"] = resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}")
+    return "\n  ".join([f"next: {', '.join(steps)}", *steps.values()])
 
 
 def _program(command: Sequence[str]) -> Sequence[str]:
