@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import memory_peak
 import pytest
 import torch
 
+import memory_peak
 from wordrun import compat
 from wordrun.config import INTERLEAVED
 
@@ -32,7 +32,13 @@ SMALL = [
 MODELS = {
     "gpt": ["model.bias=true"],
     # With the norms and the head size of Qwen3.
-    "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40", "model.qk_norm=true", "model.head_size=12"],
+    "llama": [
+        "model=llama_debug",
+        "model.n_kv_head=2",
+        "model.n_hidden=40",
+        "model.qk_norm=true",
+        "model.head_size=12",
+    ],
 }
 SCRIPT = """
 import json, sys
@@ -168,8 +174,12 @@ MASKED = [
 ]  # fmt: skip
 EIGHT = {
     "gpt-3d": [
-        "train.backend=3D", "backend.replicate=-1", "backend.shard=1", f"backend.tp={TP}",
-        "train.activation_checkpointing=selective", *SHORT,
+        "train.backend=3D",
+        "backend.replicate=-1",
+        "backend.shard=1",
+        f"backend.tp={TP}",
+        "train.activation_checkpointing=selective",
+        *SHORT,
     ],
     "llama-3d": ["train.backend=3D", f"backend.tp={TP}", *SHORT],
     "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", f"backend.tp={TP}", FOUR, *SHORT],
@@ -274,7 +284,13 @@ def test_no_rank_ever_holds_the_whole_model(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "build.py").write_text(BUILD)
     shutil.copy(memory_peak.__file__, tmp_path)
     n_layer, n_embd = 16, 64
-    words = ["data=sample", f"model.n_layer={n_layer}", f"model.n_embd={n_embd}", "train.dtype=fp32", "train.backend=FSDP"]
+    words = [
+        "data=sample",
+        f"model.n_layer={n_layer}",
+        f"model.n_embd={n_embd}",
+        "train.dtype=fp32",
+        "train.backend=FSDP",
+    ]
     done = ranks(2, "build.py", *words, under="fork")
     assert done.returncode == 0, done.stdout + done.stderr
     most = [json.loads(line)["most"] for line in done.stdout.splitlines() if line.startswith("{")]
@@ -303,7 +319,9 @@ with dist.session() as world:
 """
 
 
-@pytest.mark.parametrize(("backend", "under"), [("FSDP", "fork"), ("TP", "fork"), ("PP", "fork"), ("deepspeed", "mpiexec")])
+@pytest.mark.parametrize(
+    ("backend", "under"), [("FSDP", "fork"), ("TP", "fork"), ("PP", "fork"), ("deepspeed", "mpiexec")]
+)
 def test_a_rank_that_dies_ends_the_job(backend: str, under: str, ranks: Any, tmp_path: Path) -> None:
     if backend == "deepspeed":
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'")

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
+
+import forked
 
 SCRIPT = """
 import json, sys
@@ -226,7 +227,9 @@ with dist.session(device="cpu") as world:
     if world.rank == 0:
         Path(f"found-{world.size}.json").write_text(json.dumps(found))
 """
-CASES = [(optimizer, False) for optimizer in ("plain", "momentum", "lion", "uneven", "two rates")] + [("momentum", True)]
+CASES = [(optimizer, False) for optimizer in ("plain", "momentum", "lion", "uneven", "two rates")] + [
+    ("momentum", True)
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,9 @@ SMALL = [
     "data=text", "tokenizer=char", "data.path=text.txt", "train.sample_prompt=The", "tracker=jsonl", "train.dtype=fp32",
     "train.device=cpu", "train.global_batch_size=8", "train.max_iters=20",
     "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3",
-    "train.sample_interval=0", "train.sample_tokens=4", "train.save_best=false", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",
-    "optimizer.grad_clip=0.5", "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32",
+    "train.sample_interval=0", "train.sample_tokens=4", "train.save_best=false", "optimizer.warmup_iters=2",
+    "optimizer.learning_rate=2e-3", "optimizer.grad_clip=0.5",
+    "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32",
 ]  # fmt: skip
 SCRIPT = """
 import json, sys
@@ -55,7 +56,8 @@ with dist.guard(world):
             if world.rank == 0:
                 keys = ("loss", "grad_norm", "val_loss")
                 found = {"metrics": [(k, line[k]) for line in lines for k in keys if k in line], "weights": weights,
-                         "held": held, "means": means, "bytes": 4 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+                         "held": held, "means": means,
+                         "bytes": 4 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
                          "text": text}
                 sys.stdout.write("found " + json.dumps(found) + "\\n")
 """

@@ -59,7 +59,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path) -> N
     assert other[-2][1] < whole[8][1]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="needs torchvision: pip install 'wordrun[vision]'")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("torchvision"), reason="needs torchvision: pip install 'wordrun[vision]'"
+)
 def test_a_residual_network_is_sharded_block_by_block(ranks: Any, tmp_path: Path) -> None:
     script = Path("resnet.py")
     script.write_text(

@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from wordrun.errors import UserError
 from wordrun.checkpoint import index
 from wordrun.checkpoint.saved import find
+from wordrun.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)
 BASE = transformers.Qwen3Config(
@@ -22,8 +22,8 @@ BASE = transformers.Qwen3Config(
     num_key_value_heads=2, head_dim=8, intermediate_size=40, rope_theta=1e4, tie_word_embeddings=True,
 )  # fmt: skip
 MODEL = [
-    "model=qwen3_0_6b", "model.n_layer=2", "model.n_head=2", "model.n_kv_head=2", "model.head_size=8", "model.n_embd=32",
-    "model.n_hidden=40", "model.block_size=32", "model.vocab_size=null", "model.rope_theta=1e4",
+    "model=qwen3_0_6b", "model.n_layer=2", "model.n_head=2", "model.n_kv_head=2", "model.head_size=8",
+    "model.n_embd=32", "model.n_hidden=40", "model.block_size=32", "model.vocab_size=null", "model.rope_theta=1e4",
 ]  # fmt: skip
 SMALL = [
     *MODEL, "data=pairs", "data.path=pairs.jsonl", "tokenizer=byte", "train.init_from=hf:base", "tracker=jsonl",

@@ -153,5 +153,7 @@ def test_hooks_see_one_model_under_every_layout(ranks: Any, tmp_path: Path, monk
     # Sharded like the weights: each rank has written a half.
     stored = index.load(tmp_path / "fsdp/checkpoints/step-00000006")
     for name in mean:
-        assert {s.offset for s in stored[f"hooks.ema.{name}"].shards} == {s.offset for s in stored[f"model.{name}"].shards}
+        assert {s.offset for s in stored[f"hooks.ema.{name}"].shards} == {
+            s.offset for s in stored[f"model.{name}"].shards
+        }
         assert len(stored[f"hooks.ema.{name}"].shards) == 2

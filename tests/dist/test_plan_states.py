@@ -18,8 +18,8 @@ from wordrun.plan.shapes import shapes_of
 VOCAB = 67  # characters of data=sample, a prime: no number of ranks divides it
 SMALL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=1",
-    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "train.save_best=false", "model.n_layer=5", "model.n_head=4",
-    "model.n_embd=40", "model.block_size=16", "model.batch_size=4",
+    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "train.save_best=false",
+    "model.n_layer=5", "model.n_head=4", "model.n_embd=40", "model.block_size=16", "model.batch_size=4",
 ]  # fmt: skip
 GPT = ["model.bias=true"]
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56"]

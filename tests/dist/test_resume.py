@@ -21,8 +21,8 @@ SMALL = [
     "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
     f"train.max_iters={STEPS}", f"optimizer.lr_decay_iters={STEPS}", "train.log_interval=1", "train.eval_interval=4",
     "train.eval_iters=2", "train.sample_tokens=0", "train.global_batch_size=8", "optimizer.warmup_iters=2",
-    "optimizer.learning_rate=2e-3", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "train.save_best=false", "model.n_layer=4",
-    "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "optimizer.learning_rate=2e-3", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "train.save_best=false",
+    "model.n_layer=4", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
 ]  # fmt: skip
 # wordrun refuses these with an older torch, as test_compat.py shows.
 ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
@@ -168,7 +168,9 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
     for m in models:
         export(ExportConfig(run=m, out=f"{m}-hf"))
     two = {
-        f"{m}-{backend}": [*model, *short, f"train.backend={backend}", f"model.batch_size={size}", f"train.init_from=hf:{m}-hf"]
+        f"{m}-{backend}": [
+            *model, *short, f"train.backend={backend}", f"model.batch_size={size}", f"train.init_from=hf:{m}-hf",
+        ]
         for m, model in models.items() for backend, size in (("FSDP", 4), ("TP", 8), ("PP", 8))
     }  # fmt: skip
     train(ranks, 2, two, tmp_path)

@@ -14,4 +14,15 @@
 from wordrun.dist.setup import abort, cleanup, discover_or_exit, guard, identify, session, setup, share
 from wordrun.dist.world import World, discover
 
-__all__ = ["World", "abort", "cleanup", "discover", "discover_or_exit", "guard", "identify", "session", "setup", "share"]
+__all__ = [
+    "World",
+    "abort",
+    "cleanup",
+    "discover",
+    "discover_or_exit",
+    "guard",
+    "identify",
+    "session",
+    "setup",
+    "share",
+]

@@ -1,7 +1,8 @@
 """The device mesh as arithmetic on rank numbers: pipeline x replicate x shard x tensor.
 
 Ranks are numbered with the tensor-parallel axis innermost, so that its ranks, which communicate most, are
-neighbours on a node, and the pipeline, whose ranks communicate least, outermost. Nothing here needs torch or another rank.
+neighbours on a node, and the pipeline, whose ranks communicate least, outermost. Nothing here needs torch or another
+rank.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
     Raises:
         ConfigError: the sizes do not fit; the message says which, and what would.
     """
-    sizes: dict[str, Any] = {axis: 1 for axis in AXES} | wanted
+    sizes: dict[str, Any] = dict.fromkeys(AXES, 1) | wanted
     wrong = [f"backend.{axis}={n} should be at least 1, or -1 for the rest" for axis, n in sizes.items()
              if n is not None and n < 1 and n != -1]  # fmt: skip
     if wrong:

@@ -74,7 +74,8 @@ def shared_store(world: World, timeout_s: int = 1800) -> Any:
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
-    For plain values, paths and dataclasses (``wordrun.dist.values``). Uses MPI if it is in use, else the rendezvous store.
+    For plain values, paths and dataclasses (``wordrun.dist.values``). Uses MPI if it is in use, else the rendezvous
+    store.
     """
     if world.size == 1:
         return value

@@ -234,8 +234,9 @@ def _check_agents(env: Mapping[str, str]) -> None:
 
 def _both(one: Family, other: Family, env: Mapping[str, str]) -> str:
     return (
-        f"{one.says(env)}, but {other.says(env)}: one of them runs inside the other. Start the ranks with `launch` alone "
-        "(inside a step or job: launch --scheduler none), or unset the variables of the one that did not start this process."
+        f"{one.says(env)}, but {other.says(env)}: one of them runs inside the other. Start the ranks with `launch` "
+        "alone (inside a step or job: launch --scheduler none), or unset the variables of the one that did not start "
+        "this process."
     )
 
 
