@@ -92,12 +92,13 @@ def test_ranks_are_where_a_hostfile_and_uneven_numbers_put_them(cluster: Cluster
 
 
 def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, tmp_path: Path, command: Any) -> None:
+    small = (*SMALL, "train.dtype=fp32")  # the rounding of bf16 depends on the size of the batch
     together = cluster.run(
-        "salloc", "-N2", "-n4", "launch", "-N", "2", "-n", "4", sys.executable, "-m", "wordrun", *SMALL,
+        "salloc", "-N2", "-n4", "launch", "-N", "2", "-n", "4", sys.executable, "-m", "wordrun", *small,
         "model.batch_size=2", "hydra.run.dir=four", timeout=120,
     )  # fmt: skip
     assert together.returncode == 0, together.stdout + together.stderr
-    alone = command("wordrun", *SMALL, "model.batch_size=8", "hydra.run.dir=one")
+    alone = command("wordrun", *small, "model.batch_size=8", "hydra.run.dir=one")
     assert alone.returncode == 0, alone.stderr
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     run = json.loads((tmp_path / "four" / "run.json").read_text())
