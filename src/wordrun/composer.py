@@ -29,7 +29,7 @@ from wordrun.registry import backends, parts
 from wordrun.run_id import new_run_id
 
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
-REFUSALS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
+REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError)
 # Hydra's own settings that a run uses; others would be silently ignored.
 HYDRA_SETTINGS = ("hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra/sweeper")
 
@@ -266,6 +266,8 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     if unknown and unknown[1] in SEVERAL:
         offered = list(parts(unknown[1]))
         return f"{override}: unknown {unknown[1]} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
+    if name in SEVERAL and isinstance(error, TypeError):
+        return f"{override} should be a list of names: {', '.join(schemas(name))}"
     if name in GROUPS:
         return f"{override}: {reason} (choose one by {name}=NAME)"
     if "Ambiguous value" in text:

@@ -45,8 +45,8 @@ class ImageFolderConfig(ImagesConfig):
         yield from positive("data", self, "size", "threads")
         if not self.path:
             yield f"data={self.name} needs data.path=FOLDER, with a folder of images for each class"
-        if not 0 < self.val_fraction < 1:
-            yield f"data.val_fraction={self.val_fraction} should be between 0 and 1"
+        if not 0 < self.val_fraction <= 0.5:
+            yield f"data.val_fraction={self.val_fraction} should be above 0 and at most 0.5"
 
 
 @dataclass

@@ -37,6 +37,8 @@ KINDS: Mapping[str, str] = {
 }
 """Each kind of part, which is also a config group, and the base class of its options in ``wordrun.config``."""
 
+WORDS = ("null", "true", "false", "nan", "inf", "yes", "no", "on", "off")
+
 
 @dataclass(frozen=True)
 class Part:
@@ -120,8 +122,12 @@ def register(kind: str, name: str, options: type[Any] | str, implementation: Any
     part = Part(options, implementation, kind, name, "" if own else f"{caller.f_code.co_filename}:{caller.f_lineno}")
     if kind not in KINDS:
         raise ConfigError(f"{part}: unknown kind of part{nearest(kind, KINDS)} ({', '.join(KINDS)})")
-    if not re.fullmatch(r"[A-Za-z0-9]\w*", name) or (kind != "backend" and name != name.lower()):
-        raise ConfigError(f"{part}: use lower-case letters, digits and underscores as a name")
+    pattern = r"\w+" if kind == "backend" else r"[a-z][a-z0-9_]*"
+    if not re.fullmatch(pattern, name) or name.lower() in WORDS:
+        raise ConfigError(
+            f"{part}: use lower-case letters, digits and underscores as a name, beginning with a letter, and no word "
+            f"that YAML or Hydra reads as a value ({', '.join(WORDS)})"
+        )
     for what in (options, implementation):
         if isinstance(what, str) and not re.fullmatch(r"\w+(\.\w+)*:\w+", what):
             raise ConfigError(f"{part}: {what!r} should be 'package.module:Name'")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wordrun import compose, dist
-from wordrun.config import Config
+from wordrun.config import Config, MetricConfig
 from wordrun.data.batch import Batch
 from wordrun.data.corpus import Corpus
 from wordrun.data.fixed_set import FixedSet
@@ -22,6 +22,7 @@ from wordrun.data.pairs import IGNORED
 from wordrun.errors import ConfigError
 from wordrun.model import build
 from wordrun.prepare.obtain import obtain
+from wordrun.train.measures import accuracy
 
 WORDS = ["data=pairs", "data.path=pairs.jsonl", "tokenizer=byte", "data.shard_mb=1", "model.block_size=32"]
 EOT = 256
@@ -110,13 +111,18 @@ def test_the_validation_loss_is_the_mean_over_all_answers(ranks: int) -> None:
     rows.fill(whole, np.arange(len(rows)))
     logits = model(whole.tokens, documents=whole.documents)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole.targets.flatten())
-    total = torch.zeros(2, dtype=torch.float64)
+    answers = whole.targets != IGNORED
+    hits = (logits.argmax(-1) == whole.targets)[answers].float().mean()
+    total = torch.zeros(4, dtype=torch.float64)
     for rank in range(ranks):
         fixed = FixedSet(corpus.val, 32, 3, None, rank, ranks, rows=rows)
         for i in range(len(fixed)):
             batch, weights = fixed[i]
-            total += torch.stack(((model.losses(batch) * weights).sum(), weights.sum())).detach()
-    assert float(total[0] / total[1]) == pytest.approx(expected.item(), rel=1e-6)
+            losses, outputs = model.losses_and_outputs(batch)
+            values = (model.losses(batch), losses, accuracy(MetricConfig(), outputs, batch), torch.ones(len(losses)))
+            total += torch.stack([(each * weights).sum() for each in values]).detach()
+    found = (total[:3] / total[3]).tolist()
+    assert found == pytest.approx([expected.item(), expected.item(), hits.item()], rel=1e-6)
 
 
 def test_the_template_surrounds_prompt_and_answer() -> None:

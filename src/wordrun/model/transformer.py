@@ -257,14 +257,14 @@ class Transformer(Model):
     def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
         losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
-        return losses if batch.scale is None else unsharded(losses) * batch.scale
+        return scaled(losses, batch)
 
     def losses_and_outputs(
         self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
         logits = (forward or self)(batch.tokens, documents=batch.documents)
-        return self.criterion(logits, batch.targets), logits
+        return scaled(self.criterion(logits, batch.targets), batch), logits
 
     @staticmethod
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -291,6 +291,11 @@ class Transformer(Model):
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
         """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""
         return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd
+
+
+def scaled(losses: Tensor, batch: TokenBatch) -> Tensor:
+    """Return the mean ``losses`` (B,) over all positions as means over the positions that count."""
+    return losses if batch.scale is None else unsharded(losses) * batch.scale
 
 
 def in_compute_dtype(x: Tensor) -> Tensor:
