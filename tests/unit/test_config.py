@@ -555,3 +555,9 @@ def test_an_option_of_a_file_chosen_after_it_is_known() -> None:
 def test_a_list_of_values_without_m_is_explained() -> None:
     with pytest.raises(ConfigError, match=r"train\.seed=1,2: for a sweep over several values add -m"):
         compose(["train.seed=1,2"])
+
+
+@pytest.mark.parametrize("words", ["hooks=[1]", "metrics=[null]", "metrics=[{a:1}]"])
+def test_a_list_of_parts_takes_names_only(words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{words} should be a list of names: ")):
+        compose([words])
