@@ -1,4 +1,4 @@
-"""wordrun: train GPT-style language models with one command, on a laptop, a SLURM cluster or a PBS supercomputer.
+"""wordrun: train language models and your own with one command, on a laptop, a SLURM cluster or a PBS supercomputer.
 
 From Python::
 

@@ -67,6 +67,6 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
-    title = "wordrun trains GPT-style language models, on a laptop and on a cluster alike."
+    title = "wordrun trains language models, and your own, on laptops and clusters alike."
     usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]"
     return "\n".join([title, "", usage, "", "Commands (wordrun COMMAND --help):", *lines, ""])
