@@ -18,6 +18,7 @@ import wordrun
 from wordrun import export, generate
 from wordrun.checks import check
 from wordrun.config import Config, DataConfig, MetricConfig, ModelConfig
+from wordrun.config_images import ConvNetConfig
 from wordrun.data import images
 from wordrun.data.examples import ExampleOrder, Reader, Splits
 from wordrun.errors import ConfigError, UserError
@@ -272,3 +273,22 @@ def test_a_label_out_of_range_is_refused() -> None:
         ConfigError, match=r"example 2 of the training split of data=mine has the label 2, but .*0 to 1"
     ):
         ExampleOrder(reader, 1).fill(0, reader.empty(4))
+
+
+class Plain(nn.Module):
+    def __init__(self, cfg: LineConfig, inputs: int) -> None:
+        super().__init__()
+
+
+def test_a_model_that_is_none_is_named(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parts("model"), "line", Part(LineConfig, f"{__name__}:Plain", "model", "line", "mine.py:3"))
+    with pytest.raises(ConfigError, match=r"model=line \(mine.py:3\): Plain should derive from wordrun.model.Model"):
+        wordrun.Trainer(own)
+
+
+def test_a_model_for_other_data_of_the_same_task_is_named(own: Config) -> None:
+    own.model = ConvNetConfig()
+    with pytest.raises(
+        ConfigError, match=r"model=convnet .* does not fit the data: its constructor should take cfg, inp"
+    ):
+        wordrun.Trainer(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from wordrun.config import ModelConfig, TransformerConfig
+from wordrun.errors import ConfigError
 from wordrun.model.base import Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
@@ -41,9 +43,26 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
     Args:
         cfg: the model's options.
         arguments: what else its constructor takes, which depends on the data.
+
+    Raises:
+        ConfigError: the constructor does not take these arguments, or the class is not derived from ``Model``.
     """
+    part = part_of("model", cfg)
+    make = part.load()
+    try:
+        inspect.signature(make).bind(cfg, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{part} does not fit the data: its constructor should take {', '.join(['cfg', *arguments])} ({error}). "
+            "Choose another model or other data, or change the constructor"
+        ) from None
     with torch.device("meta"):
-        model: Model = part_of("model", cfg).load()(cfg, **arguments)
+        model: Model = make(cfg, **arguments)
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"{part}: {type(model).__name__} should derive from wordrun.model.Model, which adds what backends need to "
+            "nn.Module, and define losses(batch, forward=None)"
+        )
     if not hasattr(model, "blocks"):  # it is sharded and compiled as a whole
         model.add_module("blocks", nn.ModuleDict())
     return model
