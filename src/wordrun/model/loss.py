@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LARGE = 2**24
-"""Number of logits above which ``cross_entropy`` is used; below, memory is no issue, and torch's own is faster."""
+"""Number of logits above which ``cross_entropy`` is used; below, their memory does not matter."""
 CHUNK = 2**25
 """Number of logits computed at once, unless compiled: the largest fp32 copy of them."""
 
@@ -29,7 +29,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, *
         weight: of the output layer, (V, C).
         targets: token ids, (N,); the loss of a negative one is 0.
         vocab_size: the logits from here on are padding, with probability 0.
-        compiled: compute softmax and gradient with torch.compile, in one kernel.
+        compiled: compile the softmax and its gradient with torch.compile.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -75,7 +75,7 @@ def _softmax(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -
     logits[:, vocab_size:] = -torch.inf
     exact = torch.log_softmax(logits, 1, dtype=torch.float32)
     losses = -exact.gather(1, targets[:, None])[:, 0]
-    if gradient and torch.compiler.is_compiling():  # a comparison belongs to the same kernel, a scatter does not
+    if gradient and torch.compiler.is_compiling():  # a comparison can be fused, a scatter cannot
         target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
         logits.copy_(exact.exp() - target.float())
     elif gradient:
