@@ -15,6 +15,8 @@ from wordrun.runs.record import RunRecord
 SAMPLES = 3
 """Number of generated texts shown, the last ones."""
 NOT_COMPARED = ("run_dir", "data.path")
+WIDTH = 90
+"""Characters of a value in a table."""
 SHORT = 2000
 """Characters of a failure's record that are shown: its end."""
 
@@ -139,9 +141,10 @@ def text(value: Any) -> str:
     """Return an option or a result for a table."""
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, float):
-        return repr(value) if value == "" or (isinstance(value, str) and value != value.strip()) else str(value)
-    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    shown = repr(value) if value == "" or (isinstance(value, str) and value != value.strip()) else str(value)
+    return shown if len(shown) <= WIDTH else f"{shown[: WIDTH - 3]}..."
 
 
 def duration(seconds: Any) -> str:

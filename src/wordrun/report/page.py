@@ -71,8 +71,9 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Path:
     records = [load(path) for path in run_dirs]
     everything = [run_metrics.read(record.path) for record in records]
     options = [facts.options(record.path) for record in records]
-    names = sorted({name for each in options for name in each} - set(facts.NOT_COMPARED))
-    differing = [name for name in names if len({repr(each.get(name)) for each in options}) > 1]
+    # An option that some runs lack, such as one of another model, follows from the choice that is in the table.
+    names = set.intersection(*(set(each) for each in options)) - set(facts.NOT_COMPARED)
+    differing = sorted(name for name in names if len({repr(each[name]) for each in options}) > 1)
     results = [name for name in RESULTS if any(record.facts.get(name) is not None for record in records)]
     drawn = [index for index, each in enumerate(everything) if each.training.rows][:MOST_CURVES]
     notes = [f"Only the first {MOST_CURVES} runs are drawn."] if len(drawn) == MOST_CURVES < len(records) else []
@@ -86,7 +87,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Path:
                 {
                     "name": record.path.name, "path": record.path, "state": record.state(),
                     "color": _color(index) if index in drawn else None,
-                    "options": [each.get(name) for name in differing],
+                    "options": [each[name] for name in differing],
                     "results": [record.facts.get(name) for name in results],
                     "speed": everything[index].training.last(_rate(everything[index])[0]),
                 }
@@ -200,7 +201,8 @@ def _compared(chosen: dict[int, Metrics]) -> list[dict[str, Any]]:
                 if name in table and axis in metrics.training
             ]
             if curves:
-                figure = Figure(curves, title.lower(), AXES[axis], from_zero=name not in ("val_loss", "loss"))
+                label = {"tps": "tokens/s", "sps": "examples/s"}.get(name, title.lower())
+                figure = Figure(curves, label, AXES[axis], from_zero=name not in ("val_loss", "loss"))
                 svgs[axis] = draw(figure)
         if svgs:
             panels.append({"title": title, "svg": svgs})
