@@ -66,7 +66,8 @@ MAY_USE: dict[str, set[str]] = {
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
     | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},
-    "test_dist": PARALLEL,
+    "bandwidth": PARALLEL | {"version", "compat"},
+    "test_dist": PARALLEL | {"bandwidth"},
     "probe": PARALLEL,
     "arguments": {"errors", "registry", "config"},
     "new": {"errors", "files"},
