@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,3 +223,15 @@ def all_gather_single() -> Callable[..., Any]:
 def reduce_scatter_single() -> Callable[..., Any]:
     """Return torch's reduce-scatter of one tensor, which 2.13 calls ``reduce_scatter_single``."""
     return getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+
+
+def record_memory(entries: int) -> None:
+    """Begin to record CUDA's allocations, the last ``entries`` of them; 0 ends it. Without the name, nothing is."""
+    if record := getattr(torch.cuda.memory, "_record_memory_history", None):
+        record(max_entries=entries) if entries else record(enabled=None)
+
+
+def dump_memory(file: Path) -> None:
+    """Write what ``record_memory`` has recorded as a pickle for pytorch.org/memory_viz; torch has no other format."""
+    if dump := getattr(torch.cuda.memory, "_dump_snapshot", None):
+        dump(str(file))

@@ -864,11 +864,9 @@ class PyinstrumentConfig(ProfilerConfig):
 
 
 @dataclass
-class TorchProfilerConfig(ProfilerConfig):
-    """Chrome trace of operators and kernels over a few steps, by torch.profiler."""
+class ScheduledProfilerConfig(ProfilerConfig):
+    """Options of profilers that record a few steps."""
 
-    name: str = "torch"
-    """Name of the profiler."""
     wait: int = 10
     """Number of steps before the profiler starts."""
     warmup: int = 2
@@ -881,6 +879,34 @@ class TorchProfilerConfig(ProfilerConfig):
         yield from super().problems()
         yield from not_negative("profiler", self, "wait", "warmup")
         yield from positive("profiler", self, "active")
+
+
+@dataclass
+class TorchProfilerConfig(ScheduledProfilerConfig):
+    """Trace of operators and kernels over a few steps, by torch.profiler, and its summary as text and HTML."""
+
+    name: str = "torch"
+    """Name of the profiler."""
+    shapes: bool = False
+    """Also record the shapes of inputs."""
+    stacks: bool = False
+    """Also record the Python stacks, which slows the recorded steps down."""
+
+
+@dataclass
+class MemoryProfilerConfig(ScheduledProfilerConfig):
+    """What allocates memory: on CUDA a snapshot, also when memory runs out; on CPUs a table of operations."""
+
+    name: str = "memory"
+    """Name of the profiler."""
+    entries: int = 100_000
+    """On CUDA: number of allocations and frees to keep, the last ones."""
+    rows: int = 30
+    """On CPUs: number of operations in the table."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("profiler", self, "entries", "rows")]
 
 
 @dataclass

@@ -46,6 +46,7 @@ register("tracker", "wandb", "wordrun.config:WandbConfig", "wordrun.track.wandb:
 register("profiler", "none", "wordrun.config:ProfilerConfig", "wordrun.train.profile:Profiler")
 register("profiler", "pyinstrument", "wordrun.config:PyinstrumentConfig", "wordrun.train.profile:PyinstrumentProfiler")
 register("profiler", "torch", "wordrun.config:TorchProfilerConfig", "wordrun.train.profile:TorchProfiler")
+register("profiler", "memory", "wordrun.config:MemoryProfilerConfig", "wordrun.train.profile:MemoryProfiler")
 
 register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")
 register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures:top_k")
