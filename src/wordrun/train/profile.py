@@ -109,7 +109,7 @@ class MemoryProfiler(Profiler):
     def start(self) -> None:
         """Start recording."""
         self._steps, self._written = 0, False
-        self._on_cuda = torch.cuda.is_initialized()  # by the model, if it is there
+        self._on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the model, if it is there
         if self._on_cuda:
             compat.record_memory(self.options.entries)
         else:
