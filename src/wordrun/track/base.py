@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import Config
+from wordrun.config import Config, value_text
+from wordrun.errors import UserError
 from wordrun.registry import parts
 
 LEGEND = {
@@ -42,6 +43,20 @@ class RunInfo:
     """Description of the run besides its config, such as the origin of its data."""
     logged: int = -1
     """The last step logged before the run was resumed, which may be after its checkpoint; -1: none."""
+    step: int = 0
+    """The step from which the run continues; 0: it starts."""
+
+    def flat(self) -> dict[str, bool | int | float | str]:
+        """Return the config and the facts by names such as model.n_layer, for trackers that take no nested values."""
+        return {**dict(_flat(asdict(self.cfg))), **dict(_flat(self.facts))}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value if isinstance(value, bool | int | float | str) else value_text(value)
 
 
 class Tracker:
@@ -79,14 +94,38 @@ class Tracker:
         """Record the run's summary and close."""
 
 
-def build(run: RunInfo, states: dict[str, Any]) -> dict[str, Tracker]:
-    """Return the trackers selected by the config; only rank 0 calls this.
+class Appending(Tracker):
+    """The base class of trackers that cannot delete steps: what a resumed run repeats is not recorded again."""
+
+    def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:
+        super().__init__(options, run, state)
+        self._logged = run.logged if state else -1
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Record a line of metrics, unless a line of its step has been recorded before the run was resumed."""
+        if metrics["step"] > self._logged:
+            self.append(metrics["step"], {name: value for name, value in metrics.items() if value is not None})
+
+    def append(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record the ``metrics`` of ``step``, numbers by name."""
+        raise NotImplementedError
+
+    def rewind(self, step: int, logged: int) -> None:
+        """Do not record again what has been recorded up to step ``logged``."""
+        self._logged = max(self._logged, logged)
+
+
+def missing(tracker: str, error: ImportError) -> UserError:
+    """Return the error that the library of ``tracker``, an extra of wordrun's package, cannot be imported."""
+    return UserError(f"tracker={tracker}: {error}; pip install 'wordrun[{tracker}]', or use tracker=jsonl")
+
+
+def build(run: RunInfo, states: dict[str, Any]) -> Iterator[tuple[str, Tracker]]:
+    """Yield the trackers selected by the config, with their names; only rank 0 calls this.
 
     Args:
         run: the run.
         states: states of the trackers of the run being continued, by name.
     """
-    return {
-        name: parts("tracker")[name].load()(options, run, states.get(name, {}))
-        for name, options in run.cfg.tracker.items()
-    }
+    for name, options in run.cfg.tracker.items():
+        yield name, parts("tracker")[name].load()(options, run, states.get(name, {}))

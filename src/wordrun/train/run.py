@@ -113,8 +113,9 @@ class Run:
         self._write_record()
         try:
             # For trackers, a branch is a run of its own, which begins with the history of its origin.
-            info = RunInfo(self.cfg, self.path, facts, logged if continues else -1)
-            self.trackers = build(info, start.manifest.get("trackers", {}) if continues else {})
+            info = RunInfo(self.cfg, self.path, facts, logged if continues else -1, start.step)
+            for name, tracker in build(info, start.manifest.get("trackers", {}) if continues else {}):
+                self.trackers[name] = tracker  # one by one, because ``finish`` closes them if the next one fails
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
                     tracker.replay(read(self.path))
