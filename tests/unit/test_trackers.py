@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import wordrun
+from wordrun.config import TrackerConfig
 from wordrun.errors import UserError
+from wordrun.registry import Part, parts
+from wordrun.track import Tracker
 from wordrun.track.jsonl import read
 
 Words = Callable[..., list[str]]
@@ -147,6 +153,93 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"tracker={name}: .*; pip install 'wordrun\[{name}\]', or use tracker=jsonl"):
         train(small(f"tracker={name}"), f"hydra.run.dir={tmp_path}/run")
+
+
+# A tracker that fails in the middle
+
+
+class Faulty(Tracker):
+    """Fails at step 3."""
+
+    calls: ClassVar[list[str]] = []
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        self.calls.append("log")
+        if metrics["step"] == 3:
+            raise ValueError("no more\nof this")
+
+    def state(self) -> dict[str, Any]:
+        return {"id": 7}
+
+    def finish(self, summary: dict[str, Any], exit_status: int) -> None:
+        self.calls.append("finish")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+        raise OSError("this, too")
+
+
+def test_a_tracker_that_fails_is_named_once_and_the_run_continues(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(parts("tracker"), "faulty", Part(TrackerConfig, f"{__name__}:Faulty"))
+    monkeypatch.setattr(Faulty, "calls", [])
+    train(small("tracker=faulty"), f"hydra.run.dir={tmp_path}/run", steps=6)
+    lines = curves(tmp_path / "run")
+    assert [step for step, _ in lines["loss"]] == [1, 2, 3, 4, 5, 6]
+    assert Faulty.calls == ["log"] * 3 + ["abandon"]
+    (line,) = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "faulty" in line]
+    assert re.search(
+        r"WARNING tracker=faulty failed \(ValueError: no more, in test_trackers\.py:\d+\): the run continues without "
+        r"it; metrics\.jsonl has all metrics$", line,
+    )  # fmt: skip
+    manifest = json.loads((tmp_path / "run/checkpoints/step-00000006/manifest.json").read_text())
+    assert manifest["trackers"]["faulty"] == {"id": 7}, "a resumed run continues its record"
+
+
+WITHOUT_SERVICE = """
+import os, signal, subprocess, sys
+from wordrun import Trainer, compose
+from wordrun.train.hooks import Hook
+
+class Kill(Hook):
+    def after_step(self, trainer):
+        if trainer.step == 2:
+            children = ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+            lines = subprocess.run(children, capture_output=True, text=True).stdout.splitlines()
+            (service,) = [int(line.split()[0]) for line in lines if "wandb-core" in line]
+            os.kill(service, signal.SIGKILL)
+
+with Trainer(compose(sys.argv[1:]), hooks=[Kill()]) as trainer:
+    trainer.train()
+"""
+
+
+def test_a_run_survives_the_death_of_wandbs_service(small: Words, tmp_path: Path, command: Callable[..., Any]) -> None:
+    words = [word for word in small("train.log_interval=1", "train.max_iters=6") if word != "tracker=jsonl"]
+    settings = ["tracker=wandb", "tracker.wandb.mode=offline", f"hydra.run.dir={tmp_path}/run"]
+    done = command(sys.executable, "-c", WITHOUT_SERVICE, *words, *settings)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("tracker=wandb failed (") == said.count("wandb failed") == 1
+    assert "Traceback" not in said
+    assert [step for step, _ in curves(tmp_path / "run")["loss"]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in tensorboard's thread
+def test_a_run_survives_a_full_disk_for_tensorboard(small: Words, tmp_path: Path) -> None:
+    place = tmp_path / "run/tensorboard"
+    place.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        words = small("tracker=tensorboard", "tracker.tensorboard.flush_s=0", "train.sample_tokens=4")
+        train(words, f"hydra.run.dir={tmp_path}/run", steps=100)
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+    log = (tmp_path / "run/log.txt").read_text()
+    assert log.count("tracker=tensorboard failed (OSError: [Errno 28] No space left on device, in tensorboard.py:") == 1
+    assert len(curves(tmp_path / "run")["loss"]) == 100
 
 
 # MLflow and Trackio, where they are installed

@@ -93,6 +93,9 @@ class Tracker:
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Record the run's summary and close."""
 
+    def abandon(self) -> None:
+        """Release what would fail again when the process exits; called instead of ``finish`` after a failure."""
+
 
 class Appending(Tracker):
     """The base class of trackers that cannot delete steps: what a resumed run repeats is not recorded again."""

@@ -62,3 +62,7 @@ class MlflowTracker(Appending):
         self._thread.shutdown()
         for sent in self._sent:
             sent.result()
+
+    def abandon(self) -> None:
+        """Drop what is pending."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

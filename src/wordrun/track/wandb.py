@@ -71,6 +71,12 @@ class WandbTracker(Appending):
         """Keep the latest sample in the summary."""
         self._wandb_run.summary["sample"] = text
 
+    def abandon(self) -> None:
+        """Forget wandb's process, which may have died."""
+        import wandb
+
+        wandb.teardown()
+
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Close the run, and log where it is or how to upload it."""
         self._wandb_run.summary.update(summary)
