@@ -18,14 +18,30 @@ LEGEND = {
     "val_NAME": "mean of a metric on the fixed validation set, such as val_accuracy (a share of 1) or val_perplexity",
     "lr": "learning rate at this step",
     "grad_norm": "global gradient norm, before clipping",
-    "dt": "time per step, averaged since the previous line [s]",
+    "dt": "time per step without dt_hooks, averaged since the previous line; like dt..., mean over all ranks [s]",
     "dtf": "forward time per step; not measured where forward and backward passes interleave (pipelines) [s]",
     "dtb": "backward time per step, including communication [s]",
+    "dt_data": "time per step in which a rank waits for data [s]",
+    "dt_comm": (
+        "time per step in which a rank waits for communication that is not hidden behind the backward pass; "
+        "not measured with sharded weights on accelerators, nor within a pipeline [s]"
+    ),
+    "dt_optimizer": "time per step of the optimizer, including clipping [s]",
+    "dt_hooks": (
+        "time between steps, per step: logging, evaluations, checkpoints and other hooks; of the rank that takes "
+        "longest [s]"
+    ),
+    "slowest_rank": (
+        "the rank that took longest since the previous line for its data and its passes, without waiting for others"
+    ),
+    "slowest_by": "how far it was behind the median of the ranks, per step [s]",
     "sps": "examples (of text: sequences) per second, all ranks",
     "sps_per_gpu": "examples per second per rank",
     "tps": "tokens per second, all ranks; only for text, like tps_per_gpu and tokens",
     "tps_per_gpu": "tokens per second per rank",
     "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
+    "memory": "memory in use, of the rank that uses most: of its device or, on a CPU, of its process [GiB]",
+    "memory_peak": "the most memory that was in use so far, of the rank with the highest peak [GiB]",
     "tokens": "training tokens processed so far, all ranks",
     "time": "elapsed wall time [s]",
 }
