@@ -104,6 +104,36 @@ def without_buffer_broadcast() -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
+def after_gradients(loss: torch.Tensor, call: Callable[[], None]) -> None:
+    """Call ``call`` when this rank's gradients are complete in the backward pass of ``loss``.
+
+    DDP and ``fully_shard`` wait for other ranks in callbacks at the end of the backward pass. Callbacks run in the
+    order in which they are queued, and the gradient of ``loss`` comes first. Without the name, nothing is called.
+    """
+    queue = getattr(torch.autograd.Variable._execution_engine, "queue_callback", None)
+    if queue is not None:
+        loss.register_hook(lambda gradient: queue(call))  # type: ignore[no-untyped-call]
+
+
+def time_collectives(module: Any, timer: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Run the collectives of a module of ``fully_shard`` within ``timer()``; without the names, they are not timed."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    except ImportError:
+        return
+
+    def timed(kind: type[Any]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with timer():
+                return kind.__call__(self, *args, **kwargs)
+
+        return type(kind.__name__, (kind,), {"__call__": call})()
+
+    if hasattr(module, "set_custom_all_gather"):
+        module.set_custom_all_gather(timed(DefaultAllGather))
+        module.set_custom_reduce_scatter(timed(DefaultReduceScatter))
+
+
 def release_reducer(replica: Any) -> None:
     """Release DistributedDataParallel's process group; harmless if torch has renamed the attributes."""
     replica.reducer = replica.logger = None

@@ -731,6 +731,38 @@ class WandbConfig(TrackerConfig):
 
 
 @dataclass
+class TensorBoardConfig(TrackerConfig):
+    """TensorBoard's event files, in tensorboard/ in the run directory."""
+
+    flush_s: float = 10.0
+    """Seconds after which what has been logged is written to the file at the latest."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from not_negative("tracker.tensorboard", self, "flush_s")
+
+
+@dataclass
+class MlflowConfig(TrackerConfig):
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking server or database; null: $MLFLOW_TRACKING_URI, or MLflow's own default in the working directory."""
+    experiment: str = "wordrun"
+    """MLflow experiment."""
+
+
+@dataclass
+class TrackioConfig(TrackerConfig):
+    """Hugging Face's Trackio."""
+
+    project: str = "wordrun"
+    """Trackio project."""
+    space_id: str | None = None
+    """Hugging Face Space that shows the run, such as user/space; null: a database on this machine."""
+
+
+@dataclass
 class HookConfig(Section):
     """Options of a hook, which the trainer calls between steps."""
 

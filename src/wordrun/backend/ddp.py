@@ -50,8 +50,12 @@ class DDPBackend(NativeBackend):
             replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
         elif self.device.type == "cpu" and mpi.in_use(spec.world):
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
-            replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
+            replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
         return replica
+
+    def _timed(self, communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        with self.timer():
+            return average_over_mpi(communicator, bucket)
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are averaged in the backward pass of the last micro-step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class NativeBackend:
         self.skips = spec.cfg.train.on_nonfinite == "skip"
         self.on_gradients: list[Callable[[], None]] = []
         """Called with the complete gradients of each step, before they are clipped."""
+        self.clock: Stopwatch | None = None
+        """Measures the current step; None: there is none."""
+        self.alone = spec.world.size == 1
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
@@ -63,13 +66,21 @@ class NativeBackend:
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         losses = []
+        self.clock = clock
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
+            if not self.alone:  # what follows is waiting for other ranks
+                compat.after_gradients(loss, partial(clock.lap, "backward"))
             self.backward(self.scaler.scale(loss))
-            clock.lap("backward")
+            clock.lap("backward" if self.alone else "communication")
             losses.append(loss.detach())
+        self.clock = None
         return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock))
+
+    def timer(self) -> AbstractContextManager[None]:
+        """Return the context in which a collective is measured, if it is part of a training step."""
+        return nullcontext() if self.clock is None else self.clock.collective()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss``."""
@@ -78,6 +89,7 @@ class NativeBackend:
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
         """Clip the gradients, step the optimizer and return the gradient norm before clipping."""
         self.complete_gradients()
+        clock.lap("communication")
         self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()

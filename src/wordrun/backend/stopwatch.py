@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 
 class Stopwatch:
-    """Accumulates seconds by label. On an accelerator it records events and waits for them only when read."""
+    """Accumulates seconds by label. On an accelerator it records events and waits for them only when read.
+
+    The label ``collectives`` is special: their time is also part of the phase in which they are called.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,13 +25,24 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start timing; earlier time is not counted."""
+        self._collectives: list[tuple[str, Any, Any]] = []
         self._last = self._now()
 
     def lap(self, label: str) -> None:
         """Add the time since ``start`` or the last ``lap`` to ``label``."""
         now = self._now()
         self._laps.append((label, self._last, now))
+        if label != "communication":  # else the time is known already
+            self._laps += self._collectives
+        self._collectives.clear()
         self._last = now
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Add the time of the ``with`` block to ``collectives``, unless it is part of the phase ``communication``."""
+        begin = self._now()
+        yield
+        self._collectives.append(("collectives", begin, self._now()))
 
     def read(self) -> dict[str, float]:
         """Return the seconds under each label since the last ``read``; waits for the device."""

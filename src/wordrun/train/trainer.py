@@ -138,6 +138,7 @@ class Trainer(Training):
             return self.summary()
         cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng), self.memory.explained():
+            self.meter.clock.start()
             while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
                 self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
@@ -156,7 +157,7 @@ class Trainer(Training):
         return self.summary()
 
     def _train_step(self, lr: float) -> backend.StepResult:
-        self.meter.clock.start()
+        self.meter.clock.lap("hooks")  # and whatever else happens between steps
         batches = self._micro_batches()
         self.meter.clock.lap("data")
         try:
