@@ -926,6 +926,24 @@ class TorchProfilerConfig(ScheduledProfilerConfig):
 
 
 @dataclass
+class SpansProfilerConfig(ProfilerConfig):
+    """A timeline of all ranks: when each is in which phase of a step."""
+
+    name: str = "spans"
+    """Name of the profiler."""
+    ranks: list[int] = field(default_factory=list)
+    """Ranks in the timeline; []: all."""
+    wait: int = 10
+    """Number of steps before the first that is recorded, at least 1."""
+    active: int = 10
+    """Number of steps to record."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("profiler", self, "wait", "active")]
+
+
+@dataclass
 class MemoryProfilerConfig(ScheduledProfilerConfig):
     """What allocates memory: on CUDA a snapshot, also when memory runs out; on CPUs a table of operations."""
 

@@ -49,6 +49,7 @@ register("tracker", "trackio", "wordrun.config:TrackioConfig", "wordrun.track.tr
 register("profiler", "none", "wordrun.config:ProfilerConfig", "wordrun.train.profile:Profiler")
 register("profiler", "pyinstrument", "wordrun.config:PyinstrumentConfig", "wordrun.train.profile:PyinstrumentProfiler")
 register("profiler", "torch", "wordrun.config:TorchProfilerConfig", "wordrun.train.profile:TorchProfiler")
+register("profiler", "spans", "wordrun.config:SpansProfilerConfig", "wordrun.train.profile:SpansProfiler")
 register("profiler", "memory", "wordrun.config:MemoryProfilerConfig", "wordrun.train.profile:MemoryProfiler")
 
 register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")

@@ -13,7 +13,7 @@ from typing import Any
 from wordrun import files
 from wordrun.errors import UserError
 from wordrun.report import facts
-from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, over_axes
+from wordrun.report.figures import AXES, COLORS, Curve, Figure, curve, draw, over_axes
 from wordrun.runs import metrics as run_metrics
 from wordrun.runs.metrics import Metrics
 from wordrun.runs.record import RunRecord, load
@@ -27,7 +27,7 @@ SPLIT = {
     "dt_optimizer": "optimizer", "dt_hooks": "hooks",
 }  # fmt: skip
 """The parts of a step's time that are stacked, where a run has them."""
-MEMORY = {"memory_gb": "current", "memory_peak_gb": "peak"}
+MEMORY = {"memory": "in use", "memory_peak": "peak"}
 RESULTS = ("steps", "tokens", "seconds", "loss", "val_loss", "best_val_loss")
 
 
@@ -173,16 +173,25 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
         ("Model FLOPs utilization", {"mfu": ""}, "MFU [%]"),
         ("Learning rate", {"lr": ""}, "learning rate"),
         ("Gradient norm", {"grad_norm": ""}, "gradient norm"),
-        ("Memory, the fullest device", MEMORY, "GB"),
+        ("Memory of the rank that uses most", MEMORY, "GiB"),
         ("Behind the median rank", {"slowest_by": ""}, "slowest rank [s]"),
     ):
         if any(name in table for name in names):
             add(title, lines(names, y_label, from_zero=True, is_noisy=title in ("Throughput", "Gradient norm")))
     if split := [name for name in SPLIT if name in table]:
         add("Time of a step", lambda axis: Figure([], "s", bands=[
-            curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name]) for i, name in enumerate(split)
+            _without_waits(metrics, axis, curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name]))
+            for i, name in enumerate(split)
         ]))  # fmt: skip
     return found
+
+
+def _without_waits(metrics: Metrics, axis: str, band: Curve) -> Curve:
+    """Return the time of the backward pass without the communication in it, which has a band of its own."""
+    if band.label != SPLIT["dtb"] or "dt_comm" not in metrics.training:
+        return band
+    waits = metrics.training["dt_comm"]
+    return replace(band, y=[y - (wait if wait == wait else 0.0) for y, wait in zip(band.y, waits, strict=True)])
 
 
 def _compared(chosen: dict[int, Metrics]) -> list[dict[str, Any]]:

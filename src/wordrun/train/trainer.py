@@ -258,6 +258,7 @@ class Trainer(Training):
                 log_file = self.log.add_file(self.run.path / "log.txt")
                 self._announce(facts)
             self.state.start_clock()
+            self.profiler.watch(self.meter.clock)
             with self.stop.listen(), self.profiler:
                 self.hooks.call("at_start", self)
                 yield
