@@ -12,10 +12,7 @@ import torch
 
 
 class Stopwatch:
-    """Accumulates seconds by label. On an accelerator it records events and waits for them only when read.
-
-    The label ``collectives`` is special: their time is also part of the phase in which they are called.
-    """
+    """Accumulates seconds by label. On an accelerator it records events and waits for them only when read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,24 +22,31 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start timing; earlier time is not counted."""
-        self._collectives: list[tuple[str, Any, Any]] = []
+        self._collectives: list[tuple[Any, Any]] = []
         self._last = self._now()
 
     def lap(self, label: str) -> None:
         """Add the time since ``start`` or the last ``lap`` to ``label``."""
         now = self._now()
         self._laps.append((label, self._last, now))
-        if label != "communication":  # else the time is known already
-            self._laps += self._collectives
+        for begin, end in self._collectives:
+            if not self._on_cpu:
+                self._laps.append(("collectives", begin, end))
+            elif label != "communication":
+                self._laps += [("communication", begin, end), (label, end, begin)]
         self._collectives.clear()
         self._last = now
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Add the time of the ``with`` block to ``collectives``, unless it is part of the phase ``communication``."""
+        """Measure a collective in the ``with`` block.
+
+        On a CPU, which waits for it, its time is ``communication`` rather than part of the phase around it. On an
+        accelerator, where it may be hidden behind computation, it is also added to ``collectives``.
+        """
         begin = self._now()
         yield
-        self._collectives.append(("collectives", begin, self._now()))
+        self._collectives.append((begin, self._now()))
 
     def read(self) -> dict[str, float]:
         """Return the seconds under each label since the last ``read``; waits for the device."""

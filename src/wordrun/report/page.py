@@ -27,7 +27,7 @@ SPLIT = {
     "dt_optimizer": "optimizer", "dt_hooks": "hooks",
 }  # fmt: skip
 """The parts of a step's time that are stacked, where a run has them."""
-MEMORY = {"memory_gb": "current", "memory_peak_gb": "peak"}
+MEMORY = {"memory": "current", "memory_peak": "peak"}
 RESULTS = ("steps", "tokens", "seconds", "loss", "val_loss", "best_val_loss")
 
 
@@ -173,7 +173,7 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
         ("Model FLOPs utilization", {"mfu": ""}, "MFU [%]"),
         ("Learning rate", {"lr": ""}, "learning rate"),
         ("Gradient norm", {"grad_norm": ""}, "gradient norm"),
-        ("Memory, the fullest device", MEMORY, "GB"),
+        ("Memory, the fullest device", MEMORY, "GiB"),
         ("Behind the median rank", {"slowest_by": ""}, "slowest rank [s]"),
     ):
         if any(name in table for name in names):
