@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SLEEP_S = 0.12
 SMALL = [
     "data=sample", "tokenizer=byte", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6",
@@ -63,3 +65,5 @@ def test_the_slowest_rank_is_named(ranks: Any, tmp_path: Path) -> None:
             assert line["dt_comm"] > 0.4 * SLEEP_S, line
             named = {"data": "dt_data", "forward": "dtf", "backward": "dtb"}[where]
             assert line[named] > 0.3 * SLEEP_S, line
+            parts = ("dt_data", "dtf", "dtb", "dt_comm", "dt_optimizer")
+            assert line["dt"] == pytest.approx(sum(line[name] for name in parts), rel=1e-3)

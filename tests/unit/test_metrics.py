@@ -151,9 +151,11 @@ def test_the_phases_of_a_step_add_up() -> None:
     assert line["dt_data"] >= 0.01
     assert line["dt_optimizer"] >= 0.01
     # The collective within the forward pass, and the phase, of which the other collective is a part.
-    assert 0.04 <= line["dt_comm"] < 0.04 + 0.5 * line["dt"]
-    assert line["dtb"] >= 0.03
-    assert line["dt"] == pytest.approx(line["dt_data"] + line["dtf"] + line["dtb"] + line["dt_optimizer"], rel=1e-5)
+    assert 0.04 <= line["dt_comm"] < 0.06 + line["dtf"]
+    assert line["dtf"] < 0.02
+    assert line["dtb"] >= 0.01
+    parts = ("dt_data", "dtf", "dtb", "dt_comm", "dt_optimizer")
+    assert line["dt"] == pytest.approx(sum(line[name] for name in parts), rel=1e-5)
     assert (line["slowest_rank"], line["slowest_by"]) == (None, None)
 
 

@@ -17,10 +17,7 @@ Lap = tuple[str, Any, Any]
 
 
 class Stopwatch:
-    """Accumulates seconds by label. On an accelerator it records events and waits for them only when read.
-
-    The label ``collectives`` is special: their time is also part of the phase in which they are called.
-    """
+    """Accumulates seconds by label. On an accelerator it records events and waits for them only when read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,24 +29,31 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start timing; earlier time is not counted."""
-        self._collectives: list[Lap] = []
+        self._collectives: list[tuple[Any, Any]] = []
         self._last = self._now()
 
     def lap(self, label: str) -> None:
         """Add the time since ``start`` or the last ``lap`` to ``label``."""
         now = self._now()
         self._laps.append((label, self._last, now))
-        if label != "communication":  # else the time is known already
-            self._laps += self._collectives
+        for begin, end in self._collectives:
+            if not self._on_cpu:
+                self._laps.append(("collectives", begin, end))
+            elif label != "communication":
+                self._laps += [("communication", begin, end), (label, end, begin)]
         self._collectives.clear()
         self._last = now
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Add the time of the ``with`` block to ``collectives``, unless it is part of the phase ``communication``."""
+        """Measure a collective in the ``with`` block.
+
+        On a CPU, which waits for it, its time is ``communication`` rather than part of the phase around it. On an
+        accelerator, where it may be hidden behind computation, it is also added to ``collectives``.
+        """
         begin = self._now()
         yield
-        self._collectives.append(("collectives", begin, self._now()))
+        self._collectives.append((begin, self._now()))
 
     def read(self) -> dict[str, float]:
         """Return the seconds under each label since the last ``read``; waits for the device."""
@@ -73,7 +77,10 @@ class Stopwatch:
         kept, self._kept = [*(self._kept or []), *self._laps[self._before :]], None
         if kept and not self._on_cpu:
             torch.accelerator.synchronize(self.device)
-        return [(label, self._seconds(self._zero, begin), self._seconds(self._zero, end)) for label, begin, end in kept]
+        times = [
+            (label, self._seconds(self._zero, begin), self._seconds(self._zero, end)) for label, begin, end in kept
+        ]
+        return [(label, begin, end) for label, begin, end in times if begin <= end]  # others only correct a sum
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return float(end - begin if self._on_cpu else begin.elapsed_time(end) / 1000)

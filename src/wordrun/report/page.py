@@ -13,7 +13,7 @@ from typing import Any
 from wordrun import files
 from wordrun.errors import UserError
 from wordrun.report import facts
-from wordrun.report.figures import AXES, COLORS, Curve, Figure, curve, draw, over_axes
+from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, over_axes
 from wordrun.runs import metrics as run_metrics
 from wordrun.runs.metrics import Metrics
 from wordrun.runs.record import RunRecord, load
@@ -180,18 +180,10 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
             add(title, lines(names, y_label, from_zero=True, is_noisy=title in ("Throughput", "Gradient norm")))
     if split := [name for name in SPLIT if name in table]:
         add("Time of a step", lambda axis: Figure([], "s", bands=[
-            _without_waits(metrics, axis, curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name]))
+            curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name])
             for i, name in enumerate(split)
         ]))  # fmt: skip
     return found
-
-
-def _without_waits(metrics: Metrics, axis: str, band: Curve) -> Curve:
-    """Return the time of the backward pass without the communication in it, which has a band of its own."""
-    if band.label != SPLIT["dtb"] or "dt_comm" not in metrics.training:
-        return band
-    waits = metrics.training["dt_comm"]
-    return replace(band, y=[y - (wait if wait == wait else 0.0) for y, wait in zip(band.y, waits, strict=True)])
 
 
 def _compared(chosen: dict[int, Metrics]) -> list[dict[str, Any]]:

@@ -18,13 +18,13 @@ LEGEND = {
     "val_NAME": "mean of a metric on the fixed validation set, such as val_accuracy (a share of 1) or val_perplexity",
     "lr": "learning rate at this step",
     "grad_norm": "global gradient norm, before clipping",
-    "dt": "time per step without dt_hooks, averaged since the previous line; like dt..., mean over all ranks [s]",
+    "dt": "time per step without dt_hooks, averaged since the previous line; like its parts, mean over all ranks [s]",
     "dtf": "forward time per step; not measured where forward and backward passes interleave (pipelines) [s]",
-    "dtb": "backward time per step, including communication [s]",
+    "dtb": "backward time per step, without dt_comm [s]",
     "dt_data": "time per step in which a rank waits for data [s]",
     "dt_comm": (
-        "time per step in which a rank waits for communication that is not hidden behind the backward pass; "
-        "not measured with sharded weights on accelerators, nor within a pipeline [s]"
+        "time per step in which a rank waits for communication that is not hidden behind the passes; with sharded "
+        "weights on accelerators it is not known, and is part of dtf and dtb [s]"
     ),
     "dt_optimizer": "time per step of the optimizer, including clipping [s]",
     "dt_hooks": (

@@ -23,7 +23,7 @@ from wordrun.errors import UserError
 from wordrun.train.state import TrainState
 
 PASSES = ("data", "forward", "backward", "passes")
-"""The phases of a step in which a rank works by itself, except for the collectives that they contain."""
+"""The phases of a step in which a rank works by itself; on an accelerator, they may contain collectives."""
 PHASES = (*PASSES, "communication", "optimizer")
 RANK_BITS = 24
 """A rank's time in microseconds and its number are compared as one integer, whose last bits are the number."""
@@ -83,15 +83,12 @@ class Meter:
         steps, self._steps = self._steps, 0
         seconds = {name: each / steps for name, each in self.clock.read().items()}
         collectives = seconds.get("collectives", 0.0)
-        waits = seconds.get("communication", 0.0)
-        # On an accelerator, collectives may be hidden behind computation.
-        exposed = waits + collectives if self.device.type == "cpu" or not collectives else math.nan
         own = sum(seconds.get(name, 0.0) for name in PASSES) - collectives
         means, most = self._reduce(
             [
                 result.loss.item(), sum(seconds.get(name, 0.0) for name in PHASES), seconds.get("forward", math.nan),
-                seconds.get("backward", math.nan) + waits, seconds.get("data", 0.0),
-                exposed, seconds.get("optimizer", 0.0),
+                seconds.get("backward", math.nan), seconds.get("data", 0.0),
+                math.nan if collectives else seconds.get("communication", 0.0), seconds.get("optimizer", 0.0),
             ],
             own, [seconds.get("hooks", 0.0), *used_memory(self.device)],
         )  # fmt: skip
