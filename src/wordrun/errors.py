@@ -1,7 +1,9 @@
 """User errors: shown as one message without a traceback, each kind with its own exit status."""
 
 import re
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
@@ -23,6 +25,17 @@ class WorldError(UserError):
     """The launcher's variables, MPI and the machine do not agree on who the ranks are."""
 
     exit_status = 2
+
+
+class PartError(UserError, RuntimeError):
+    """The code of a part raised an exception, which is the cause; the message names the part."""
+
+    def __init__(self, what: str, error: BaseException, code: str) -> None:
+        """Say that ``what`` failed with ``error``, and in which line: of the file ``code``, or of what was called."""
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((frame for frame in reversed(frames) if frame.filename == code), frames[min(1, len(frames) - 1)])
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        super().__init__(f"{what}: {type(error).__name__}: {first_line(error)} ({where})")
 
 
 def short_lines(message: str, width: int = 120) -> list[str]:

@@ -7,13 +7,14 @@ A part is named by strings and imported when it is chosen, so listing the parts 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import project
-from wordrun.errors import ConfigError, first_line, nearest
+from wordrun.errors import ConfigError, PartError, UserError, first_line, nearest
 
 KINDS: Mapping[str, str] = {
     "model": "ModelConfig",
@@ -62,6 +63,35 @@ class Part:
             ConfigError: it cannot be imported.
         """
         return self._import(self.implementation)
+
+    def build(self, *arguments: Any) -> Any:
+        """Return the result of calling the class or function that the options configure.
+
+        Raises:
+            PartError: it is not wordrun's own, and failed.
+        """
+        make = self.load()
+        with self.blamed():
+            return make(*arguments)
+
+    @contextlib.contextmanager
+    def blamed(self, hint: str = "") -> Iterator[None]:
+        """Name this part, unless it is wordrun's own, in an exception that its code raises within the ``with`` block.
+
+        Args:
+            hint: added to the message.
+
+        Raises:
+            PartError: an exception that is not a UserError was raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UserError) or not self.origin:
+                raise
+            name = getattr(self.load(), "__name__", str(self.implementation))
+            code = inspect.getsourcefile(inspect.unwrap(self.load())) or ""
+            raise PartError(f"{self}: {name} failed{hint}", error, code) from error
 
     @cached_property
     def options(self) -> type[Any]:

@@ -282,7 +282,9 @@ class Plain(nn.Module):
 
 def test_a_model_that_is_none_is_named(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(parts("model"), "line", Part(LineConfig, f"{__name__}:Plain", "model", "line", "mine.py:3"))
-    with pytest.raises(ConfigError, match=r"model=line \(mine.py:3\): Plain should derive from wordrun.model.Model"):
+    with pytest.raises(
+        ConfigError, match=r"model=line \(mine.py:3\): Plain should be an nn.Module with a method losses"
+    ):
         wordrun.Trainer(own)
 
 
