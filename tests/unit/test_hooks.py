@@ -328,7 +328,7 @@ def test_the_state_of_version_0_1_has_the_name_of_the_class(small: Words, tmp_pa
     folder = folders.all_in(tmp_path / "run")[0]
     seal(folder.path, hooks={"EarlyStop": {"best": 0.5, "waited": 2}})
     trainer = train([*words, f"train.resume={folder.path}"], tmp_path / "on")
-    assert trainer.hooks["early_stop"].state() == {"best": 0.5, "waited": 3}
+    assert trainer.hooks["early_stop"].state() == {"metric": "val_loss", "best": 0.5, "waited": 3}
 
 
 # Failures

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
-from wordrun.config import Config
+from wordrun.config import Config, EarlyStopConfig
 from wordrun.data.batch import Batch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.model import Model
 from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
+from wordrun.train.evaluation import Evaluation
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.memory import MemoryCheck
-from wordrun.train.metrics import Measure, Meter, device_name, means
+from wordrun.train.metrics import Meter, device_name
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
@@ -49,6 +48,12 @@ class Summary:
     """Training loss of the last logged step; of text, in nats per token."""
     val_loss: float | None
     best_val_loss: float | None
+    best_metric: str
+    """train.best_metric."""
+    best_value: float | None
+    """Its best value, which the checkpoint "best" has."""
+    best_step: int | None
+    """The step at which that was measured."""
 
 
 class Trainer(Training):
@@ -110,7 +115,7 @@ class Trainer(Training):
         self.loader = self.task.loader(self.gas, self.backend.device)
         closers.callback(self.loader.close)
         count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
-        self.validation = self.task.validation_set(count)
+        self.evaluation = Evaluation(cfg, self.task, self.backend, self.task.validation_set(count))
         self.meter = Meter(
             self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
             self.task.tokens_per_example, self.task.flops_per_example,
@@ -207,23 +212,7 @@ class Trainer(Training):
 
         Every rank must call this.
         """
-        found = means(self.backend, self.validation, self._metrics)
-        found |= self.task.derived(found)
-        for name, value in found.items():
-            if not math.isfinite(value) and math.isfinite(found["loss"]):
-                LOGGER.warning("the metric %s is %s at step %d", name, value, self.step, extra=FIRST_RANK)
-        return {f"val_{name}": value for name, value in found.items()}
-
-    @cached_property
-    def _metrics(self) -> Measure | None:
-        """The model's own metrics and those of the config; None: there are none, and no outputs are needed."""
-        chosen = {name: partial(parts("metrics")[name].load(), options) for name, options in self.cfg.metrics.items()}
-        model = self.backend.parts[-1]
-        if not chosen and type(model).metrics is Model.metrics:
-            return None
-        return lambda batch, outputs: {
-            **model.metrics(batch, outputs), **{name: metric(outputs, batch) for name, metric in chosen.items()}
-        }  # fmt: skip
+        return self.evaluation.measure(self.step)
 
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
         """Return ``prompt`` and its generated continuation; every rank must call this.
@@ -241,6 +230,8 @@ class Trainer(Training):
         return Summary(
             steps=state.step, tokens=None if size is None else state.position * size, seconds=state.elapsed(),
             loss=state.metrics.get("loss"), val_loss=state.metrics.get("val_loss"), best_val_loss=state.best_loss,
+            best_metric=self.cfg.train.best_metric, best_value=state.best_value,
+            best_step=None if state.best_value is None else state.best_step,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -258,6 +249,7 @@ class Trainer(Training):
                 self._announce(facts)
             self.state.start_clock()
             with self.stop.listen(), self.profiler:
+                self._try_evaluation()
                 self.hooks.call("at_start", self)
                 yield
         except BaseException as error:
@@ -274,6 +266,15 @@ class Trainer(Training):
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
+
+    def _try_evaluation(self) -> None:
+        """Find before the first step what is wrong with the metrics, unless there are no evaluations."""
+        if self.cfg.train.eval_interval:
+            stop = self.cfg.hooks.get("early_stop")
+            wanted = {"train.best_metric": self.cfg.train.best_metric}
+            if isinstance(stop, EarlyStopConfig):
+                wanted["hooks.early_stop.metric"] = stop.metric
+            self.evaluation.try_one_batch(wanted.items())
 
     def _finish(self, error: str, *, failed: bool) -> None:
         """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
