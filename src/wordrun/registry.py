@@ -90,8 +90,7 @@ class Part:
             if isinstance(error, UserError) or not self.origin:
                 raise
             name = getattr(self.load(), "__name__", str(self.implementation))
-            code = inspect.getsourcefile(inspect.unwrap(self.load())) or ""
-            raise PartError(f"{self}: {name} failed{hint}", error, code) from error
+            raise PartError(f"{self}: {name} failed{hint}", error, self.load()) from error
 
     @cached_property
     def options(self) -> type[Any]:

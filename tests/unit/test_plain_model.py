@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
-from wordrun.config import Config, ModelConfig
+from wordrun.config import Config, DataConfig, HookConfig, MetricConfig, ModelConfig, OptimizerConfig, TrackerConfig
 from wordrun.errors import ConfigError, PartError
 from wordrun.model import Model, materialise, new_model
 from wordrun.registry import Part, parts
@@ -156,6 +156,59 @@ def test_a_constructor_that_fails_is_named_with_its_line(own: Any) -> None:
     assert str(caught.value).startswith("model=net (mine/parts.py:3): Net failed on the meta device")
     line = 1 + Path(__file__).read_text().splitlines().index("            self.scale = 1 / 0")
     assert f"ZeroDivisionError: division by zero (test_plain_model.py:{line})" in str(caught.value)
+
+
+@dataclass
+class OwnMetric(MetricConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnOptimizer(OptimizerConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnTracker(TrackerConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnHook(HookConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnData(DataConfig):
+    """Nothing to say."""
+
+
+def fails(*arguments: Any) -> Any:
+    raise KeyError("what they lack")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "choice"),
+    [
+        ("metrics", OwnMetric, "metrics=[broken]"),
+        ("optimizer", OwnOptimizer, "optimizer=broken"),
+        ("tracker", OwnTracker, "tracker=[jsonl,broken]"),
+        ("hooks", OwnHook, "hooks=[broken]"),
+        ("data", OwnData, "data=broken"),
+    ],
+)
+def test_a_part_that_fails_is_named_with_its_line_and_the_file_of_the_traceback(
+    own: Any, monkeypatch: pytest.MonkeyPatch, kind: str, options: Any, choice: str
+) -> None:
+    monkeypatch.setitem(parts(kind), "broken", Part(options, fails, kind, "broken", "mine/parts.py:7"))
+    with pytest.raises(PartError) as caught:
+        trained(own(Net, choice))
+    line = 1 + Path(__file__).read_text().splitlines().index('    raise KeyError("what they lack")')
+    named = f"{kind}=broken (mine/parts.py:7): fails failed: KeyError: 'what they lack' (test_plain_model.py:{line})"
+    assert str(caught.value) == f"{named}; traceback: run/failures/rank-0.txt"
+    assert "Traceback" in Path("run/failures/rank-0.txt").read_text()
+    log = Path("run/metrics.jsonl")
+    assert not log.exists() or not log.read_text()  # before the first step
 
 
 def test_metrics_need_the_results_of_the_forward_pass(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
+from wordrun.train.failing import FailedHooks, note, noted
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.memory import MemoryCheck
@@ -87,7 +87,8 @@ class Trainer(Training):
                 if log_handle is None:
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
-                self._build(hooks, closers)
+                with noted(cfg.run_dir, self.world.rank):
+                    self._build(hooks, closers)
             except BaseException:
                 self.close()
                 raise
@@ -107,7 +108,7 @@ class Trainer(Training):
         self.memory.before_model(self.task.shapes())
         # A checkpoint of LoRA has no frozen weights.
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
-        make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
+        make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
         with self.memory.explained():
             self.backend = backend.build(spec)
@@ -122,8 +123,9 @@ class Trainer(Training):
         )  # fmt: skip
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
-        configured = {name: parts("hooks")[name].load()(options) for name, options in cfg.hooks.items()}
+        configured = {name: parts("hooks")[name].build(options) for name, options in cfg.hooks.items()}
         self.hooks = HookSet([Log(), Bar(), Evaluate(), *self.task.hooks()], configured, hooks, Checkpoint())
+        self.failed_hooks = FailedHooks(self)
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)
         resume.resume(self, self.start)
@@ -143,7 +145,9 @@ class Trainer(Training):
             return self.summary()
         cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng), self.memory.explained():
-            while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
+            while not self.done and not self.stop.agreed(
+                self.step, self.metrics.get("dt"), hook_failed=self.failed_hooks.seen()
+            ):
                 self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 lr = self.hooks.learning_rate(self, lr)
@@ -158,6 +162,7 @@ class Trainer(Training):
             if not self.done:
                 self._save_and_stop()
             self.hooks.call("at_end", self)
+            self.failed_hooks.raise_first()
         return self.summary()
 
     def _train_step(self, lr: float) -> backend.StepResult:
@@ -193,6 +198,7 @@ class Trainer(Training):
                 LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
                 self.save()
                 self.checkpoints.wait()
+        self.failed_hooks.raise_first()
         raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
     def save(self, *, best: bool = False) -> None:
@@ -238,7 +244,8 @@ class Trainer(Training):
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
         facts = self._facts()
-        self.run.open(facts, self.start)
+        with noted(self.cfg.run_dir, self.world.rank, self.step):
+            self.run.open(facts, self.start)
         log_file = None
         error_text, failed = "", False
         for part in self.backend.parts:
@@ -253,12 +260,12 @@ class Trainer(Training):
                 self.hooks.call("at_start", self)
                 yield
         except BaseException as error:
-            error_text = (
-                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error)}"
-            )
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
-                self.run.note_failure(self.world.rank, self.step, traceback.format_exc())
+                note(error, self.cfg.run_dir, self.world.rank, self.step)
+            error_text = (
+                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error, 400)}"
+            )
             raise
         finally:
             self.state.stop_clock()
@@ -266,6 +273,8 @@ class Trainer(Training):
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
+            self.failed_hooks.close()
+            self.failed_hooks.wait()
 
     def _try_evaluation(self) -> None:
         """Find before the first step what is wrong with the metrics, unless there are no evaluations."""
