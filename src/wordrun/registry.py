@@ -129,6 +129,8 @@ class Part:
 _parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
 _registered: set[str] = set()
 """The modules whose parts are registered."""
+_problems: list[str] | None = None
+"""What is wrong with the parts of the module that is being imported; None: none is."""
 
 
 def register(kind: str, name: str, options: type[Any] | str, implementation: Any) -> None:
@@ -149,23 +151,35 @@ def register(kind: str, name: str, options: type[Any] | str, implementation: Any
     assert caller is not None
     own = caller.f_globals["__name__"] == "wordrun.parts"
     part = Part(options, implementation, kind, name, "" if own else f"{caller.f_code.co_filename}:{caller.f_lineno}")
+    problem = _problem_with(part)
+    if not problem:
+        _parts[kind][name.lower()] = part
+    elif _problems is None:
+        raise ConfigError(problem)
+    else:
+        _problems.append(problem)
+
+
+def _problem_with(part: Part) -> str:
+    """Return why ``part`` cannot be registered; empty: it can."""
+    kind, name = part.kind, part.name
     if kind not in KINDS:
-        raise ConfigError(f"{part}: unknown kind of part{nearest(kind, KINDS)} ({', '.join(KINDS)})")
+        return f"{part}: unknown kind of part{nearest(kind, KINDS)} ({', '.join(KINDS)})"
     pattern = r"\w+" if kind == "backend" else r"[a-z][a-z0-9_]*"
     if not re.fullmatch(pattern, name) or name.lower() in WORDS:
-        raise ConfigError(
+        return (
             f"{part}: use lower-case letters, digits and underscores as a name, beginning with a letter, and no word "
             f"that YAML or Hydra reads as a value ({', '.join(WORDS)})"
         )
-    for what in (options, implementation):
+    for what in (part.declared, part.implementation):
         if isinstance(what, str) and not re.fullmatch(r"\w+(\.\w+)*:\w+", what):
-            raise ConfigError(f"{part}: {what!r} should be 'package.module:Name'")
+            return f"{part}: {what!r} should be 'package.module:Name'"
     taken = _parts[kind].get(name.lower())
     if taken and (_spelled(taken.declared), _spelled(taken.implementation)) != (
-        _spelled(options), _spelled(implementation)
+        _spelled(part.declared), _spelled(part.implementation)
     ):  # fmt: skip
-        raise ConfigError(f"{part}: the name is taken by {taken}; choose another")
-    _parts[kind][name.lower()] = part
+        return f"{part}: the name is taken by {taken}; choose another"
+    return ""
 
 
 def _spelled(what: Any) -> str:
@@ -183,11 +197,28 @@ def parts(kind: str) -> dict[str, Part]:
         if module not in _registered:
             _registered.add(module)  # now, because it may itself look up parts
             try:
-                import_named(module, whose)
+                _import_parts(module, whose)
             except ConfigError:
                 _registered.discard(module)
                 raise
     return _parts[kind]
+
+
+def _import_parts(module: str, whose: str) -> None:
+    """Import a ``module`` that registers parts.
+
+    Raises:
+        ConfigError: it cannot be imported, or registers parts with mistakes; the message names all of them.
+    """
+    global _problems
+    outer, _problems = _problems, []
+    try:
+        import_named(module, whose)
+        if _problems:
+            sys.modules.pop(module, None)  # it registers them again when it is imported again
+            raise ConfigError("\n".join(_problems))
+    finally:
+        _problems = outer
 
 
 def backends() -> list[str]:
