@@ -447,6 +447,7 @@ def test_a_state_that_a_hook_cannot_load_names_it() -> None:
         (["hooks=[spikes]", "hooks.spikes.window=1"], "hooks.spikes.window=1 should be at least 2"),
         (["hooks=[lr_range]", "hooks.lr_range.lowest=2"], "hooks.lr_range.lowest=2 should be below"),
         (["hooks=[lr_range]", "train.checkpoint_interval=5"], "use train.checkpoint_interval=0"),
+        (["hooks=[lr_range]", "experiment=digits"], "should not be evaluated: use train.eval_interval=0"),
         (["hooks=[lr_range]", "train.max_iters=50"], "hooks.lr_range.steps=100 is more than train.max_iters=50"),
         (["hooks.ema.decay=0.9"], "hooks.ema.decay=0.9 has no effect without hooks=ema: add it"),
     ],
