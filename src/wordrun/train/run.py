@@ -25,8 +25,9 @@ from wordrun.checkpoint.folder import Folder
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, PartError
 from wordrun.log import LOGGER
+from wordrun.registry import parts
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps, read
 from wordrun.track.plots import draw
@@ -67,6 +68,10 @@ class Run:
         self.record: dict[str, Any] = {}
         """Contents of run.json."""
         self._lock: IO[str] | None = None
+        self.has_others = any(parts("tracker")[name].origin for name in cfg.tracker)
+        """Whether there are trackers besides wordrun's own."""
+        self.failure: PartError | None = None
+        """The first error of one of them during training."""
 
     def open(self, facts: dict[str, Any], start: Start) -> None:
         """Create the run directory, or take over an existing one to continue from ``start``.
@@ -129,14 +134,21 @@ class Run:
             TypeError: a metric is not a number.
         """
         if self.trackers:
-            metrics = {name: _number(name, value) for name, value in metrics.items()}
-        for tracker in self.trackers.values():
-            tracker.log(metrics)
+            self._tell("log", {name: _number(name, value) for name, value in metrics.items()})
 
     def sample(self, step: int, text: str) -> None:
         """Pass a generated text to the trackers."""
-        for tracker in self.trackers.values():
-            tracker.sample(step, text)
+        self._tell("sample", step, text)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Call a method of each tracker; one that is not wordrun's own and fails is not called again."""
+        for name, tracker in list(self.trackers.items()):
+            try:
+                with parts("tracker")[name].blamed(f" in {method}"):
+                    getattr(tracker, method)(*arguments)
+            except PartError as error:
+                del self.trackers[name]
+                self.failure = self.failure or error
 
     def rewind(self, step: int) -> None:
         """Return to ``step`` in all records: later steps will be repeated."""
