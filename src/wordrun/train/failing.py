@@ -17,8 +17,8 @@ from wordrun.train.hints import relative
 from wordrun.train.run import note_failure
 from wordrun.train.training import Training
 
-# The ranks agree to stop about twice a second, or after the next step.
-PATIENCE_S = 60.0
+# The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
+PATIENCE_S = 300.0
 PATIENCE_STEPS = 20
 # A rank whose hook has failed reports that before the others.
 REPORT_S = 1.0
@@ -76,7 +76,6 @@ class FailedHooks:
             return
         mine = self._mine if self.seen() else None
         found = gather_json(mine and str(mine), trainer.backend.device)
-        self.close()
         self.together = any(found)
         if mine is not None:
             raise mine
@@ -91,7 +90,7 @@ class FailedHooks:
             time.sleep(0.0 if self._is_noted else REPORT_S)
 
     def close(self) -> None:
-        """Stop watching the time."""
+        """Stop watching the time: the ranks have agreed, and a checkpoint may take long."""
         self._ended.set()
 
     def _watch(self) -> None:

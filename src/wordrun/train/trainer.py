@@ -159,6 +159,7 @@ class Trainer(Training):
                 self.meter.add(self.result, lr)
                 self.hooks.call("after_step", self)
                 self.profiler.step()
+            self.failed_hooks.close()
             if not self.done:
                 self._save_and_stop()
             self.hooks.call("at_end", self)
@@ -273,7 +274,7 @@ class Trainer(Training):
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
-            self.failed_hooks.close()
+            self.failed_hooks.close()  # also after any other error
             self.failed_hooks.wait()
 
     def _try_evaluation(self) -> None:
