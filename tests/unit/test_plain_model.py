@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
+from wordrun.backend.split import check_shared
 from wordrun.config import Config, DataConfig, HookConfig, MetricConfig, ModelConfig, OptimizerConfig, TrackerConfig
 from wordrun.errors import ConfigError, PartError
 from wordrun.model import Model, materialise, new_model
@@ -103,6 +104,12 @@ def test_it_is_resumed_bit_for_bit(own: Any) -> None:
     start = "train.resume=run/checkpoints/step-00000003"
     again = trained(own(Net, start, "hydra.run.dir=again"))
     assert [line["loss"] for line in again if "loss" in line] == [line["loss"] for line in whole if "loss" in line]
+
+
+def test_blocks_that_share_a_parameter_cannot_be_sharded_one_by_one(own: Any) -> None:
+    model = new_model(own(Net).model, shape=(1, 8, 8), classes=10)
+    with pytest.raises(ConfigError, match=r"Net.blocks.0.bias and blocks.1.bias are the same parameter"):
+        check_shared(model)
 
 
 class NoForward(nn.Module):
