@@ -85,11 +85,12 @@ def _check_hooks(cfg: Config) -> Iterator[str]:
             )
     test = cfg.hooks.get("lr_range")
     if isinstance(test, config.LRRangeConfig):
-        if train.checkpoint_interval:
-            yield (
-                "hooks=[lr_range] trains until the model diverges, which should not be saved: use "
-                "train.checkpoint_interval=0"
-            )
+        for option, what in (("checkpoint_interval", "saved"), ("eval_interval", "evaluated")):
+            if getattr(train, option):  # the hook's file sets 0, which an experiment overrides
+                yield (
+                    f"hooks=[lr_range] trains until the model diverges, which should not be {what}: use "
+                    f"train.{option}=0"
+                )
         if test.steps > train.max_iters:
             yield (
                 f"hooks.lr_range.steps={test.steps} is more than train.max_iters={train.max_iters}: raise "

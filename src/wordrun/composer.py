@@ -68,6 +68,12 @@ def compose(
             raise ConfigError(f"{flag} {folder} is not a folder")
     if taken := [problem for folder in (project.here().conf, tree.extra_dir) for problem in _taken(folder)]:
         raise ConfigError("\n".join(taken))
+    for conf in (project.here().conf, tree.extra_dir):
+        if conf and (root := Path(conf) / f"{tree.name}.yaml").is_file() and not tree.path:
+            LOGGER.warning(
+                "%s is not read, because wordrun's own %s is the root of the config: move its settings to "
+                "%s/experiment/NAME.yaml, and choose them with experiment=NAME", root, root.name, conf,
+            )  # fmt: skip
     for override in overrides:
         if (old := _name(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
@@ -270,7 +276,8 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
     if unknown and unknown[1] in SEVERAL:
         offered = list(parts(unknown[1]))
-        return f"{override}: unknown {unknown[1]} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
+        kind = unknown[1].removesuffix("s")
+        return f"{override}: unknown {kind} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
     if name in SEVERAL and isinstance(error, TypeError):
         return f"{override} should be a list of names: {', '.join(schemas(name))}"
     if name in GROUPS:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from wordrun.errors import UserError, nearest
 from wordrun.registry import Part, part_of, parts
 from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
-from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
+from wordrun.validation import above_zero, fractions, metric_of, not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -663,7 +663,11 @@ class TrainConfig(Section):
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the best one."""
     save_best: bool = True
-    """Also write a checkpoint whenever the validation loss is the lowest so far."""
+    """Also write a checkpoint whenever train.best_metric is the best so far."""
+    best_metric: str = "val_loss"
+    """Metric of an evaluation by which checkpoints are compared, such as val_accuracy."""
+    best_mode: str = "auto"
+    """Which values of train.best_metric are better: min, max, or auto (known from its name)."""
     async_save: bool = True
     """Write checkpoints in the background: only the device-to-host copy blocks training."""
     on_save_error: str = "continue"
@@ -691,6 +695,7 @@ class TrainConfig(Section):
         yield from one_of("train.dtype", self.dtype, DTYPES)
         yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
         yield from one_of("train.compile_scope", self.compile_scope, ["blocks", "model"])
+        yield from metric_of("train.best_metric", self.best_metric, self.best_mode, "train.best_mode")
         yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
         yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing
@@ -737,16 +742,22 @@ class HookConfig(Section):
 
 @dataclass
 class EarlyStopConfig(HookConfig):
-    """End the run when the validation loss no longer improves."""
+    """End the run when a metric of the evaluations no longer improves."""
 
+    metric: str = "val_loss"
+    """Metric of an evaluation, such as val_accuracy."""
+    mode: str = "auto"
+    """Which values of the metric are better: min, max, or auto (known from its name)."""
     patience: int = 5
     """Number of consecutive evaluations without improvement after which the run ends."""
     min_delta: float = 0.0
-    """Smallest decrease in validation loss that counts as an improvement, in nats per token."""
+    """Smallest change of the metric that counts as an improvement; the loss of text is in nats per token."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return [*positive("hooks.early_stop", self, "patience"), *not_negative("hooks.early_stop", self, "min_delta")]
+        yield from positive("hooks.early_stop", self, "patience")
+        yield from not_negative("hooks.early_stop", self, "min_delta")
+        yield from metric_of("hooks.early_stop.metric", self.metric, self.mode, "hooks.early_stop.mode")
 
 
 @dataclass
@@ -758,7 +769,7 @@ class EMAConfig(HookConfig):
     interval: int = 1
     """Steps between updates."""
     evaluate: bool = True
-    """Also evaluate the averaged weights, as ema_val_loss."""
+    """Also evaluate the averaged weights: ema_val_loss, and each metric as ema_val_NAME."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""

@@ -55,6 +55,3 @@ register("hooks", "ema", "wordrun.config:EMAConfig", "wordrun.train.hooks.ema:EM
 register("hooks", "statistics", "wordrun.config:StatisticsConfig", "wordrun.train.hooks.statistics:Statistics")
 register("hooks", "spikes", "wordrun.config:SpikesConfig", "wordrun.train.hooks.spikes:Spikes")
 register("hooks", "lr_range", "wordrun.config:LRRangeConfig", "wordrun.train.hooks.lr_range:LRRange")
-
-register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")
-register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures:top_k")

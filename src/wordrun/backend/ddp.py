@@ -56,8 +56,7 @@ class DDPBackend(NativeBackend):
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are averaged in the backward pass of the last micro-step."""
         # Calling the model directly accumulates gradients on this rank only.
-        forward = self.replica if last else None
-        return self.forward_losses(batch, forward).mean()
+        return self.forward_losses(batch, self.replica if last else None).mean()
 
     def close(self) -> None:
         """Release the reducer while the process group has other references."""

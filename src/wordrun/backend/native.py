@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -23,7 +23,7 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
 from wordrun.config import Config
 from wordrun.errors import ConfigError
-from wordrun.model import Model
+from wordrun.model import LossesOf, Model
 
 
 class NativeBackend:
@@ -107,17 +107,18 @@ class NativeBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        if outputs is None:
-            return self.forward_losses(batch)
-        with self.forward_context():
-            losses, seen = self.parts[0].losses_and_outputs(batch)
-            outputs.append(full(seen))
-            return full(losses)
+        losses = self.forward_losses(batch, outputs=outputs)
+        if outputs:
+            outputs[-1] = full(outputs[-1])
+        return losses
 
-    def forward_losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,), calling the model through ``forward`` if given."""
+    def forward_losses(
+        self, batch: Any, wrapper: nn.Module | None = None, outputs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), as ``losses`` does, through the model's ``wrapper``."""
+        model = self.parts[0]
         with self.forward_context():
-            return full(checked(self.parts[0].losses(batch, forward), self.parts[0], self.device))
+            return full(checked((model if wrapper is None else wrapper)(LossesOf(batch, outputs)), model, self.device))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -273,7 +274,7 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
 
 def prepare(model: Model, cfg: Config) -> None:
     """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
-    for number, block in enumerate(model.blocks.values()):
+    for number, block in enumerate(model.blocks.children()):
         prepare_block(block, number, cfg)
     prepare_rest(model, cfg)
 

@@ -51,10 +51,10 @@ class Splitter:
         plan = model.tensor_parallel_plan() if spec.layout.tp > 1 else {}
         inside = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.")}
         outside = {name: style for name, style in plan.items() if not name.startswith("blocks.")}
-        for number, block in model.blocks.items():
-            self._fill(model, block, f"blocks.{number}.")
+        for at, (key, block) in enumerate(model.blocks.named_children()):
+            self._fill(model, block, f"blocks.{key}.")
             self._split(block, inside)
-            prepare_block(block, int(number), spec.cfg)
+            prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg)
             if self.sharded:
                 self._shard(block)
         for name, child in model.named_children():
@@ -67,7 +67,7 @@ class Splitter:
         prepare_rest(model, spec.cfg)
         if self.sharded:
             self._shard(model)
-            self._prefetch([block for block in model.blocks.values() if isinstance(block, FSDPModule)])
+            self._prefetch([block for block in model.blocks.children() if isinstance(block, FSDPModule)])
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]
         return model

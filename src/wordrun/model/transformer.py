@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, V vocabulary with padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -254,16 +254,14 @@ class Transformer(Model):
             x = block(x, cache=cache, mask=mask)
         return self.norm(x) if self.is_last else x
 
-    def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
+    def losses(self, batch: TokenBatch) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
+        losses: Tensor = self(batch.tokens, documents=batch.documents, targets=batch.targets)
         return scaled(losses, batch)
 
-    def losses_and_outputs(
-        self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def losses_and_outputs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
-        logits = (forward or self)(batch.tokens, documents=batch.documents)
+        logits = self(batch.tokens, documents=batch.documents)
         return scaled(self.criterion(logits, batch.targets), batch), logits
 
     @staticmethod

@@ -86,7 +86,12 @@ def build(run: RunInfo, states: dict[str, Any]) -> dict[str, Tracker]:
         run: the run.
         states: states of the trackers of the run being continued, by name.
     """
-    return {
-        name: parts("tracker")[name].load()(options, run, states.get(name, {}))
-        for name, options in run.cfg.tracker.items()
-    }
+    trackers: dict[str, Tracker] = {}
+    try:
+        for name, options in run.cfg.tracker.items():
+            trackers[name] = parts("tracker")[name].build(options, run, states.get(name, {}))
+    except Exception:
+        for tracker in trackers.values():
+            tracker.finish({}, exit_status=1)
+        raise
+    return trackers

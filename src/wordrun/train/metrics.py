@@ -14,11 +14,12 @@ from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.dist.collectives import all_mean, all_sum
-from wordrun.errors import UserError
 from wordrun.train.state import TrainState
 
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
 """Metrics that a task without tokens does not have."""
+QUIET = ("val_loss", "val_perplexity")
+"""Metrics not listed in the log line of an evaluation: the loss is in front, the perplexity at the end of the run."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -128,17 +129,16 @@ Measure = Callable[[Any, torch.Tensor], dict[str, torch.Tensor]]
 """Returns further values of each example of a batch, (B,), by name, given the batch and the model's outputs."""
 
 
-def means(backend: Backend, validation: ValidationSet, measure: Measure | None = None) -> dict[str, float]:
+def means(
+    backend: Backend, validation: ValidationSet, measure: Measure | None = None, batches: int | None = None
+) -> dict[str, float]:
     """Return the means over ``validation`` on all ranks: of the loss, under "loss", and of what ``measure`` returns.
 
-    Every rank must call this.
-
-    Raises:
-        UserError: a value has another shape than (B,).
+    Every rank must call this. ``batches`` limits how many of its batches each rank uses.
     """
     totals: dict[str, torch.Tensor] = {}
     with evaluation_mode(backend):
-        for i in range(len(validation)):
+        for i in range(len(validation))[:batches]:
             batch, weights = validation[i]
             batch = batch.to(backend.device)
             outputs: list[torch.Tensor] = []
@@ -147,11 +147,6 @@ def means(backend: Backend, validation: ValidationSet, measure: Measure | None =
                 with torch.no_grad():
                     values |= measure(batch, outputs[-1])
             for name, each in values.items():
-                if each.shape != weights.shape:
-                    raise UserError(
-                        f"{name} of a batch has the shape {list(each.shape)}, but should have a value for each "
-                        f"example: {list(weights.shape)}"
-                    )
                 total = torch.stack(((each.cpu().double() * weights).sum(), weights.sum()))
                 totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + total
     sums = all_sum(torch.stack(list(totals.values())).float().to(backend.device)).tolist()

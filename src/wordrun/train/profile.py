@@ -96,5 +96,6 @@ def build(cfg: Config, world: World) -> Profiler:
     options = cfg.profiler
     if max(options.ranks, default=0) >= world.size:
         raise ConfigError(f"profiler.ranks={options.ranks} should be below the number of ranks, {world.size}")
-    kind: type[Profiler] = part_of("profiler", options).load() if world.rank in options.ranks else Profiler
-    return kind(options, Path(cfg.run_dir).resolve() / "profile", world.rank)
+    make = part_of("profiler", options).build if world.rank in options.ranks else Profiler
+    profiler: Profiler = make(options, Path(cfg.run_dir).resolve() / "profile", world.rank)
+    return profiler

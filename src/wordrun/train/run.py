@@ -25,8 +25,9 @@ from wordrun.checkpoint.folder import Folder
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, PartError
 from wordrun.log import LOGGER
+from wordrun.registry import parts
 from wordrun.report import page
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
@@ -69,6 +70,10 @@ class Run:
         self.record: dict[str, Any] = {}
         """Contents of run.json."""
         self._lock: IO[str] | None = None
+        self.has_others = any(parts("tracker")[name].origin for name in cfg.tracker)
+        """Whether there are trackers besides wordrun's own."""
+        self.failure: PartError | None = None
+        """The first error of one of them during training."""
 
     def open(self, facts: dict[str, Any], start: Start) -> None:
         """Create the run directory, or take over an existing one to continue from ``start``.
@@ -131,14 +136,21 @@ class Run:
             TypeError: a metric is not a number.
         """
         if self.trackers:
-            metrics = {name: _number(name, value) for name, value in metrics.items()}
-        for tracker in self.trackers.values():
-            tracker.log(metrics)
+            self._tell("log", {name: _number(name, value) for name, value in metrics.items()})
 
     def sample(self, step: int, text: str) -> None:
         """Pass a generated text to the trackers."""
-        for tracker in self.trackers.values():
-            tracker.sample(step, text)
+        self._tell("sample", step, text)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Call a method of each tracker; one that is not wordrun's own and fails is not called again."""
+        for name, tracker in list(self.trackers.items()):
+            try:
+                with parts("tracker")[name].blamed(f" in {method}"):
+                    getattr(tracker, method)(*arguments)
+            except PartError as error:
+                del self.trackers[name]
+                self.failure = self.failure or error
 
     def rewind(self, step: int) -> None:
         """Return to ``step`` in all records: later steps will be repeated."""
@@ -150,14 +162,6 @@ class Run:
     def tracker_states(self) -> dict[str, Any]:
         """Return what the trackers need to continue when the run is resumed, by name."""
         return {name: state for name, tracker in self.trackers.items() if (state := tracker.state())}
-
-    def note_failure(self, rank: int, step: int, report: str) -> None:
-        """Write a rank's traceback to its own file, because other ranks may not know of it."""
-        with contextlib.suppress(OSError):
-            folder = self.path / "failures"
-            folder.mkdir(exist_ok=True)
-            text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
-            (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
 
     def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
         """Record how the run ended, close the trackers, draw the plots and write the report; return these files.
@@ -183,6 +187,18 @@ class Run:
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
         files.replace(self.path / RECORD, f"{text}\n")
+
+
+def note_failure(run_dir: Path, rank: int, step: int, report: str) -> Path | None:
+    """Write a rank's traceback to its own file, because other ranks may not know of it, and return the file."""
+    file = run_dir / "failures" / f"rank-{rank}.txt"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
+        file.write_text(text, encoding="utf-8")
+    except OSError:
+        return None
+    return file
 
 
 def _number(name: str, value: Any) -> int | float | None:

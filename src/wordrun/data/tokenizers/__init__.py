@@ -19,7 +19,9 @@ def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
     Raises:
         ConfigError: if its file is missing or invalid.
     """
-    tokenizer: Tokenizer = part_of("tokenizer", cfg).load().build(cfg, texts)
+    part = part_of("tokenizer", cfg)
+    with part.blamed():
+        tokenizer: Tokenizer = part.load().build(cfg, texts)
     return tokenizer
 
 

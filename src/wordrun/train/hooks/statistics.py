@@ -38,7 +38,7 @@ class Statistics(Hook):
     def setup(self, trainer: Training) -> None:
         """Agree on the layers of the model, of which the ranks of a pipeline have different ones."""
         backend = trainer.backend
-        mine = [f"blocks.{key}" for part in backend.parts for key in part.blocks]
+        mine = [f"blocks.{key}" for part in backend.parts for key, _ in part.blocks.named_children()]
         if self.options.gradients:
             own = native(trainer, "statistics")
             mine = [_layer(name) for name, _ in own.named_parameters(once=True)]
@@ -58,7 +58,7 @@ class Statistics(Hook):
         self._passes = {}
         if self.options.activations:
             for part in trainer.backend.parts:
-                for key, block in part.blocks.items():
+                for key, block in part.blocks.named_children():
                     row = self._layers[f"blocks.{key}"]
                     self._handles.append(block.register_forward_hook(self._measure_activations(row)))
 
