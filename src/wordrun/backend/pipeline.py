@@ -19,19 +19,9 @@ from wordrun.backend.native import full, local
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import INTERLEAVED, PPConfig
+from wordrun.dist.mesh import blocks_of, owner_of
 from wordrun.errors import ConfigError
 from wordrun.model import Transformer
-
-
-def owner_of(stage: int, pp: int, schedule: str) -> int:
-    """Return which of a pipeline's ``pp`` ranks has ``stage``: round-robin, or in a V for ZBVZeroBubble."""
-    turn, rank = divmod(stage, pp)
-    return pp - 1 - rank if turn and schedule == "ZBVZeroBubble" else rank
-
-
-def blocks_of(stage: int, count: int, n_layer: int) -> range:
-    """Return the block numbers of ``stage``, one of ``count`` stages whose sizes differ by at most 1."""
-    return range(stage * n_layer // count, (stage + 1) * n_layer // count)
 
 
 class PipelineBackend(FSDPBackend):

@@ -17,7 +17,7 @@ from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Planner
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.shapes import TOKENIZERS, shapes_of
 
 USAGE = """\
 Estimate the memory that a model needs per device under every backend, and recommend a backend.
@@ -32,8 +32,6 @@ the first row is that strategy. No data is read and no device is used. See docs/
 """
 PRESETS = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 also uses")}
 """Vocabulary sizes of model presets that do not set model.vocab_size, by name prefix."""
-TOKENIZERS = {"gpt2": 50257, "byte": 257}
-"""Vocabulary sizes of tokenizers with a fixed vocabulary."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from wordrun.checks import accumulation, microbatches, stages
 from wordrun.config import INTERLEAVED, BackendConfig, Config, DDPConfig, FSDPConfig, PPConfig
-from wordrun.dist.mesh import Layout
+from wordrun.dist.mesh import Layout, blocks_of, owner_of
 
 FP32 = 4
 
@@ -54,8 +54,6 @@ class Strategy:
 
 def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:
     """Return the blocks of each pipeline stage on rank ``rank`` of the pipeline."""
-    from wordrun.backend.pipeline import blocks_of, owner_of
-
     pp, n_layer = strategy.layout.pp, strategy.cfg.transformer.n_layer
     count = stages(options, pp)
     mine = [stage for stage in range(count) if owner_of(stage, pp, options.schedule) == rank]
