@@ -197,8 +197,8 @@ print([key for key in before if before[key] != after[key]])
 
 # Set on objects of libraries, which offer no other way, and on configs, before anybody else sees them.
 OF_LIBRARIES = {
-    "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "environ",
-    "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
+    "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
+    "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
     "dtypes", "fill_uninitialized_memory", "benchmark",
 }  # fmt: skip
 OF_CONFIGS = {"composer", "plan.cli", "model.pretrained", "backend.native"}  # the last one: a model's compiled_loss
