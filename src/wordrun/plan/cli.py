@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from wordrun import log
 from wordrun.arguments import describe, parse
 from wordrun.composer import compose
-from wordrun.config import BPETokenizerConfig, Config
+from wordrun.config import Config
 from wordrun.devices import VARIANTS
 from wordrun.errors import UserError
 from wordrun.plan import show
@@ -83,8 +83,8 @@ def vocabulary(cfg: Config) -> tuple[int, str]:
             return size, f"assumed: {whose}; model.vocab_size=N for another"
     if cfg.tokenizer.name in TOKENIZERS:
         return TOKENIZERS[cfg.tokenizer.name], f"tokenizer={cfg.tokenizer.name}"
-    if isinstance(cfg.tokenizer, BPETokenizerConfig):
-        return cfg.tokenizer.vocab_size, "tokenizer.vocab_size"
+    if (size := getattr(cfg.tokenizer, "vocab_size", None)) is not None:
+        return size, "tokenizer.vocab_size"
     if cfg.data.name == "shakespeare":
         return 65, "the characters of data=shakespeare"
     return 256, f"assumed: data={cfg.data.name} is not read; model.vocab_size=N for another"
