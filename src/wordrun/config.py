@@ -280,6 +280,11 @@ class TokenizerConfig(Section):
         """Return what is wrong with these options alone."""
         return one_of("tokenizer.name", self.name, parts("tokenizer"))
 
+    @property
+    def needs_text(self) -> bool:
+        """Whether the tokenizer is made from the text."""
+        return self.name == "char"
+
 
 @dataclass
 class GPT2TokenizerConfig(TokenizerConfig):
@@ -303,6 +308,11 @@ class BPETokenizerConfig(TokenizerConfig):
     """Maximum amount of text to train the tokenizer on, in MiB, sampled evenly from the source."""
     path: str | None = None
     """An existing tokenizer.json; null: train one."""
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the tokenizer is made from the text."""
+        return self.path is None
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -332,12 +342,26 @@ class HFTokenizerConfig(TokenizerConfig):
 class BackendConfig(Section):
     """Parallelization of the optimizer step."""
 
+    pipeline: ClassVar[bool] = False
+    """Whether the model's layers are divided into the stages of a pipeline."""
+    own_engine: ClassVar[bool] = False
+    """Whether a library's engine takes the steps, and flattens and shards the parameters."""
+
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout; -1: all remaining ranks, None: chosen for the job."""
         return {"replicate": -1}
+
+    @property
+    def zero_bubble(self) -> bool:
+        """Whether a pipeline computes gradients of weights later than those of activations."""
+        return False
+
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return into how many micro-batches a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
+        return 1
 
 
 @dataclass
@@ -412,6 +436,8 @@ class TPConfig(FSDPConfig):
 class PPConfig(FSDPConfig):
     """Pipeline parallel: each rank holds a stage of consecutive blocks, and micro-batches flow through the stages."""
 
+    pipeline: ClassVar[bool] = True
+
     name: str = "PP"
     """Name of the backend; set by train.backend."""
     pp: int | None = None
@@ -442,6 +468,10 @@ class PPConfig(FSDPConfig):
         """Whether gradients of weights are computed later than those of activations."""
         return self.schedule in ZERO_BUBBLE
 
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return the option, or one micro-batch per rank of the pipeline if possible."""
+        return self.microbatches or math.gcd(batch_size, pp)
+
 
 @dataclass
 class ThreeDConfig(PPConfig):
@@ -463,6 +493,8 @@ class ThreeDConfig(PPConfig):
 @dataclass
 class DeepSpeedConfig(BackendConfig):
     """DeepSpeed's engine: data parallel, with the training state sharded across ranks (ZeRO stages 0 to 3)."""
+
+    own_engine: ClassVar[bool] = True
 
     name: str = "deepspeed"
     """Name of the backend; set by train.backend."""

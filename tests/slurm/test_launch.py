@@ -129,15 +129,20 @@ def test_bandwidths_between_nodes(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
 def test_a_bare_srun(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
-    # UCX's addresses do not always fit into pmi2's lines, as docs/launch.md says; launch itself sees to that.
-    export = "--export=ALL,MPIR_CVAR_CH4_NETMOD=ofi"
-    srun = ("srun", f"--mpi={mpi}", export, "-N2", "-n4")
-    words = (*srun, sys.executable, "-m", "wordrun", *SMALL, "model.batch_size=2")
+    words = ("srun", f"--mpi={mpi}", "-N2", "-n4", sys.executable, "-m", "wordrun", *SMALL, "model.batch_size=2")
     got = cluster.run(*words, timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr
     assert got.stdout.count("run directory:") == 2  # one at the start and one at the end
     (path,) = tmp_path.glob("outputs/**/run.json")
     assert json.loads(path.read_text())["world"]["size"] == 4
+
+
+def test_under_a_bare_srun_mpi_uses_libfabric(cluster: Cluster) -> None:
+    """UCX's addresses do not always fit into the lines of pmi2."""
+    script = "import sys, wordrun.dist as d; d.identify(); from mpi4py import MPI; import os\n"
+    script += "sys.stdout.write(f'{MPI.COMM_WORLD.size} over {os.environ[\"MPIR_CVAR_CH4_NETMOD\"]}\\n')"
+    got = cluster.run("srun", "--mpi=pmi2", "-N2", "-n2", sys.executable, "-c", script)
+    assert got.stdout.splitlines() == ["2 over ofi"] * 2, got.stderr
 
 
 def test_a_bare_srun_shares_the_cores_among_the_ranks_of_a_node(cluster: Cluster) -> None:

@@ -37,6 +37,7 @@ MAY_USE: dict[str, set[str]] = {
     "cgroup": {"files"},
     "interrupts": set(),
     "devices": set(),
+    "kernels": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
     "ports": set(),
@@ -55,7 +56,7 @@ MAY_USE: dict[str, set[str]] = {
     "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG | {"compat"},
-    "model": CONFIG | {"compat"},
+    "model": CONFIG | {"compat", "kernels"},
     "track": CONFIG,
     "runs": {"errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
@@ -74,7 +75,7 @@ MAY_USE: dict[str, set[str]] = {
     "generate": PARALLEL | {"arguments", "checkpoint", "backend", "chat"},
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
-    "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
+    "plan": PARALLEL | {"arguments", "backend", "launch", "devices", "kernels"},
     "cli": {"errors", "dist", "interrupts", "version"},
     "__main__": {"cli", "interrupts"},
     "": {"composer", "registry", "train", "version"},
@@ -203,8 +204,8 @@ print([key for key in before if before[key] != after[key]])
 
 # Set on objects of libraries, which offer no other way, and on configs, before anybody else sees them.
 OF_LIBRARIES = {
-    "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "environ",
-    "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
+    "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
+    "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
     "dtypes", "fill_uninitialized_memory", "benchmark", "__class__",
 }  # fmt: skip
 OF_CONFIGS = {"composer", "plan.cli", "model.pretrained", "backend.native"}  # the last one: a model's compiled_loss

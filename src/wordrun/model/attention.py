@@ -12,24 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wordrun import compat
+from wordrun.kernels import keeps_weights
 from wordrun.model.dropout import dropout
-
-SHORT = 512
-"""Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
 
 
 def document_mask(documents: Tensor) -> Tensor:
     """Return the causal attention mask within each of ``documents`` (B, T), as (B, 1, T, T) (Llama 3, section 3.2)."""
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-
-
-def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
-    """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
-
-    torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
-    longer to set up its many small products than to compute them, except for long sequences.
-    """
-    return p > 0 or (bf16 and tokens <= SHORT)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | None = None) -> Tensor:

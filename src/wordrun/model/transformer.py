@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wordrun import kernels
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
 from wordrun.model.attention import document_mask
@@ -238,7 +239,7 @@ class Transformer(Model):
         weight = self.head.weight
         # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
         plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
-        if not plain or targets.numel() * len(weight) <= loss.LARGE:
+        if not plain or targets.numel() * len(weight) <= kernels.LARGE:
             return self.criterion(self.output(x), targets)
         losses = loss.cross_entropy(
             x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, compiled=self.compiled_loss

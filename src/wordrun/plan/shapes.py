@@ -6,13 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import singledispatch
 from typing import TYPE_CHECKING
 
-from wordrun.config import ModelConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
     from wordrun.model import Transformer
+
+TOKENIZERS = {"gpt2": 50257, "byte": 257}
+"""Vocabulary sizes of tokenizers with a fixed vocabulary."""
 
 
 class NoEstimateError(ConfigError):
@@ -98,16 +102,60 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShap
     Raises:
         NoEstimateError: it is not a transformer.
     """
-    from wordrun.model import meta_model
-
     if not isinstance(cfg, TransformerConfig):
         raise NoEstimateError(f"no estimate for model={cfg.name}: the plan covers transformers only")
+    if not needs_torch(cfg):
+        return known_shapes(cfg, math.ceil((cfg.vocab_size or vocab_size) / multiple) * multiple)
+    from wordrun.model import meta_model
+
     model = meta_model(replace(cfg, n_layer=1), vocab_size, multiple=multiple)
     outside = [name for name, _ in model.named_children() if name != "blocks"]
     first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name)]
     last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name)]
     tied = _shapes(model, "head")[:1] if model.tied else []
     return ModelShapes(cfg, model.padded_vocab_size, first, _shapes(model, "blocks"), last, tied)
+
+
+def needs_torch(cfg: ModelConfig) -> bool:
+    """Return whether ``shapes_of`` has to import torch and construct the model in ``cfg``."""
+    return type(cfg) not in known_shapes.registry or bool(getattr(cfg, "lora_rank", 0))
+
+
+@singledispatch
+def known_shapes(cfg: TransformerConfig, V: int) -> ModelShapes:
+    """Return the parameters of the model in ``cfg`` with ``V`` rows in its embedding, without LoRA, by arithmetic.
+
+    A test compares them with the model's own.
+    """
+    raise NoEstimateError(f"no estimate for model={cfg.name}")
+
+
+@known_shapes.register(GPTConfig)
+def _gpt(cfg: GPTConfig, V: int) -> ModelShapes:
+    C, bias = cfg.n_embd, cfg.bias
+    norm = [ParameterShape((C,))] * (2 if bias else 1)
+    attention = [*_linear(3 * C, C, 0, bias), *_linear(C, C, 1, bias)]
+    mlp = [*_linear(4 * C, C, 0, bias), *_linear(C, 4 * C, 1, bias)]
+    first, head = [ParameterShape((V, C), 0), ParameterShape((cfg.block_size, C), 0)], _linear(V, C, 0)
+    return ModelShapes(cfg, V, first, [*norm, *attention, *norm, *mlp], [*norm, *head], tied=head)
+
+
+@known_shapes.register(LlamaConfig)
+def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
+    C, width, hidden, norm = cfg.n_embd, cfg.attention_width(), cfg.n_hidden, [ParameterShape((cfg.n_embd,))]
+    head_size = width // cfg.n_head
+    shared = (cfg.n_kv_head or cfg.n_head) * head_size
+    attention = [each for rows in (width, shared, shared) for each in _linear(rows, C, 0)]
+    attention += [*_linear(C, width, 1), *([ParameterShape((head_size,))] * 2 if cfg.qk_norm else [])]
+    mlp = [*_linear(hidden, C, 0), *_linear(hidden, C, 0), *_linear(C, hidden, 1)]
+    head = _linear(V, C, 0)
+    block = [*norm, *attention, *norm, *mlp]
+    return ModelShapes(cfg, V, [ParameterShape((V, C), 0)], block, [*norm, *head], tied=head if cfg.tie else [])
+
+
+def _linear(outputs: int, inputs: int, tp_dim: int, bias: bool = False) -> list[ParameterShape]:
+    weight = ParameterShape((outputs, inputs), tp_dim, matmul=True)
+    return [weight, *([ParameterShape((outputs,), None if tp_dim else 0, matmul=True)] if bias else [])]
 
 
 def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
