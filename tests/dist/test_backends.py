@@ -72,7 +72,7 @@ with dist.session() as world:
             mine = {n: full(p.detach()) for part in trainer.backend.parts for n, p in part.named_parameters()}
             weights = [None] * world.size
             td.all_gather_object(weights, mine)
-            states = [s for state in trainer.backend.optimizer.state.values() for s in state.values() if s.dim()]
+            states = [s for state in trainer.backend.optimizer.state.values() for s in state.values() if torch.is_tensor(s) and s.dim()]
             found = [None] * world.size
             td.all_gather_object(found, {
                 "parameters": nbytes(parameters), "gradients": max(gradients), "states": nbytes(states),

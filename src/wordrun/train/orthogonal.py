@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -51,3 +52,9 @@ def joined(matrices: Tensor, rows: Rows, shape: torch.Size) -> Tensor:
     """Return the parameter of this ``shape`` that ``divided`` made ``matrices`` of."""
     by_kind = matrices.view(rows.kinds, rows.heads, -1, matrices.shape[-1])
     return by_kind.transpose(0, 1).reshape(shape)
+
+
+def cost(shape: Sequence[int], rows: Rows) -> float:
+    """Return the operations of an iteration for a parameter of this ``shape``, which divides by ``rows``."""
+    n, m = sorted((shape[0] // rows.kinds, math.prod(shape[1:])))
+    return rows.kinds * (4.0 * n * n * m + 2.0 * n**3)
