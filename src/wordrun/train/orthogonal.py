@@ -35,10 +35,28 @@ def orthogonalized(matrices: Sequence[Tensor], iterations: Sequence[Iteration]) 
 def newton_schulz(x: Tensor, iterations: Sequence[Iteration]) -> Tensor:
     """Return the matrices ``x`` (B, n, m), n at most m, with singular values near 1 (Jordan et al. 2024)."""
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    if x.dtype == torch.float32 and x.shape[2] >= 2 * x.shape[1]:
+        return _by_gram(x, iterations)
     for a, b, c in iterations:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def _by_gram(x: Tensor, iterations: Sequence[Iteration]) -> Tensor:
+    """Return what ``newton_schulz`` does in half the time, by products of n x n matrices only, all but two.
+
+    Each iteration multiplies X by a polynomial P of X X'. P commutes with X X', which it makes P X X' P. The squares in
+    X X' cost half the digits of small singular values, which fp32 has to spare and bf16 has not.
+    """
+    gram, product = x @ x.mT, None
+    for number, (a, b, c) in enumerate(iterations, start=1):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = factor if product is None else factor @ product
+        if number < len(iterations):
+            gram = factor @ (factor @ gram)
+    return x if product is None else product @ x
 
 
 def divided(parameter: Tensor, rows: Rows) -> Tensor:
