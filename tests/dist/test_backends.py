@@ -188,7 +188,7 @@ EIGHT = {
 # Whole matrices by owner, also of matrices of which a rank has no rows (5 of 10 on 4 ranks).
 MUON = ["optimizer=muon", "optimizer.learning_rate=1e-2", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5"]
 MUON_EIGHT = {
-    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MUON, *SHORT],
+    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT],
     "muon-empty": ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=10", *MUON, *SHORT],
 }
 
