@@ -673,8 +673,8 @@ class LinearScheduleConfig(ScheduleConfig):
             yield f"schedule.decay_share={self.decay_share} should be above 0 and at most 1"
         if None not in (self.decay_iters, self.decay_share):
             yield (
-                f"schedule.decay_iters={self.decay_iters} and schedule.decay_share={self.decay_share} both set the decay: "
-                "omit one"
+                f"schedule.decay_iters={self.decay_iters} and schedule.decay_share={self.decay_share} both set the "
+                "decay: omit one"
             )
 
 
