@@ -65,15 +65,15 @@ class Muon(torch.optim.Optimizer):
             self._owners[chosen] = self._assign(parameters, rows)
         owners = self._owners[chosen]
         directions = [each.to(owners.device, owners.dtype) for each in self._directions(parameters)]
-        gathering = owners.to_owners(owners.buckets[0], directions)
+        gathering = owners.to_owners(0, directions)
         self.adamw.step()
         under_way: list[Callable[[], dict[int, Tensor]]] = []
-        for number, bucket in enumerate(owners.buckets):
+        for bucket in range(len(owners.routes)):
             wholes = gathering()
-            if number + 1 < len(owners.buckets):
-                gathering = owners.to_owners(owners.buckets[number + 1], directions)
+            if bucket + 1 < len(owners.routes):
+                gathering = owners.to_owners(bucket + 1, directions)
             under_way.append(owners.from_owners(bucket, self._orthogonal(wholes, rows)))
-            if number:  # the next is on its way
+            if bucket:  # the next is on its way
                 self._update(parameters, rows, under_way.pop(0)())
         self._update(parameters, rows, under_way.pop()())
 
