@@ -537,7 +537,7 @@ class OptimizerConfig(Section):
     """Options of every optimizer."""
 
     name: str = "adamw"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up; the schedule determines the rest."""
     weight_decay: float = 0.1
@@ -586,7 +586,7 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent."""
 
     name: str = "sgd"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     momentum: float = 0.9
     """Momentum factor; 0: no momentum."""
     nesterov: bool = False
@@ -605,7 +605,7 @@ class LionConfig(OptimizerConfig):
     """Lion: each step has the sign of a mean of the gradients, and so the same size for all parameters."""
 
     name: str = "lion"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     learning_rate: float = 2e-4
     """Peak learning rate, reached at the end of the warm-up; a third to a tenth of AdamW's."""
     weight_decay: float = 0.5
@@ -618,6 +618,65 @@ class LionConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al. 2024): hidden matrices take orthogonal steps, computed from a running mean of the gradients.
+
+    AdamW updates the embeddings, the output layer, norms and biases.
+    """
+
+    name: str = "muon"
+    """Name of the optimizer: adamw, muon, sgd or lion."""
+    adamw_lr: float | None = None
+    """Peak learning rate of AdamW; follows the same schedule as learning_rate. null: learning_rate."""
+    adamw_weight_decay: float = 0.0
+    """Weight decay of the embeddings and the output layer; weight_decay is that of the hidden matrices."""
+    beta1: float = 0.9
+    """AdamW's decay rate of the running mean of the gradients."""
+    beta2: float = 0.99
+    """AdamW's decay rate of the running mean of the squared gradients."""
+    momentum: float = 0.95
+    """Decay rate of Muon's running mean of the gradients."""
+    momentum_start: float = 0.85
+    """Momentum of the first step, if momentum_warmup is set."""
+    momentum_warmup: int = 0
+    """Number of steps over which the momentum grows linearly from momentum_start."""
+    nesterov: bool = True
+    """Use Nesterov momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations of each step; more make the matrices closer to orthogonal."""
+    ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
+    """Coefficients a, b, c of a Newton-Schulz iteration, a X + b (X X') X + c (X X')^2 X: three numbers for all
+    iterations, or three for each."""
+    precision: str = "auto"
+    """Precision of the Newton-Schulz iterations: fp32, bf16, or auto (bf16 on accelerators, fp32 on CPUs)."""
+    split: str = "qkv"
+    """What is orthogonalized where a matrix holds several: qkv (queries, keys and values separately), heads (also each
+    head) or none (the matrix as it is stored)."""
+    scale: str = "adamw"
+    """Factor of the steps of a matrix of n rows and m columns: adamw (0.2 sqrt(max(n, m)), as large as AdamW's typical
+    steps, so that its learning rates can be kept) or spectral (sqrt(max(1, n / m)), for learning rates about 0.02)."""
+    cautious: bool = False
+    """Decay only those weights of hidden matrices that the step moves towards 0."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from fractions("optimizer", self, "beta1", "beta2", "momentum", "momentum_start")
+        yield from positive("optimizer", self, "ns_steps")
+        yield from not_negative("optimizer", self, "momentum_warmup", "adamw_weight_decay")
+        if self.adamw_lr is not None:
+            yield from above_zero("optimizer", self, "adamw_lr")
+        yield from one_of("optimizer.precision", self.precision, ["auto", "fp32", "bf16"])
+        yield from one_of("optimizer.split", self.split, ["qkv", "heads", "none"])
+        yield from one_of("optimizer.scale", self.scale, ["adamw", "spectral"])
+        if len(self.ns_coefficients) not in (3, 3 * self.ns_steps):
+            yield (
+                f"optimizer.ns_coefficients has {len(self.ns_coefficients)} numbers: use 3, or 3 for each of the "
+                f"optimizer.ns_steps={self.ns_steps} iterations"
+            )
 
 
 @dataclass
@@ -635,11 +694,20 @@ class LinearScheduleConfig(ScheduleConfig):
     name: str = "linear"
     """Name of the schedule: cosine, linear or constant."""
     decay_iters: int | None = None
-    """Number of decay steps; null: all steps after the warm-up."""
+    """Number of decay steps; null: all steps after the warm-up, or decay_share of them."""
+    decay_share: float | None = None
+    """Share of the steps after the warm-up in which the learning rate decays, instead of decay_iters."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return positive("schedule", self, "decay_iters")
+        yield from positive("schedule", self, "decay_iters")
+        if self.decay_share is not None and not 0 < self.decay_share <= 1:
+            yield f"schedule.decay_share={self.decay_share} should be above 0 and at most 1"
+        if None not in (self.decay_iters, self.decay_share):
+            yield (
+                f"schedule.decay_iters={self.decay_iters} and schedule.decay_share={self.decay_share} both set the "
+                "decay: omit one"
+            )
 
 
 @dataclass
@@ -652,6 +720,9 @@ class TrainConfig(Section):
     """Number of optimizer steps."""
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; sets optimizer.gas."""
+    batch_ramp: list[str] = field(default_factory=list)
+    """Other global batch sizes at the start, as STEP:SEQUENCES: [100:16,300:32] takes 16 sequences per step until step
+    100, then 32 until step 300, then global_batch_size."""
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
@@ -733,10 +804,27 @@ class TrainConfig(Section):
         checkpointing = self.activation_checkpointing
         if not (checkpointing.isdecimal() and int(checkpointing)):
             yield from one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
+        ramp = ",".join(self.batch_ramp)
+        try:
+            steps = [step for step, _ in self.ramp()]
+        except ValueError:
+            yield f"train.batch_ramp=[{ramp}] should be a list of STEP:SEQUENCES, such as [100:16,300:32]"
+        else:
+            if steps != sorted(set(steps)) or min(steps, default=1) < 1:
+                yield f"train.batch_ramp=[{ramp}] should have rising steps, from 1 up"
         if not self.sample_prompt:
             yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
             yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
+
+    def ramp(self) -> list[tuple[int, int]]:
+        """Return the entries of batch_ramp: until which step, how many sequences.
+
+        Raises:
+            ValueError: an entry is not STEP:SEQUENCES.
+        """
+        pairs = [entry.split(":") for entry in self.batch_ramp]
+        return [(int(step), int(sequences)) for step, sequences in pairs]
 
 
 @dataclass
