@@ -39,6 +39,7 @@ MODELS = {
         "model.qk_norm=true",
         "model.head_size=12",
     ],
+    "modern": ["model=modern", "model.n_hidden=40", "model.ngram_rows=[31,15]", "model.value_layers=[1]"],
 }
 SCRIPT = """
 import json, sys
@@ -166,6 +167,7 @@ VARIANTS = {
         **pipelines("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", ZBV),
     },
     "llama": pipelines(ZBV) | {"tp-aligned": ["train.backend=TP"]},
+    "modern": pipelines("InterleavedZeroBubble"),
 }
 # Short documents, several in a sequence, to which attention is confined.
 MASKED = [
@@ -182,6 +184,7 @@ EIGHT = {
         *SHORT,
     ],
     "llama-3d": ["train.backend=3D", f"backend.tp={TP}", *SHORT],
+    "modern-3d": ["train.backend=3D", f"backend.tp={TP}", *SHORT],
     "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", f"backend.tp={TP}", FOUR, *SHORT],
 }
 

@@ -13,6 +13,8 @@ class KVCache:
 
     def __init__(self) -> None:
         self.length = 0
+        self.last: Tensor | None = None
+        """The last tokens of each sequence, (B, n), if the model embeds n-grams."""
         self._kept: Tensor | None = None  # (2, B, M, capacity, H)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
