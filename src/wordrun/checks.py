@@ -132,6 +132,11 @@ def _check_choice(cfg: Config) -> Iterator[str]:
                 f"model.lora_rank={cfg.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "
                 "weights: use train.backend=FSDP or DDP"
             )
+        if isinstance(cfg.optimizer, config.MuonConfig):
+            yield (
+                "optimizer=muon needs whole matrices, but train.backend=deepspeed flattens and shards them inside its "
+                "engine: use train.backend=FSDP or DDP"
+            )
         if train.on_nonfinite == "skip":
             yield (
                 "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "

@@ -82,6 +82,11 @@ def zbv_runs_on_cpus() -> bool:
     return torch.__version__ >= "2.12"
 
 
+def has_fused_adamw(device: torch.device) -> bool:
+    """Return whether torch's AdamW has a fused kernel for ``device``."""
+    return device.type in ("cpu", "cuda", "xpu", "mps")
+
+
 def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply ``tensors`` in place by ``factor``, all on one device. No fallback: torch's optimizers use the name."""
     torch._foreach_mul_(tensors, factor)

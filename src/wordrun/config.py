@@ -586,7 +586,7 @@ class OptimizerConfig(Section):
     """Options of every optimizer."""
 
     name: str = "adamw"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up; the schedule determines the rest."""
     weight_decay: float = 0.1
@@ -635,7 +635,7 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent."""
 
     name: str = "sgd"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     momentum: float = 0.9
     """Momentum factor; 0: no momentum."""
     nesterov: bool = False
@@ -654,7 +654,7 @@ class LionConfig(OptimizerConfig):
     """Lion: each step has the sign of a mean of the gradients, and so the same size for all parameters."""
 
     name: str = "lion"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     learning_rate: float = 2e-4
     """Peak learning rate, reached at the end of the warm-up; a third to a tenth of AdamW's."""
     weight_decay: float = 0.5
@@ -667,6 +667,65 @@ class LionConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al. 2024): hidden matrices take orthogonal steps, computed from a running mean of the gradients.
+
+    AdamW updates the embeddings, the output layer, norms and biases.
+    """
+
+    name: str = "muon"
+    """Name of the optimizer: adamw, muon, sgd or lion."""
+    adamw_lr: float | None = None
+    """Peak learning rate of AdamW; follows the same schedule as learning_rate. null: learning_rate."""
+    adamw_weight_decay: float = 0.0
+    """Weight decay of the embeddings and the output layer; weight_decay is that of the hidden matrices."""
+    beta1: float = 0.9
+    """AdamW's decay rate of the running mean of the gradients."""
+    beta2: float = 0.99
+    """AdamW's decay rate of the running mean of the squared gradients."""
+    momentum: float = 0.95
+    """Decay rate of Muon's running mean of the gradients."""
+    momentum_start: float = 0.85
+    """Momentum of the first step, if momentum_warmup is set."""
+    momentum_warmup: int = 0
+    """Number of steps over which the momentum grows linearly from momentum_start."""
+    nesterov: bool = True
+    """Use Nesterov momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations of each step; more make the matrices closer to orthogonal."""
+    ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
+    """Coefficients a, b, c of a Newton-Schulz iteration, a X + b (X X') X + c (X X')^2 X: three numbers for all
+    iterations, or three for each."""
+    precision: str = "auto"
+    """Precision of the Newton-Schulz iterations: fp32, bf16, or auto (bf16 on accelerators, fp32 on CPUs)."""
+    split: str = "qkv"
+    """What is orthogonalized where a matrix holds several: qkv (queries, keys and values separately), heads (also each
+    head) or none (the matrix as it is stored)."""
+    scale: str = "adamw"
+    """Factor of the steps of a matrix of n rows and m columns: adamw (0.2 sqrt(max(n, m)), as large as AdamW's typical
+    steps, so that its learning rates can be kept) or spectral (sqrt(max(1, n / m)), for learning rates about 0.02)."""
+    cautious: bool = False
+    """Decay only those weights of hidden matrices that the step moves towards 0."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from fractions("optimizer", self, "beta1", "beta2", "momentum", "momentum_start")
+        yield from positive("optimizer", self, "ns_steps")
+        yield from not_negative("optimizer", self, "momentum_warmup", "adamw_weight_decay")
+        if self.adamw_lr is not None:
+            yield from above_zero("optimizer", self, "adamw_lr")
+        yield from one_of("optimizer.precision", self.precision, ["auto", "fp32", "bf16"])
+        yield from one_of("optimizer.split", self.split, ["qkv", "heads", "none"])
+        yield from one_of("optimizer.scale", self.scale, ["adamw", "spectral"])
+        if len(self.ns_coefficients) not in (3, 3 * self.ns_steps):
+            yield (
+                f"optimizer.ns_coefficients has {len(self.ns_coefficients)} numbers: use 3, or 3 for each of the "
+                f"optimizer.ns_steps={self.ns_steps} iterations"
+            )
 
 
 @dataclass

@@ -34,6 +34,7 @@ register("backend", "3D", "wordrun.config:ThreeDConfig", "wordrun.backend.pipeli
 register("backend", "deepspeed", "wordrun.config:DeepSpeedConfig", "wordrun.backend.deepspeed:DeepSpeedBackend")
 
 register("optimizer", "adamw", "wordrun.config:AdamWConfig", "wordrun.train.optim:adamw")
+register("optimizer", "muon", "wordrun.config:MuonConfig", "wordrun.train.muon:Muon")
 register("optimizer", "sgd", "wordrun.config:SGDConfig", "wordrun.train.optim:sgd")
 register("optimizer", "lion", "wordrun.config:LionConfig", "wordrun.train.optim:Lion")
 

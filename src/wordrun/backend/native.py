@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
-from wordrun.backend.optimizer import Restored, parameter_of, set_learning_rate, tensors_of
+from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
 from wordrun.config import Config
@@ -48,7 +48,9 @@ class NativeBackend:
         self.unpadded_rows = {(name, p.shape): rows[name] for name, p in self.named_parameters() if name in rows}
         if spec.weights is not None:
             self._fill(spec.weights)
-        self.optimizer = spec.optimizer((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
+        self.optimizer = spec.optimizer(NamedParameters(trained, matrices))
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)

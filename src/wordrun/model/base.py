@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +36,14 @@ class LazyWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._readers)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a hidden matrix divide into matrices: by head, and within a head by kind, such as q, k and v."""
+
+    heads: int = 1
+    kinds: int = 1
 
 
 class Model(nn.Module):
@@ -92,6 +101,17 @@ class Model(nn.Module):
     def initial_std(self, name: str) -> float:
         """Return the standard deviation of the initial values of the matrix ``name``."""
         return 0.02
+
+    def matrices(self) -> dict[str, Rows]:
+        """Return the hidden matrices, by the names of the parameters, for optimizers that treat them as such.
+
+        They map features to features: not embeddings, and neither the first layer nor the output layer. Without a
+        statement of the model's own, they are those of the blocks or, if it has none, all but the first and the last.
+        """
+        tables = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
+        found = {name: p for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in tables}
+        names = [name for name in found if name.startswith("blocks.")] if len(self.blocks) else list(found)[1:-1]
+        return dict.fromkeys(names, Rows())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what a checkpoint stores: parameters (shared ones once) and persistent buffers."""

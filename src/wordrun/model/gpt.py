@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C = n_embd, N heads, H = C / N, V vocabulary.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from wordrun.model.transformer import Block, LayerNorm, Transformer
 
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
+
+    by_head = MappingProxyType({"qkv": 3})
+    """Layers whose outputs are ordered by head, and the number of vectors that each head has in them."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()

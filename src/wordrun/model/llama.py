@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ class Attention(nn.Module):
 
     Queries, keys and values have separate matrices, so that tensor-parallel ranks get complete heads of each.
     """
+
+    by_head = MappingProxyType({"q": 1, "k": 1, "v": 1})
+    """As in ``gpt.Attention``."""
 
     def __init__(self, cfg: LlamaConfig) -> None:
         super().__init__()

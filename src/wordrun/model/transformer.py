@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
 from wordrun.model.attention import document_mask
-from wordrun.model.base import Model
+from wordrun.model.base import Model, Rows
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
 
@@ -177,6 +177,17 @@ class Transformer(Model):
         if name.endswith(lora.B):
             return 0.0
         return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
+
+    def matrices(self) -> dict[str, Rows]:
+        """Return the matrices of the blocks, and how those of the attention divide into heads."""
+        found = super().matrices()
+        sizes = dict(self.named_parameters())
+        for number, block in self.blocks.items():
+            attention: Any = block.attention
+            for layer, kinds in attention.by_head.items():
+                name = f"blocks.{number}.attention.{layer}.weight"
+                found[name] = Rows(len(sizes[name]) // (kinds * attention.head_size), kinds)
+        return found
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name.
