@@ -16,7 +16,8 @@ from wordrun.config import GPTConfig
 from wordrun.model.attention import causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, LayerNorm, Transformer
+from wordrun.model.norms import LayerNorm
+from wordrun.model.transformer import Block, Transformer
 
 
 class Attention(nn.Module):

@@ -18,7 +18,8 @@ from wordrun.config import LlamaConfig
 from wordrun.model.attention import causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, RMSNorm, Transformer
+from wordrun.model.norms import RMSNorm
+from wordrun.model.transformer import Block, Transformer
 
 TRAINED_LENGTH = 8192
 """Context length in tokens of Llama 3, which rope_factor extends."""
