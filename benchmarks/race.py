@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]  # comes with scikit-learn
 
 from vs_nanogpt import SHAPES, loss_of_checkpoint, nanogpt_command
 from wordrun.composer import data_home
