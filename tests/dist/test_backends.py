@@ -79,7 +79,8 @@ with dist.session() as world:
             mine = {n: full(p.detach()) for part in trainer.backend.parts for n, p in part.named_parameters()}
             weights = [None] * world.size
             td.all_gather_object(weights, mine)
-            states = [s for state in trainer.backend.optimizer.state.values() for s in state.values() if s.dim()]
+            states = [s for state in trainer.backend.optimizer.state.values() for s in state.values()]
+            states = [s for s in states if torch.is_tensor(s) and s.dim()]
             found = [None] * world.size
             td.all_gather_object(found, {
                 "parameters": nbytes(parameters), "gradients": max(gradients), "states": nbytes(states),
@@ -193,6 +194,12 @@ EIGHT = {
     "modern-3d": ["train.backend=3D", f"backend.tp={TP}", *SHORT],
     "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", f"backend.tp={TP}", FOUR, *SHORT],
 }
+# Whole matrices by owner, also of matrices of which a rank has no rows (5 of 10 on 4 ranks).
+MUON = ["optimizer=muon", "optimizer.learning_rate=1e-2", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5"]
+MUON_EIGHT = {
+    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT],
+    "muon-empty": ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=10", *MUON, *SHORT],
+}
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +213,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     ones = {f"{model}-one": words for model, words in MODELS.items()}
     ones |= {f"{model}-one-short": [*words, *SHORT] for model, words in MODELS.items()}
     ones |= {f"{model}-four-short": [*words, FOUR, *SHORT] for model, words in MODELS.items()}
+    ones |= {"muon-one": [*MUON]}
     ones |= {"masked-short": MASKED, "unmasked": [*MASKED, "data.mask_documents=false"]}
     train(ranks, 1, ones, home)
     runs, references = {}, {}
@@ -222,6 +230,9 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
                 if name not in BOTH:
                     runs[run] += SHORT
                     references[run] += "-short"
+    for name, more in BOTH.items():
+        runs[f"muon-{name}"] = [*more, *MUON, "model.batch_size=2"]
+        references[f"muon-{name}"] = "muon-one"
     masked = {}
     for name in ("fsdp", "tp", "pp-1F1B"):
         run = f"masked-{name}"
@@ -256,12 +267,18 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
 def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     alone = {f"{model}-alone-short": [*words, *SHORT] for model, words in MODELS.items()}
-    train(ranks, 1, alone | {"gpt-four-alone-short": [*MODELS["gpt"], FOUR, *SHORT]}, home)
+    alone["gpt-four-alone-short"] = [*MODELS["gpt"], FOUR, *SHORT]
+    alone |= {f"{name}-alone-short": words[2:] for name, words in MUON_EIGHT.items()}
+    train(ranks, 1, alone, home)
     runs = {
         name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={(4 if FOUR in more else 2) * TP}"]
         for name, more in EIGHT.items()
     }
-    train(ranks, 8, runs, home)
+    sizes = {"muon-3d": 2 * TP, "muon-empty": TP}
+    muon = {name: [*words, f"model.batch_size={sizes[name]}"] for name, words in MUON_EIGHT.items()}
+    train(ranks, 8, runs | muon, home)
+    for name in muon:
+        compare(home, name, f"{name}-alone-short")
     for name, words in runs.items():
         compare(home, name, "gpt-four-alone-short" if FOUR in words else f"{name.partition('-')[0]}-alone-short")
 

@@ -32,6 +32,7 @@ RUNS = {
         [*GPT, "train.backend=FSDP"],
         [*LLAMA, "train.backend=FSDP"],
         [*LLAMA, "train.backend=TP"],
+        [*GPT, "train.backend=FSDP", "optimizer=muon"],
         [*GPT, "train.backend=PP"],
         [*LLAMA, "train.backend=PP", f"backend.schedule={ZBV}"],
     ],
@@ -61,6 +62,7 @@ with dist.guard(world):
 
             def count(*_):
                 states = [t for state in backend.optimizer.state.values() for t in state.values()]
+                states = [t for t in states if hasattr(t, "numel")]
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 found.update(gradients=size(gradients), optimizer=size(states))
 

@@ -50,7 +50,7 @@ class NativeBackend:
             self._fill(spec.weights)
         trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
         matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
-        self.optimizer = spec.optimizer(NamedParameters(trained, matrices))
+        self.optimizer = spec.optimizer(NamedParameters(trained, matrices, self.holders(), self.device))
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -148,6 +148,13 @@ class NativeBackend:
         """Yield this rank's persistent buffers by their names in the full model."""
         for part in self.parts if self.buffer_names else ():
             yield from ((name, buffer) for name, buffer in part.named_buffers() if name in self.buffer_names)
+
+    def holders(self) -> Any:
+        """Return the process group of the ranks that hold shards of the same parameters, or copies if there are none.
+
+        None: this rank has its parameters alone.
+        """
+        return dist.group.WORLD if self.layout.size > 1 else None
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""

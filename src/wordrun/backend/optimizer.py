@@ -26,11 +26,17 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
     Args:
         parameters: this rank's parameters, or its shards of them.
         matrices: the hidden matrices among them, as from ``Model.matrices``; None: all of two or more dimensions.
+        group: the process group whose ranks hold the shards of the same parameters, or copies; None: this rank alone.
+        device: where the group communicates; None: where the parameters are.
     """
 
-    def __init__(self, parameters: Named, matrices: Mapping[str, Rows] | None = None) -> None:
+    def __init__(
+        self, parameters: Named, matrices: Mapping[str, Rows] | None = None, group: Any = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(parameters)
         self.matrices = {name: Rows() for name, p in self if p.dim() >= 2} if matrices is None else matrices
+        self.group, self.device = group, device
 
 
 def remember_ratios(optimizer: Optimizer, learning_rate: float) -> Optimizer:

@@ -30,6 +30,8 @@ class ParameterShape:
     """Whether it is a factor of a matrix product, which autocast copies to 16 bits."""
     trained: bool = True
     """Whether it has gradients."""
+    hidden: bool = False
+    """Whether it is a hidden matrix, see ``Model.matrices``."""
 
     def numel(self, tp: int = 1, shard: int = 1) -> int:
         """Return the number of elements in the first rank's shard, the largest: torch shards by whole rows."""
@@ -118,7 +120,7 @@ def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
     from torch import nn
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    plan = model.tensor_parallel_plan()
+    plan, matrices = model.tensor_parallel_plan(), model.matrices()
     shapes = []
     for path, module in model.get_submodule(child).named_modules(prefix=child):
         styles = [style for pattern, style in plan.items() if fnmatch(path, pattern)]
@@ -129,6 +131,9 @@ def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
             elif any(isinstance(style, RowwiseParallel) for style in styles):
                 tp_dim = 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
             shapes.append(
-                ParameterShape(tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad)
-            )
+                ParameterShape(
+                    tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad,
+                    f"{path}.{name}" in matrices,
+                )
+            )  # fmt: skip
     return shapes

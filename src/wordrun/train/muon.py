@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from wordrun.backend.optimizer import NamedParameters
 from wordrun.config import MuonConfig
 from wordrun.model.base import Rows
 from wordrun.train.optim import Named, decay_groups
-from wordrun.train.orthogonal import divided, joined, orthogonalized
+from wordrun.train.orthogonal import cost, divided, joined, orthogonalized
+from wordrun.train.owners import Owners, assign
 
 
 class Muon(torch.optim.Optimizer):
@@ -25,8 +26,9 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, cfg: MuonConfig, parameters: Named) -> None:
-        self.cfg = cfg
         parameters = parameters if isinstance(parameters, NamedParameters) else NamedParameters(parameters)
+        self.cfg, self.group, self.device = cfg, parameters.group, parameters.device
+        self._owners: dict[tuple[int, ...], Owners] = {}
         hidden = [(p, parameters.matrices[name]) for name, p in parameters if name in parameters.matrices]
         self.rows = [rows_for(cfg.split, rows) for _, rows in hidden]
         rest = [(name, p) for name, p in parameters if name not in parameters.matrices]
@@ -46,21 +48,46 @@ class Muon(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Let AdamW work on the groups after the first, with this optimizer's state."""
-        self.adamw.state, self.adamw.param_groups = self.state, self.param_groups[1:]
+        self.adamw.__setstate__({"state": self.state, "param_groups": self.param_groups[1:]})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step; ``closure`` is not used."""
-        self.adamw.step()
-        group = self.param_groups[0]
-        chosen = [(p, rows) for p, rows in zip(group["params"], self.rows, strict=True) if p.grad is not None]
-        if not chosen:
+        chosen = tuple(item for item, p in enumerate(self.param_groups[0]["params"]) if p.grad is not None)
+        parameters = [self.param_groups[0]["params"][item] for item in chosen]
+        if not parameters:
+            self.adamw.step()
             return
-        parameters = [p for p, _ in chosen]
-        wholes = self._orthogonal(self._directions(parameters), [rows for _, rows in chosen])
-        for p, direction in zip(parameters, wholes, strict=True):
-            update(local(p), direction, group["lr"], step_factor(self.cfg.scale, p.shape), group["weight_decay"],
-                   cautious=self.cfg.cautious)  # fmt: skip
+        rows = [self.rows[item] for item in chosen]
+        if chosen not in self._owners:
+            self._owners[chosen] = self._assign(parameters, rows)
+        owners = self._owners[chosen]
+        directions = [each.to(owners.device, owners.dtype) for each in self._directions(parameters)]
+        gathering = owners.to_owners(owners.buckets[0], directions)
+        self.adamw.step()
+        under_way: list[Callable[[], dict[int, Tensor]]] = []
+        for number, bucket in enumerate(owners.buckets):
+            wholes = gathering()
+            if number + 1 < len(owners.buckets):
+                gathering = owners.to_owners(owners.buckets[number + 1], directions)
+            under_way.append(owners.from_owners(bucket, self._orthogonal(wholes, rows)))
+            if number:  # the next is on its way
+                self._update(parameters, under_way.pop(0)())
+        self._update(parameters, under_way.pop()())
+
+    def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> Owners:
+        """Divide the work on ``parameters`` among the ranks that hold them; every rank must call this."""
+        device = self.device or parameters[0].device
+        costs = [cost(p.shape, at) for p, at in zip(parameters, rows, strict=True)]
+        return assign(parameters, costs, self.group, compute_dtype(self.cfg.precision, device), device)
+
+    def _update(self, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:
+        """Step those of the ``parameters`` that have ``directions``, by number."""
+        group = self.param_groups[0]
+        for item, direction in directions.items():
+            p = parameters[item]
+            factor = step_factor(self.cfg.scale, p.shape)
+            update(local(p), direction, group["lr"], factor, group["weight_decay"], cautious=self.cfg.cautious)
 
     def _directions(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Update the running means of the gradients; return what will be orthogonalized, like the parameters."""
@@ -70,30 +97,31 @@ class Muon(torch.optim.Optimizer):
         for p, state in zip(parameters, states, strict=True):
             state.setdefault("mean", torch.zeros_like(p))
             state["step"] = step
-        gradients, means = [local(p.grad) for p in parameters], [local(state["mean"]) for state in states]
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        means = [local(state["mean"]) for state in states]
         compat.move_towards(means, gradients, 1 - momentum)
         if not self.cfg.nesterov:
             return means
         return [gradient.lerp(mean, momentum) for gradient, mean in zip(gradients, means, strict=True)]
 
-    def _orthogonal(self, directions: Sequence[Tensor], rows: Sequence[Rows]) -> list[Tensor]:
-        """Return the orthogonalized ``directions``."""
-        dtype = compute_dtype(self.cfg.precision, directions[0].device)
-        stacks = [divided(each.to(dtype), at) for each, at in zip(directions, rows, strict=True)]
-        done = iter(orthogonalized([matrix for stack in stacks for matrix in stack], iterations(self.cfg)))
-        return [
-            joined(torch.stack([next(done) for _ in stack]), at, each.shape)
-            for stack, at, each in zip(stacks, rows, directions, strict=True)
-        ]
+    def _orthogonal(self, wholes: dict[int, Tensor], rows: Sequence[Rows]) -> dict[int, Tensor]:
+        """Return the orthogonalized ``wholes``, by the number of their parameter."""
+        stacks = {item: divided(whole, rows[item]) for item, whole in wholes.items()}
+        done = iter(orthogonalized([matrix for stack in stacks.values() for matrix in stack], iterations(self.cfg)))
+        return {
+            item: joined(torch.stack([next(done) for _ in stack]), rows[item], wholes[item].shape)
+            for item, stack in stacks.items()
+        }
 
 
 def update(p: Tensor, direction: Tensor, rate: float, factor: float, decay: float, *, cautious: bool) -> None:
     """Step ``p`` against ``direction``, with decoupled weight decay; if ``cautious``, of weights that shrink anyway."""
+    direction = direction.to(p.device, p.dtype)
     if cautious and decay:
         p.addcmul_(p, (p * direction > 0).to(p.dtype), value=-rate * decay)
     else:
         p.mul_(1 - rate * decay)
-    p.sub_(direction.to(p.dtype), alpha=rate * factor)
+    p.sub_(direction, alpha=rate * factor)
 
 
 def step_factor(scale: str, shape: Sequence[int]) -> float:
