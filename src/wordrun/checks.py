@@ -157,7 +157,8 @@ def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
 def accumulation(cfg: Config, dp: int) -> int:
     """Return the number of micro-steps per optimizer step for ``dp`` data-parallel ranks."""
     if cfg.train.global_batch_size is None:
-        return cfg.optimizer.gas or 1
+        suits = cfg.model.sequences_per_step() or 0
+        return cfg.optimizer.gas or max(1, round(suits / (cfg.model.batch_size * dp)))
     return cfg.train.global_batch_size // (cfg.model.batch_size * dp)
 
 

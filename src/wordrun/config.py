@@ -174,8 +174,10 @@ class ModernConfig(LlamaConfig):
     name: str = "modern"
     """Name of the preset; part of the run directory."""
     depth: int | None = None
-    """Number of blocks from which follow, as in nanochat, whichever of these are not set: n_embd = 64 depth (rounded
-    up to a multiple of 128), heads of 128 elements, and the batch; null: 4 blocks, 4 heads, n_embd=128."""
+    """One dial for the size, as in nanochat: with depth blocks, n_embd = 64 depth (rounded up to a multiple of 128),
+    heads of 128 elements, a batch of 2^19 (depth / 12)^1.15 tokens (rounded to a power of two, then to whole
+    micro-steps), and with optimizer=muon the learning rates 0.004 sqrt(768 / n_embd). Each applies unless it is set by
+    itself. null: 4 blocks, 4 heads, n_embd=128."""
     n_layer: int = 0
     """Number of transformer blocks; 0: depth."""
     n_head: int = 0
@@ -207,10 +209,10 @@ class ModernConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         """Fill in what depth determines."""
-        dial = self.depth is not None and self.depth > 0
-        self.n_layer = self.n_layer or (self.depth if dial else 4)  # type: ignore[assignment]
-        self.n_embd = self.n_embd or (128 * math.ceil(self.depth / 2) if dial else 128)  # type: ignore[operator]
-        self.n_head = self.n_head or (max(1, self.n_embd // 128) if dial else 4)
+        depth = self.depth if self._sized else None
+        self.n_layer = self.n_layer or depth or 4
+        self.n_embd = self.n_embd or 128 * math.ceil((depth or 2) / 2)
+        self.n_head = self.n_head or (max(1, self.n_embd // 128) if depth else 4)
         self.n_hidden = self.n_hidden or 4 * self.n_embd
 
     def problems(self) -> Iterable[str]:
@@ -225,6 +227,27 @@ class ModernConfig(LlamaConfig):
             if not -self.n_layer <= layer < self.n_layer:
                 where = f"model.value_layers={self.value_layers} has {layer}"
                 yield f"{where}, but model.n_layer={self.n_layer}: use numbers below it"
+
+    def sequences_per_step(self) -> int | None:
+        """Return the number of sequences of an optimizer step for this depth.
+
+        The best batch grows with the tokens to train on as D^0.383 (Bergsma et al. 2025), and these grow with the
+        parameters, as depth^3.
+        """
+        if not self._sized:
+            return None
+        assert self.depth is not None
+        tokens: int = 2 ** round(19 + 3 * 0.383 * math.log2(self.depth / 12))
+        return max(1, tokens // self.block_size)
+
+    def rate_factor(self) -> float | None:
+        """Return the learning rates for this depth, divided by those for n_embd=768."""
+        return math.sqrt(768 / self.n_embd) if self._sized and self.n_embd > 0 else None
+
+    @property
+    def _sized(self) -> bool:
+        """Whether depth sets what is not set by itself."""
+        return self.depth is not None and self.depth > 0
 
     def layers_with_values(self) -> set[int]:
         """Return the numbers of the blocks with value embeddings."""

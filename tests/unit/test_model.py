@@ -284,6 +284,9 @@ def test_depth_sets_what_is_not_set() -> None:
     cfg = ModernConfig()
     assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (4, 128, 4, 512)
     assert cfg.layers_with_values() == {0, 3}
+    assert cfg.sequences_per_step() is cfg.rate_factor() is None
+    assert ModernConfig(depth=12, block_size=1024).sequences_per_step() == 2**19 // 1024
+    assert ModernConfig(depth=24, block_size=1024).sequences_per_step() == 2**20 // 1024
     wrong = "model.value_layers=[0, 4] has 4, but model.n_layer=4: use numbers below it"
     assert list(ModernConfig(value_layers=[0, 4]).problems()) == [wrong]
 

@@ -125,12 +125,8 @@ def ngrams(tokens: Tensor, earlier: int, cache: KVCache | None, documents: Tenso
     """Yield a number for each of ``tokens`` (B, T) together with the token before it, with the two before it, and so
     on up to ``earlier``: (B, T), equal for equal n-grams. Before the first token of a document is token 0.
     """
-    T = tokens.shape[1]
-    known = cache.last if cache else None
-    whole = torch.cat((tokens.new_zeros(len(tokens), earlier) if known is None else known, tokens), 1)
-    if cache and earlier:
-        cache.last = whole[:, -earlier:]
-    key = tokens
+    T, key = tokens.shape[1], tokens
+    whole = (cache or KVCache()).with_earlier(tokens, earlier)
     for back in range(1, earlier + 1):
         before = whole[:, earlier - back : earlier - back + T]
         if documents is not None:
