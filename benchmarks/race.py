@@ -29,8 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scipy import stats  # type: ignore[import-untyped]  # comes with scikit-learn
-
 from vs_nanogpt import SHAPES, loss_of_checkpoint, nanogpt_command
 from wordrun.composer import data_home
 
@@ -141,6 +139,8 @@ def row(name: str, results: Sequence[Result]) -> str:
 
 def main() -> None:
     """Race and print the table."""
+    from scipy import stats  # type: ignore[import-untyped]  # comes with scikit-learn
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each program, at least 2 (default 5)")
