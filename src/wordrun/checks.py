@@ -154,8 +154,14 @@ def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
     return resolve(ranks, per_node, backend.axes())
 
 
-def accumulation(cfg: Config, dp: int) -> int:
-    """Return the number of micro-steps per optimizer step for ``dp`` data-parallel ranks."""
+def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
+    """Return the number of micro-steps of an optimizer step for ``dp`` data-parallel ranks.
+
+    ``step`` counts from 0; None: after train.batch_ramp.
+    """
+    for until, sequences in cfg.train.ramp():
+        if step is not None and step < until:
+            return sequences // (cfg.model.batch_size * dp)
     if cfg.train.global_batch_size is None:
         suits = cfg.model.sequences_per_step() or 0
         return cfg.optimizer.gas or max(1, round(suits / (cfg.model.batch_size * dp)))
@@ -196,6 +202,7 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
             f"x {dp} data-parallel ranks = {per_micro_step}: use {fits}, or another model.batch_size"
         )
         return
+    yield from _check_ramp(cfg, per_micro_step)
     gas = accumulation(cfg, dp)
     if batch is not None and cfg.optimizer.gas not in (None, gas):
         yield (
@@ -207,6 +214,30 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
             f"backend.static_graph=true reduces gradients in every backward pass, but a step has {gas} of them and "
             "only the last may: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
         )
+
+
+def _check_ramp(cfg: Config, per_micro_step: int) -> Iterator[str]:
+    """Check the batch sizes of train.batch_ramp; one micro-step of all ranks takes ``per_micro_step`` sequences."""
+    try:
+        sizes = [size for _, size in cfg.train.ramp()]
+    except ValueError:
+        return  # reported with the options of the section
+    for size in sizes:
+        if size < 1 or size % per_micro_step:
+            fits = max(1, round(size / per_micro_step)) * per_micro_step
+            yield (
+                f"train.batch_ramp=[{','.join(cfg.train.batch_ramp)}]: {size} sequences are not a multiple of "
+                f"model.batch_size={cfg.model.batch_size} x the data-parallel ranks = {per_micro_step}: use {fits}, or "
+                "another model.batch_size"
+            )
+    if sizes and isinstance(cfg.backend, DeepSpeedConfig | PPConfig):
+        what = "an engine" if isinstance(cfg.backend, DeepSpeedConfig) else "a pipeline"
+        yield (
+            f"train.batch_ramp needs steps of different numbers of micro-steps, and train.backend={cfg.train.backend} "
+            f"builds {what} for one number: use train.backend=FSDP, TP or DDP"
+        )
+    if sizes and isinstance(cfg.backend, config.DDPConfig) and cfg.backend.static_graph:
+        yield "train.batch_ramp accumulates gradients, which backend.static_graph=true does not allow: use false"
 
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:

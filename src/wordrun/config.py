@@ -783,6 +783,9 @@ class TrainConfig(Section):
     """Number of optimizer steps."""
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; sets optimizer.gas."""
+    batch_ramp: list[str] = field(default_factory=list)
+    """Other global batch sizes at the start, as STEP:SEQUENCES: [100:16,300:32] takes 16 sequences per step until step
+    100, then 32 until step 300, then global_batch_size."""
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
@@ -859,10 +862,27 @@ class TrainConfig(Section):
         checkpointing = self.activation_checkpointing
         if not (checkpointing.isdecimal() and int(checkpointing)):
             yield from one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
+        ramp = ",".join(self.batch_ramp)
+        try:
+            steps = [step for step, _ in self.ramp()]
+        except ValueError:
+            yield f"train.batch_ramp=[{ramp}] should be a list of STEP:SEQUENCES, such as [100:16,300:32]"
+        else:
+            if steps != sorted(set(steps)) or min(steps, default=1) < 1:
+                yield f"train.batch_ramp=[{ramp}] should have rising steps, from 1 up"
         if not self.sample_prompt:
             yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
             yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
+
+    def ramp(self) -> list[tuple[int, int]]:
+        """Return the entries of batch_ramp: until which step, how many sequences.
+
+        Raises:
+            ValueError: an entry is not STEP:SEQUENCES.
+        """
+        pairs = [entry.split(":") for entry in self.batch_ramp]
+        return [(int(step), int(sequences)) for step, sequences in pairs]
 
 
 @dataclass

@@ -78,7 +78,8 @@ class FSDPBackend(NativeBackend):
             return self.mesh.get_group(axes[0]) if self.mesh[axes[0]].size() > 1 else None
         size = self.layout.shard * self.layout.tp  # the innermost axes, so these ranks are consecutive
         firsts = range(0, self.layout.size, size)
-        return dist.new_subgroups_by_enumeration([list(range(first, first + size)) for first in firsts])[0]
+        ranks = [list(range(first, first + size)) for first in firsts]
+        return dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""

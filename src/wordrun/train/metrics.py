@@ -43,37 +43,36 @@ class Meter:
         device: compute device.
         dtype: compute dtype.
         ranks: number of ranks.
-        examples_per_step: examples in one step over all ranks.
         tokens_per_example: tokens in an example; None: it has none.
         flops_per_example: floating-point operations of an example's forward and backward pass; None: unknown.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, ranks: int, examples_per_step: int,
-        tokens_per_example: int | None, flops_per_example: int | None,
+        self, device: torch.device, dtype: torch.dtype, ranks: int, tokens_per_example: int | None,
+        flops_per_example: int | None,
     ) -> None:  # fmt: skip
         self.clock = Stopwatch(device)
         self.device, self.ranks = device, ranks
-        self.examples_per_step, self.tokens_per_example = examples_per_step, tokens_per_example
-        self.flops_per_example = flops_per_example
+        self.tokens_per_example, self.flops_per_example = tokens_per_example, flops_per_example
         self.peak = peak_flops(device_name(device), dtype)
-        self._steps = 0
+        self._steps = self._examples = 0
         self._last: tuple[StepResult, float]
 
-    def add(self, result: StepResult, lr: float) -> None:
-        """Add a step with its result and its learning rate to the next line."""
+    def add(self, result: StepResult, lr: float, examples: int) -> None:
+        """Add a step with its result, its learning rate and its examples over all ranks to the next line."""
         self._steps += 1
+        self._examples += examples
         self._last = result, lr
 
     def line(self, state: TrainState) -> dict[str, Any]:
         """Return the metrics of the last step and of the time since the last line; every rank must call this."""
         seconds = self.clock.read()
         result, lr = self._last
-        steps, self._steps = self._steps, 0
+        steps, examples, self._steps, self._examples = self._steps, self._examples, 0, 0
         passes = [seconds.get(name, math.nan) / steps for name in ("forward", "backward")]
         means = all_mean(torch.tensor([result.loss.item(), sum(seconds.values()) / steps, *passes], device=self.device))
         loss, dt, dtf, dtb = means.tolist()
-        sps = self.examples_per_step / dt
+        sps = examples / steps / dt
         size, flops = self.tokens_per_example or 0, self.flops_per_example
         line = {
             "step": state.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),

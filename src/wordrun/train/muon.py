@@ -48,7 +48,8 @@ class Muon(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Let AdamW work on the groups after the first, with this optimizer's state."""
-        self.adamw.__setstate__({"state": self.state, "param_groups": self.param_groups[1:]})
+        groups = self.param_groups[1:]
+        self.adamw.__setstate__({"state": self.state, "param_groups": groups})  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

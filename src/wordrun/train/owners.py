@@ -117,15 +117,15 @@ class Owners:
         arriving = [[each for each in sent if each.target == rank and each.source == at] for at in ranks]
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         flat = torch.cat([nothing, *(data(each).reshape(-1) for some in out for each in some)])
-        splits = [[sum(math.prod(each.box.shape) for each in some) for some in way] for way in (arriving, out)]
-        received = nothing.new_empty(sum(splits[0]))
-        work = dist.all_to_all_single(received, flat, *splits, group=self.group, async_op=True)
+        into, out_of = ([sum(math.prod(each.box.shape) for each in some) for some in way] for way in (arriving, out))
+        received = nothing.new_empty(sum(into))
+        work = dist.all_to_all_single(received, flat, into, out_of, group=self.group, async_op=True)
 
         def finish() -> Iterator[tuple[Transfer, Tensor]]:
             work.wait()
             yield from kept
             here = [each for some in arriving for each in some]
-            for each, piece in zip(here, received.split([math.prod(t.box.shape) for t in here]), strict=True):
+            for each, piece in zip(here, torch.split(received, [math.prod(t.box.shape) for t in here]), strict=True):
                 yield each, piece.view(each.box.shape)
 
         return finish

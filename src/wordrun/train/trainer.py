@@ -112,8 +112,8 @@ class Trainer(Training):
         count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
         self.validation = self.task.validation_set(count)
         self.meter = Meter(
-            self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
-            self.task.tokens_per_example, self.task.flops_per_example,
+            self.backend.device, self.backend.dtype, world.size, self.task.tokens_per_example,
+            self.task.flops_per_example,
         )  # fmt: skip
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
@@ -142,12 +142,13 @@ class Trainer(Training):
                 self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 lr = self.hooks.learning_rate(self, lr)
+                self.gas = accumulation(cfg, self.layout.dp, self.step)
                 self.result = self._train_step(lr)
-                self.state.take(self.examples_per_step)
+                self.state.take(self.examples_of(self.gas))
                 if not finite.counts(self, self.result):
                     continue
                 self.state.count_step()
-                self.meter.add(self.result, lr)
+                self.meter.add(self.result, lr, self.examples_of(self.gas))
                 self.hooks.call("after_step", self)
                 self.profiler.step()
             if not self.done:
@@ -176,7 +177,7 @@ class Trainer(Training):
 
         They depend only on ``state.position``, which is all that resuming needs.
         """
-        return self.loader.step(self.state.position // self.examples_per_step)
+        return self.loader.take(self.state.position, self.gas)
 
     def _save_and_stop(self) -> None:
         """Make a checkpoint of the last step, unless checkpoints are off, and end the run."""
@@ -305,7 +306,7 @@ class Trainer(Training):
         return {
             **self.task.facts(), "device_name": device_name(self.backend.device),
             "dtype": str(self.backend.dtype).removeprefix("torch."), "global_batch_size": self.examples_per_step,
-            "gradient_accumulation_steps": self.gas,
+            "gradient_accumulation_steps": accumulation(self.cfg, self.layout.dp),
             "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(self.cfg, 0)},
         }  # fmt: skip
 
@@ -320,10 +321,12 @@ class Trainer(Training):
         )  # fmt: skip
         ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(
-            "batch: %d %s = %s x %d x %d accumulation", self.examples_per_step, self.task.unit, ranks,
-            cfg.model.batch_size, self.gas,
+            "batch: %d %s = %s x %d x %d accumulation%s", self.examples_per_step, self.task.unit, ranks,
+            cfg.model.batch_size, accumulation(cfg, self.layout.dp),
+            "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
         )  # fmt: skip
-        self.task.announce(cfg.train.max_iters * self.examples_per_step)
+        gas = (accumulation(cfg, self.layout.dp, step) for step in range(cfg.train.max_iters))
+        self.task.announce(self.examples_of(sum(gas)))
         LOGGER.info("run directory: %s", relative(self.run.path))
         if self.start.source is None and (found := resume.unfinished(self)):
             again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)
