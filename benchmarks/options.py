@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import sys
@@ -65,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of each run (default 200)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="seeds of the runs of each row")
+    parser.add_argument("--rows", default="", help="only rows whose name matches this regular expression")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     together = {name: words for name, words in OPTIONS.items() if name not in WORSE}
@@ -74,6 +76,8 @@ def main() -> None:
         rows[f"- {left}"] = [*chain(*(words for name, words in together.items() if name != left))]
     print(f"| option | loss after {args.steps} steps | processor seconds |\n|---|---|---|")
     for name, words in rows.items():
+        if not re.search(args.rows, name):
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             results = [measure(Path(scratch) / str(seed), words, args.steps, seed) for seed in args.seeds]
         losses, seconds = zip(*results, strict=True)

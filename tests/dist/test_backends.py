@@ -174,7 +174,10 @@ VARIANTS = {
         **pipelines("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", ZBV),
     },
     "llama": pipelines(ZBV) | {"tp-aligned": ["train.backend=TP"]},
-    "modern": pipelines("InterleavedZeroBubble"),
+    "modern": {
+        **pipelines("InterleavedZeroBubble"),
+        "fsdp-again": ["train.backend=FSDP", "train.activation_checkpointing=full"],
+    },
 }
 # Short documents, several in a sequence, to which attention is confined.
 MASKED = [

@@ -27,6 +27,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 """By the names that model.mlp takes; relu2 is Primer's squared ReLU (So et al. 2021)."""
 
 
+MULTIPLIER = 6364136223846793005
+"""Knuth's, of a linear congruential generator modulo 2^64."""
+
+
 class MLP(nn.Module):
     """Two linear layers with an activation between them."""
 
@@ -131,5 +135,5 @@ def ngrams(tokens: Tensor, earlier: int, cache: KVCache | None, documents: Tenso
         before = whole[:, earlier - back : earlier - back + T]
         if documents is not None:
             before = before * (F.pad(documents, (back, 0))[:, :T] == documents)
-        key = torch.bitwise_xor(key * 1_000_003, before)
-        yield key
+        key = key * MULTIPLIER + before + 1
+        yield key * MULTIPLIER >> 33  # the high bits depend on all of it
