@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
