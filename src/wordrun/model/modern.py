@@ -64,6 +64,7 @@ class Modern(llama.Llama):
         here = [layer for layer in self.layers if layer in cfg.layers_with_values()]
         if here:
             self.values = nn.ModuleDict({str(layer): nn.Embedding(self.vocab_size, shared) for layer in here})
+            self.values.requires_grad_(not cfg.lora_rank)  # LoRA has frozen the rest
 
     @property
     def first_layers(self) -> tuple[str, ...]:  # type: ignore[override]
