@@ -766,11 +766,20 @@ class LinearScheduleConfig(ScheduleConfig):
     name: str = "linear"
     """Name of the schedule: cosine, linear or constant."""
     decay_iters: int | None = None
-    """Number of decay steps; null: all steps after the warm-up."""
+    """Number of decay steps; null: all steps after the warm-up, or decay_share of them."""
+    decay_share: float | None = None
+    """Share of the steps after the warm-up in which the learning rate decays, instead of decay_iters."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return positive("schedule", self, "decay_iters")
+        yield from positive("schedule", self, "decay_iters")
+        if self.decay_share is not None and not 0 < self.decay_share <= 1:
+            yield f"schedule.decay_share={self.decay_share} should be above 0 and at most 1"
+        if None not in (self.decay_iters, self.decay_share):
+            yield (
+                f"schedule.decay_iters={self.decay_iters} and schedule.decay_share={self.decay_share} both set the "
+                "decay: omit one"
+            )
 
 
 @dataclass

@@ -114,7 +114,7 @@ def test_queries_keys_and_values_are_orthogonalized_separately() -> None:
         (parameter,) = optimizer.param_groups[0]["params"]
         parameter.grad = gradient.clone()
         optimizer.step()
-        step = -parameter.detach() / math.sqrt(3)
+        step = -parameter.detach() / math.sqrt({1: 12 / 4, 3: 1, 6: 1}[count])  # each by its own shape
         by_head = step.view(2, 3, 2, 4)
         part = {"none": step, "qkv": by_head[:, 1].reshape(4, 4), "heads": by_head[1, 2]}[split]
         narrow = part if part.shape[0] <= part.shape[1] else part.mT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Muon(torch.optim.Optimizer):
         hidden = [(p, parameters.matrices[name]) for name, p in parameters if name in parameters.matrices]
         self.rows = [rows_for(cfg.split, rows) for _, rows in hidden]
         rest = [(name, p) for name, p in parameters if name not in parameters.matrices]
-        groups = decay_groups(cfg.adamw_weight_decay, rest)
+        groups = decay_groups(replace(cfg, weight_decay=cfg.adamw_weight_decay), rest)
         self.adamw = torch.optim.AdamW(
             groups, lr=cfg.adamw_lr or cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
             fused=all(compat.has_fused_adamw(p.device) for _, p in rest),
@@ -64,17 +65,17 @@ class Muon(torch.optim.Optimizer):
             self._owners[chosen] = self._assign(parameters, rows)
         owners = self._owners[chosen]
         directions = [each.to(owners.device, owners.dtype) for each in self._directions(parameters)]
-        gathering = owners.to_owners(owners.buckets[0], directions)
+        gathering = owners.to_owners(0, directions)
         self.adamw.step()
         under_way: list[Callable[[], dict[int, Tensor]]] = []
-        for number, bucket in enumerate(owners.buckets):
+        for bucket in range(len(owners.routes)):
             wholes = gathering()
-            if number + 1 < len(owners.buckets):
-                gathering = owners.to_owners(owners.buckets[number + 1], directions)
+            if bucket + 1 < len(owners.routes):
+                gathering = owners.to_owners(bucket + 1, directions)
             under_way.append(owners.from_owners(bucket, self._orthogonal(wholes, rows)))
-            if number:  # the next is on its way
-                self._update(parameters, under_way.pop(0)())
-        self._update(parameters, under_way.pop()())
+            if bucket:  # the next is on its way
+                self._update(parameters, rows, under_way.pop(0)())
+        self._update(parameters, rows, under_way.pop()())
 
     def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> Owners:
         """Divide the work on ``parameters`` among the ranks that hold them; every rank must call this."""
@@ -82,12 +83,12 @@ class Muon(torch.optim.Optimizer):
         costs = [cost(p.shape, at) for p, at in zip(parameters, rows, strict=True)]
         return assign(parameters, costs, self.group, compute_dtype(self.cfg.precision, device), device)
 
-    def _update(self, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:
+    def _update(self, parameters: Sequence[Tensor], rows: Sequence[Rows], directions: Mapping[int, Tensor]) -> None:
         """Step those of the ``parameters`` that have ``directions``, by number."""
         group = self.param_groups[0]
         for item, direction in directions.items():
             p = parameters[item]
-            factor = step_factor(self.cfg.scale, p.shape)
+            factor = step_factor(self.cfg.scale, p.shape, rows[item])
             update(local(p), direction, group["lr"], factor, group["weight_decay"], cautious=self.cfg.cautious)
 
     def _directions(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -96,7 +97,8 @@ class Muon(torch.optim.Optimizer):
         step = 1 + max(state.get("step", 0) for state in states)
         momentum = momentum_at(self.cfg, step)
         for p, state in zip(parameters, states, strict=True):
-            state.setdefault("mean", torch.zeros_like(p))
+            if not state:
+                state["mean"] = torch.zeros_like(p)
             state["step"] = step
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         means = [local(state["mean"]) for state in states]
@@ -125,9 +127,9 @@ def update(p: Tensor, direction: Tensor, rate: float, factor: float, decay: floa
     p.sub_(direction, alpha=rate * factor)
 
 
-def step_factor(scale: str, shape: Sequence[int]) -> float:
-    """Return the factor of the steps of a matrix; for "adamw", see Liu et al. 2025."""
-    n, m = shape[0], math.prod(shape[1:])
+def step_factor(scale: str, shape: Sequence[int], rows: Rows) -> float:
+    """Return the factor of the steps of the matrices in a parameter; for "adamw", see Liu et al. 2025."""
+    n, m = shape[0] // rows.kinds, math.prod(shape[1:])
     return 0.2 * math.sqrt(max(n, m)) if scale == "adamw" else math.sqrt(max(1.0, n / m))
 
 

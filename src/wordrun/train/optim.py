@@ -9,21 +9,21 @@ import torch
 from torch.nn import Parameter
 
 from wordrun import compat
-from wordrun.config import AdamWConfig, LionConfig, SGDConfig
+from wordrun.config import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 
 Named = Iterable[tuple[str, Parameter]]
 
 
 def adamw(cfg: AdamWConfig, parameters: Named) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019) over ``parameters``, fused if the device supports it."""
-    groups = decay_groups(cfg.weight_decay, parameters)
+    groups = decay_groups(cfg, parameters)
     fused = all(compat.has_fused_adamw(p.device) for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
 
 
 def sgd(cfg: SGDConfig, parameters: Named) -> torch.optim.Optimizer:
     """Return stochastic gradient descent over ``parameters``; the weight decay is added to the gradients."""
-    groups = decay_groups(cfg.weight_decay, parameters)
+    groups = decay_groups(cfg, parameters)
     return torch.optim.SGD(groups, lr=cfg.learning_rate, momentum=cfg.momentum, nesterov=cfg.nesterov)
 
 
@@ -32,7 +32,7 @@ class Lion(torch.optim.Optimizer):
 
     def __init__(self, cfg: LionConfig, parameters: Named) -> None:
         self.beta1, self.beta2 = cfg.beta1, cfg.beta2
-        super().__init__(decay_groups(cfg.weight_decay, parameters), {"lr": cfg.learning_rate})
+        super().__init__(decay_groups(cfg, parameters), {"lr": cfg.learning_rate})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -45,10 +45,10 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 1 - self.beta2)
 
 
-def decay_groups(weight_decay: float, parameters: Named) -> list[dict[str, Any]]:
+def decay_groups(cfg: OptimizerConfig, parameters: Named) -> list[dict[str, Any]]:
     """Return two groups of parameters: matrices, with weight decay, and vectors, without."""
     parameters = list(parameters)
     return [
-        {"params": [p for _, p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for _, p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]

@@ -33,6 +33,11 @@ class Box(NamedTuple):
         """The slices of the matrix."""
         return tuple(slice(at, at + n) for at, n in zip(self.offset, self.shape, strict=True))
 
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
 
 class Transfer(NamedTuple):
     """A box of the matrix ``item`` on its way."""
@@ -43,46 +48,44 @@ class Transfer(NamedTuple):
     box: Box
 
 
+class Route:
+    """This rank's part in an all-to-all of ``transfers``, which all ``ranks`` know."""
+
+    def __init__(self, transfers: Sequence[Transfer], rank: int, ranks: int) -> None:
+        sent = [each for each in transfers if each.source != each.target and 0 not in each.box.shape]
+        self.is_silent = not sent
+        self.kept = [each for each in transfers if each.source == each.target == rank]
+        self.leaving = sorted((each for each in sent if each.source == rank), key=lambda each: each.target)
+        self.arriving = sorted((each for each in sent if each.target == rank), key=lambda each: each.source)
+        self.sent, self.received = [0] * ranks, [0] * ranks
+        """Elements for each rank, and from each."""
+        for each in self.leaving:
+            self.sent[each.target] += each.box.numel
+        for each in self.arriving:
+            self.received[each.source] += each.box.numel
+
+
 @dataclass(frozen=True)
 class Owners:
-    """Who owns which matrix.
+    """Exchanges matrices with their owners.
 
     Args:
         shapes: the shape of each matrix.
-        boxes: the box of each rank, for each matrix.
-        owner: the owner of each matrix.
-        buckets: the matrices that are exchanged together.
+        routes: for each bucket, the way to the owners and the way back.
         group: the ranks; None: this rank alone.
         dtype: of what is exchanged.
         device: where the group communicates.
     """
 
     shapes: Sequence[tuple[int, ...]]
-    boxes: Sequence[Sequence[Box]]
-    owner: Sequence[int]
-    buckets: Sequence[Sequence[int]]
+    routes: Sequence[tuple[Route, Route]]
     group: Any
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    def to_owners(self, bucket: Sequence[int], mine: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
-        """Send this rank's shards of the matrices in ``bucket``; the result returns the whole ones that it owns.
-
-        Of several ranks with the same shard one sends it, if possible the owner to itself.
-        """
-        transfers = []
-        for item in bucket:
-            owner, holders = self.owner[item], dict[Box, list[int]]()
-            for rank, box in enumerate(self.boxes[item]):
-                holders.setdefault(box, []).append(rank)
-            for box, ranks in holders.items():
-                transfers.append(Transfer(owner if owner in ranks else ranks[owner % len(ranks)], owner, item, box))
-        finish = self._exchange(transfers, lambda each: mine[each.item])
+    def to_owners(self, bucket: int, mine: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
+        """Send this rank's shards of the matrices in ``bucket``; the result returns the whole ones that it owns."""
+        finish = self._exchange(self.routes[bucket][0], lambda each: mine[each.item])
 
         def assemble() -> dict[int, Tensor]:
             wholes: dict[int, Tensor] = {}
@@ -95,37 +98,30 @@ class Owners:
 
         return assemble
 
-    def from_owners(self, bucket: Sequence[int], wholes: dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
+    def from_owners(self, bucket: int, wholes: dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
         """Send the parts of the matrices that this rank owns in ``bucket``; the result returns this rank's shards."""
-        transfers = [
-            Transfer(self.owner[item], rank, item, box) for item in bucket for rank, box in enumerate(self.boxes[item])
-        ]
-        finish = self._exchange(transfers, lambda each: wholes[each.item][each.box.window])
+        finish = self._exchange(self.routes[bucket][1], lambda each: wholes[each.item][each.box.window])
         return lambda: {each.item: piece for each, piece in finish()}
 
     def _exchange(
-        self, transfers: Sequence[Transfer], data: Callable[[Transfer], Tensor]
+        self, route: Route, data: Callable[[Transfer], Tensor]
     ) -> Callable[[], Iterator[tuple[Transfer, Tensor]]]:
-        """Begin the ``transfers``, which all ranks know; the result waits, and returns what arrives at this rank."""
-        rank = self.rank
-        kept = [(each, data(each)) for each in transfers if each.source == each.target == rank]
-        sent = [each for each in transfers if each.source != each.target and 0 not in each.box.shape]
-        if not sent:
+        """Begin an all-to-all; the result waits for it, and returns what arrives at this rank."""
+        kept = [(each, data(each)) for each in route.kept]
+        if route.is_silent:
             return lambda: iter(kept)
-        ranks = range(dist.get_world_size(self.group))
-        out = [[each for each in sent if each.source == rank and each.target == to] for to in ranks]
-        arriving = [[each for each in sent if each.target == rank and each.source == at] for at in ranks]
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        flat = torch.cat([nothing, *(data(each).reshape(-1) for some in out for each in some)])
-        into, out_of = ([sum(math.prod(each.box.shape) for each in some) for some in way] for way in (arriving, out))
-        received = nothing.new_empty(sum(into))
-        work = dist.all_to_all_single(received, flat, into, out_of, group=self.group, async_op=True)
+        flat = torch.cat([nothing, *(data(each).reshape(-1) for each in route.leaving)])
+        received = nothing.new_empty(sum(route.received))
+        work = dist.all_to_all_single(
+            received, flat, route.received, route.sent, group=self.group, async_op=True
+        )  # fmt: skip
 
         def finish() -> Iterator[tuple[Transfer, Tensor]]:
             work.wait()
             yield from kept
-            here = [each for some in arriving for each in some]
-            for each, piece in zip(here, torch.split(received, [math.prod(t.box.shape) for t in here]), strict=True):
+            pieces = torch.split(received, [each.box.numel for each in route.arriving])
+            for each, piece in zip(route.arriving, pieces, strict=True):
                 yield each, piece.view(each.box.shape)
 
         return finish
@@ -139,22 +135,34 @@ def assign(
     Every rank of the group must call this. ``costs`` are what each matrix takes to work on.
     """
     mine = [shard_of("", tensor) for tensor in tensors]
-    boxes = [[(list(each.offset), list(each.data.shape)) for each in mine]]
-    if group is not None:
-        boxes = gather_json(boxes[0], device, group)
-    by_item = [[Box(*map(tuple, each)) for each in some] for some in zip(*boxes, strict=True)]
-    owner, buckets, total = [0] * len(tensors), list[list[int]](), [0.0] * len(boxes)
+    described = [(list(each.offset), list(each.data.shape)) for each in mine]
+    by_rank = [described] if group is None else gather_json(described, device, group)
+    rank, ranks = (0 if group is None else dist.get_rank(group)), len(by_rank)
+    boxes = [[Box(*map(tuple, each)) for each in some] for some in zip(*by_rank, strict=True)]
     # Matrices of one shape together, so that an owner computes several at once.
     order = sorted(range(len(tensors)), key=lambda item: (-costs[item], tuple(tensors[item].shape), item))
-    full = BUCKET * len(boxes)
-    size, load = full, list(total)
+    buckets: list[tuple[list[Transfer], list[Transfer]]] = []
+    total, load, count, size = [0.0] * ranks, [0.0] * ranks, ranks, BUCKET * ranks
     for item in order:
-        if size >= full and (not buckets or len(buckets[-1]) >= len(boxes)):
-            buckets.append([])
-            size, load = 0, [0.0] * len(boxes)
-        best = min(range(len(boxes)), key=lambda rank: (load[rank], total[rank]))
-        buckets[-1].append(item)
-        owner[item], size = best, size + tensors[item].numel()
-        load[best] += costs[item]
-        total[best] += costs[item]
-    return Owners([tuple(each.shape) for each in tensors], by_item, owner, buckets, group, dtype, device)
+        if size >= BUCKET * ranks and count >= ranks:
+            buckets.append(([], []))
+            load, count, size = [0.0] * ranks, 0, 0
+        owner = min(range(ranks), key=lambda each: (load[each], total[each]))
+        there, back = buckets[-1]
+        there += _to(owner, item, boxes[item])
+        back += [Transfer(owner, each, item, box) for each, box in enumerate(boxes[item])]
+        load[owner], total[owner] = load[owner] + costs[item], total[owner] + costs[item]
+        count, size = count + 1, size + tensors[item].numel()
+    routes = [(Route(there, rank, ranks), Route(back, rank, ranks)) for there, back in buckets]
+    return Owners([tuple(each.shape) for each in tensors], routes, group, dtype, device)
+
+
+def _to(owner: int, item: int, boxes: Sequence[Box]) -> list[Transfer]:
+    """Return the transfers of a matrix to its ``owner``: of several ranks with the same box one sends it."""
+    holders: dict[Box, list[int]] = {}
+    for rank, box in enumerate(boxes):
+        holders.setdefault(box, []).append(rank)
+    return [
+        Transfer(owner if owner in ranks else ranks[owner % len(ranks)], owner, item, box)
+        for box, ranks in holders.items()
+    ]
