@@ -164,7 +164,8 @@ def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
         if step is not None and step < until:
             return sequences // (cfg.model.batch_size * dp)
     if cfg.train.global_batch_size is None:
-        return cfg.optimizer.gas or 1
+        suits = cfg.model.sequences_per_step() or 0
+        return cfg.optimizer.gas or max(1, round(suits / (cfg.model.batch_size * dp)))
     return cfg.train.global_batch_size // (cfg.model.batch_size * dp)
 
 

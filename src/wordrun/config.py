@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
@@ -83,6 +83,14 @@ class TransformerConfig(ModelConfig):
         """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
 
+    def layers_with_values(self) -> set[int]:
+        """Return the numbers of the blocks with value embeddings."""
+        return set()
+
+    def one_block(self) -> TransformerConfig:
+        """Return the options of a model with one of the blocks, with value embeddings if any block has them."""
+        return replace(self, n_layer=1)
+
 
 @dataclass
 class GPTConfig(TransformerConfig):
@@ -152,6 +160,102 @@ class LlamaConfig(TransformerConfig):
     def attention_width(self) -> int:
         """Return the number of elements of all query heads together."""
         return self.n_head * self.head_size if self.head_size else self.n_embd
+
+    @property
+    def norm_weights(self) -> bool:
+        """Whether norms have weights."""
+        return True
+
+
+@dataclass
+class ModernConfig(LlamaConfig):
+    """A GPT with rotary embedding, QK norm, squared ReLU, value embeddings and more; one dial, depth, sizes it."""
+
+    name: str = "modern"
+    """Name of the preset; part of the run directory."""
+    depth: int | None = None
+    """One dial for the size, as in nanochat: with depth blocks, n_embd = 64 depth (rounded up to a multiple of 128),
+    heads of 128 elements, a batch of 2^19 (depth / 12)^1.15 tokens (rounded to a power of two, then to whole
+    micro-steps), and with optimizer=muon the learning rates 0.004 sqrt(768 / n_embd). Each applies unless it is set by
+    itself. null: 4 blocks, 4 heads, n_embd=128."""
+    n_layer: int = 0
+    """Number of transformer blocks; 0: depth."""
+    n_head: int = 0
+    """Number of attention heads, which must divide n_embd; 0: from depth."""
+    n_embd: int = 0
+    """Width of the residual stream; 0: from depth."""
+    n_hidden: int = 0
+    """Hidden size of the MLP; 0: 4 n_embd."""
+    mlp: str = "relu2"
+    """Activation in the MLP: relu2 (the square of ReLU), gelu, or swiglu (gated as in LLaMA: with the same n_hidden,
+    half as many weights more)."""
+    qk_norm: bool = True
+    """Normalize each query and key head."""
+    norm_weights: bool = False
+    """Whether norms have weights."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    embed_norm: bool = True
+    """Normalize the embedding, the input of the first block."""
+    zero_init: bool = True
+    """Start with projections into the residual stream, and an untied output layer, of zeros."""
+    softcap: float = 15.0
+    """Bound of the logits: z becomes softcap tanh(z / softcap); 0: none."""
+    value_layers: list[int] = field(default_factory=lambda: [0, -1])
+    """Blocks with value embeddings, a vector of each token that is added to its values; -1: the last block."""
+    ngram_rows: list[int] = field(default_factory=list)
+    """Rows of embeddings of the last 2, 3, ... tokens together, which are added to the token's: [1000, 2000] for 2 and
+    3 tokens; a hash assigns the rows; []: none."""
+
+    def __post_init__(self) -> None:
+        """Fill in what depth determines."""
+        depth = self.depth if self._sized else None
+        self.n_layer = self.n_layer or depth or 4
+        self.n_embd = self.n_embd or 128 * math.ceil((depth or 2) / 2)
+        self.n_head = self.n_head or (max(1, self.n_embd // 128) if depth else 4)
+        self.n_hidden = self.n_hidden or 4 * self.n_embd
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from positive("model", self, "depth")
+        yield from not_negative("model", self, "softcap")
+        if min(self.ngram_rows, default=1) < 1:
+            yield f"model.ngram_rows={self.ngram_rows} should be numbers of at least 1"
+        yield from one_of("model.mlp", self.mlp, ["relu2", "gelu", "swiglu"])
+        for layer in self.value_layers:
+            if not -self.n_layer <= layer < self.n_layer:
+                where = f"model.value_layers={self.value_layers} has {layer}"
+                yield f"{where}, but model.n_layer={self.n_layer}: use numbers below it"
+
+    def sequences_per_step(self) -> int | None:
+        """Return the number of sequences of an optimizer step for this depth.
+
+        The best batch grows with the tokens to train on as D^0.383 (Bergsma et al. 2025), and these grow with the
+        parameters, as depth^3.
+        """
+        if not self._sized:
+            return None
+        assert self.depth is not None
+        tokens: int = 2 ** round(19 + 3 * 0.383 * math.log2(self.depth / 12))
+        return max(1, tokens // self.block_size)
+
+    def rate_factor(self) -> float | None:
+        """Return the learning rates for this depth, divided by those for n_embd=768."""
+        return math.sqrt(768 / self.n_embd) if self._sized and self.n_embd > 0 else None
+
+    @property
+    def _sized(self) -> bool:
+        """Whether depth sets what is not set by itself."""
+        return self.depth is not None and self.depth > 0
+
+    def layers_with_values(self) -> set[int]:
+        """Return the numbers of the blocks with value embeddings."""
+        return {layer % self.n_layer for layer in self.value_layers}
+
+    def one_block(self) -> TransformerConfig:
+        """Return the options of a model with one of the blocks, with value embeddings if any block has them."""
+        return replace(self, n_layer=1, value_layers=[0] if self.value_layers else [])
 
 
 @dataclass

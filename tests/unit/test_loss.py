@@ -14,7 +14,7 @@ from wordrun.model import loss
 N, C, V, TOKENS = 60, 16, 128, 100
 
 
-def both(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def both(dtype: torch.dtype, softcap: float = 0.0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return losses and gradients of torch's cross entropy and of ours, with a weight for each token."""
     torch.manual_seed(0)
     x, weight = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
@@ -23,24 +23,30 @@ def both(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     for ours in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             if ours:
-                losses = loss.cross_entropy(x, weight, targets, TOKENS)
+                losses = loss.cross_entropy(x, weight, targets, TOKENS, softcap)
             else:
-                losses = F.cross_entropy((x @ weight.t())[:, :TOKENS].float(), targets, reduction="none")
+                logits = (x @ weight.t())[:, :TOKENS].float()
+                logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+                losses = F.cross_entropy(logits, targets, reduction="none")
         gradients = torch.autograd.grad((losses * weights).sum(), [x, weight])
         results.append([losses.detach(), *gradients])
     return results[0], results[1]
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_losses_and_gradients_are_torchs(dtype: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_gradients_are_torchs(
+    dtype: torch.dtype, near: float, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "CHUNK", 7 * V)  # chunks of 7 tokens, the last of 4
-    for theirs, ours in zip(*both(dtype), strict=True):
+    for theirs, ours in zip(*both(dtype, softcap), strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).norm() < near * theirs.norm()
 
 
-def test_the_padding_gets_no_gradient() -> None:
-    _, (_, _, of_weight) = both(torch.float32)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_the_padding_gets_no_gradient(softcap: float) -> None:
+    _, (_, _, of_weight) = both(torch.float32, softcap)
     assert not of_weight[TOKENS:].any()
     assert of_weight[:TOKENS].any(1).all()
 

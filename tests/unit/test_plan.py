@@ -25,6 +25,7 @@ from wordrun.config import (
     DDPConfig,
     GPTConfig,
     LlamaConfig,
+    ModernConfig,
     OptimizerConfig,
     TransformerConfig,
 )
@@ -53,6 +54,7 @@ SHAPES: dict[str, TransformerConfig] = {
         n_layer=3, n_head=4, n_kv_head=2, n_embd=128, n_hidden=352, block_size=128, batch_size=4
     ),
     "deep llama": LlamaConfig(n_layer=6, n_head=2, n_embd=64, n_hidden=176, block_size=256, batch_size=2, dropout=0.1),
+    "modern": ModernConfig(n_layer=3, n_head=4, n_embd=128, block_size=128, batch_size=4, ngram_rows=[500]),
 }  # fmt: skip
 
 
@@ -120,7 +122,9 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
     assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b", "qwen3_0_6b"])
+@pytest.mark.parametrize(
+    "name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b", "qwen3_0_6b", "modern"]
+)
 def test_parameters_are_those_of_the_model(name: str) -> None:
     cfg = compose([f"model={name}"])
     whole = models.meta_model(cfg.model, 1000)

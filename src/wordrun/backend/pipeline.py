@@ -161,8 +161,9 @@ class PipelineBackend(FSDPBackend):
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits at the last of ``tokens``, (B, V)."""
-        shape = (len(tokens), self.parts[0].padded_vocab_size)
-        return self._forward(self.padded(tokens), shape, lambda part, x: part(x, at=tokens.shape[1] - 1), {})
+        shape, padded = (len(tokens), self.parts[0].padded_vocab_size), self.padded(tokens)
+        every = self.parts[0].in_every_stage(padded)
+        return self._forward(padded, shape, lambda part, x: part(x, at=tokens.shape[1] - 1, **every), every)
 
     def _forward(
         self, inputs: Tensor, shape: Sequence[int], last: Callable[[Transformer, Tensor], Tensor], every: dict[str, Any]

@@ -50,7 +50,7 @@ class Planner:
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
         layout = checks.layout(cfg.backend, hardware.devices, hardware.per_node)
-        self.sequences = cfg.train.global_batch_size or cfg.model.batch_size * layout.dp * (cfg.optimizer.gas or 1)
+        self.sequences = cfg.model.batch_size * layout.dp * checks.accumulation(cfg, layout.dp)
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """Return the estimate for ``strategy``.

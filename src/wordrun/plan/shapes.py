@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import singledispatch
 from typing import TYPE_CHECKING
@@ -65,12 +65,15 @@ class ModelShapes:
     """Outside the blocks, in the last pipeline stage: the norm and the output layer."""
     tied: list[ParameterShape]
     """Parameters in ``last`` that are tied to ``first`` if both are in the same stage."""
+    values: list[ParameterShape] = field(default_factory=list)
+    """Outside the blocks, for each block that has a value embedding."""
 
     def outside_blocks(self, layers: Sequence[int]) -> list[ParameterShape]:
         """Return the parameters outside the blocks, for a stage that holds the blocks ``layers``."""
         is_first, is_last = 0 in layers, self.cfg.n_layer - 1 in layers
         last = [each for each in self.last if not (is_first and each in self.tied)] if is_last else []
-        return [*(self.first if is_first else []), *last]
+        values = self.values * len(self.cfg.layers_with_values().intersection(layers))
+        return [*(self.first if is_first else []), *values, *last]
 
     def stage(self, layers: Sequence[int]) -> list[ParameterShape]:
         """Return the parameters of a stage that holds the blocks ``layers``."""
@@ -110,12 +113,12 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShap
         return known_shapes(cfg, math.ceil((cfg.vocab_size or vocab_size) / multiple) * multiple)
     from wordrun.model import meta_model
 
-    model = meta_model(replace(cfg, n_layer=1), vocab_size, multiple=multiple)
-    outside = [name for name, _ in model.named_children() if name != "blocks"]
-    first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name)]
-    last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name)]
-    tied = _shapes(model, "head")[:1] if model.tied else []
-    return ModelShapes(cfg, model.padded_vocab_size, first, _shapes(model, "blocks"), last, tied)
+    model = meta_model(cfg.one_block(), vocab_size, multiple=multiple)
+    shapes = {name: _shapes(model, name) for name, _ in model.named_children()}
+    block, last, values = shapes.pop("blocks"), [*shapes.pop("norm"), *shapes["head"]], shapes.pop("values", [])
+    head = shapes.pop("head")
+    first = [each for some in shapes.values() for each in some]
+    return ModelShapes(cfg, model.padded_vocab_size, first, block, last, head[:1] if model.tied else [], values)
 
 
 def needs_torch(cfg: ModelConfig) -> bool:
@@ -172,7 +175,7 @@ def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
         for name, parameter in module.named_parameters(recurse=False):
             tp_dim = None
             if any(isinstance(style, ColwiseParallel) for style in styles):
-                tp_dim = 0
+                tp_dim = 1 if isinstance(module, nn.Embedding) else 0
             elif any(isinstance(style, RowwiseParallel) for style in styles):
                 tp_dim = 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
             shapes.append(
