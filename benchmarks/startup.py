@@ -40,7 +40,7 @@ class Times:
 
 
 def cpu_seconds(root: int) -> float:
-    """Return the user CPU time of the process ``root`` and of its descendants, also of those that have ended."""
+    """Return the user CPU time of the process ``root`` and of its descendants."""
     children, used = defaultdict(list), {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -48,7 +48,7 @@ def cpu_seconds(root: int) -> float:
         except OSError:  # it has ended
             continue
         children[int(fields[1])].append(int(path.parent.name))
-        used[int(path.parent.name)] = int(fields[11]) + int(fields[13])  # own, and of children that have been waited for
+        used[int(path.parent.name)] = int(fields[11]) + int(fields[13])
     total, todo = 0, [root]
     while todo:
         pid = todo.pop()
@@ -108,7 +108,7 @@ def main() -> None:
                 print(f"round {number + 1}, {ranks} ranks: {found[ranks][-1]}", flush=True)
 
     def median(ranks: int, name: str) -> float:
-        return statistics.median(getattr(times, name) for times in found[ranks])
+        return float(statistics.median(getattr(times, name) for times in found[ranks]))
 
     print("\n| | wall [s] | times import torch | goal | CPU [s] | times import torch |\n|---|---|---|---|---|---|")
     base, base_cpu = median(0, "first"), median(0, "first_cpu")
@@ -116,7 +116,8 @@ def main() -> None:
     for ranks in args.ranks:
         wall, cpu = median(ranks, "first"), median(ranks, "first_cpu")
         goal = f"{GOALS[ranks]}" if ranks in GOALS else ""
-        print(f"| first step, {ranks} ranks | {wall:.2f} | {wall / base:.2f} | {goal} | {cpu:.2f} | {cpu / base_cpu:.2f} |")
+        row = (f"first step, {ranks} ranks", f"{wall:.2f}", f"{wall / base:.2f}", goal, f"{cpu:.2f}")
+        print(f"| {' | '.join(row)} | {cpu / base_cpu:.2f} |")
     for ranks in args.ranks:
         end, cpu = median(ranks, "end"), median(ranks, "end_cpu")
         print(f"| last step to prompt, {ranks} ranks | {end:.2f} | | {END_S} s | {cpu:.2f} | |")

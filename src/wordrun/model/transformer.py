@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wordrun import compat
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
 from wordrun.model.attention import document_mask
@@ -310,9 +311,7 @@ def in_compute_dtype(x: Tensor) -> Tensor:
 
 def unsharded(tensor: Tensor) -> Tensor:
     """Return the full tensor, on every tensor-parallel rank."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
@@ -321,9 +320,7 @@ def exclude(logits: Tensor, start: int) -> None:
 
     Autograd would copy the gradients of all logits to mask those that the softmax makes exactly 0 anyway.
     """
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(logits, DTensor):  # sharded by vocabulary, over the tensor-parallel ranks
+    if compat.is_sharded(logits):  # sharded by vocabulary, over the tensor-parallel ranks
         rank, logits = logits.device_mesh.get_local_rank(), logits.to_local()
         start -= rank * logits.shape[-1]
     logits[..., max(0, start) :] = -torch.inf

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wordrun.config import ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from wordrun.model import Transformer
 
 
@@ -87,13 +89,14 @@ class ModelShapes:
         return max(sizes.items(), key=lambda each: each[1])
 
 
-def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShapes:
+def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1, *, split: bool = True) -> ModelShapes:
     """Return the parameters of the model in ``cfg``.
 
     Args:
         cfg: the model's options.
         vocab_size: size of the vocabulary, if ``cfg`` does not set it.
         multiple: pad the vocabulary to a multiple of this.
+        split: whether tensor-parallel dimensions matter; torch's module that describes them takes a second to import.
 
     Raises:
         NoEstimateError: it is not a transformer.
@@ -103,29 +106,36 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShap
     if not isinstance(cfg, TransformerConfig):
         raise NoEstimateError(f"no estimate for model={cfg.name}: the plan covers transformers only")
     model = meta_model(replace(cfg, n_layer=1), vocab_size, multiple=multiple)
+    plan = model.tensor_parallel_plan() if split else {}
     outside = [name for name, _ in model.named_children() if name != "blocks"]
-    first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name)]
-    last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name)]
-    tied = _shapes(model, "head")[:1] if model.tied else []
-    return ModelShapes(cfg, model.padded_vocab_size, first, _shapes(model, "blocks"), last, tied)
+    first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name, plan)]
+    last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name, plan)]
+    tied = _shapes(model, "head", plan)[:1] if model.tied else []
+    return ModelShapes(cfg, model.padded_vocab_size, first, _shapes(model, "blocks", plan), last, tied)
 
 
-def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
+def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[ParameterShape]:
     """Return the parameters of a child of ``model`` and their tensor-parallel dimensions."""
     from torch import nn
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    plan = model.tensor_parallel_plan()
     shapes = []
     for path, module in model.get_submodule(child).named_modules(prefix=child):
         styles = [style for pattern, style in plan.items() if fnmatch(path, pattern)]
         for name, parameter in module.named_parameters(recurse=False):
-            tp_dim = None
-            if any(isinstance(style, ColwiseParallel) for style in styles):
-                tp_dim = 0
-            elif any(isinstance(style, RowwiseParallel) for style in styles):
-                tp_dim = 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
+            tp_dim = _split_dim(module, name, styles) if styles else None
             shapes.append(
                 ParameterShape(tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad)
             )
     return shapes
+
+
+def _split_dim(module: nn.Module, name: str, styles: Sequence[Any]) -> int | None:
+    """Return the dimension along which tensor parallelism splits the parameter ``name`` of ``module``; None: none."""
+    from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if any(isinstance(style, ColwiseParallel) for style in styles):
+        return 0
+    if any(isinstance(style, RowwiseParallel) for style in styles):
+        return 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
+    return None
