@@ -21,6 +21,8 @@ from wordrun.registry import part_of
 __all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
 
 M = TypeVar("M", bound=Model)
+DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
+"""Functions that fill a tensor with random numbers."""
 
 
 def meta_model(
@@ -70,12 +72,12 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
 
 
 class _WithoutReferences(TorchFunctionMode):
-    """Does without two functions that torch has on the meta device in Python only, and imports the compiler for."""
+    """Does without functions that torch has on the meta device in Python only, and imports the compiler for."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``function``, or what has the same effect."""
         kwargs = kwargs or {}
-        if function in (nn.init.normal_, Tensor.normal_):  # nothing to draw
+        if function in DRAWING:  # there is nothing to fill
             return args[0] if args else kwargs["tensor"]
         if function is torch.empty_like:
             like = args[0]
