@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wordrun import compat
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
-from wordrun.model.attention import document_mask
+from wordrun.model.attention import Mask, document_mask
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
@@ -54,13 +54,13 @@ class Block(nn.Module):
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None) -> Tensor:
         """Return the residual stream after this block.
 
         Args:
             x: (B, T, C), like the result.
             cache: KV cache of earlier tokens; the keys and values of ``x`` are appended.
-            mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
+            mask: which tokens attend to which, from ``document_mask``; None: causal attention.
         """
         x = x + self.attention(self.norm_1(x), cache=cache, mask=mask)
         return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
