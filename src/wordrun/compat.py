@@ -297,3 +297,13 @@ def torchvision(module: str, user: str) -> Any:
 
 _declared: list[torch.library.Library] = []
 """The operators of torchvision that ``torchvision`` has declared; they exist as long as this object."""
+
+
+def all_gather_single() -> Callable[..., Any]:
+    """Return torch's all-gather into one tensor, which 2.13 calls ``all_gather_single``."""
+    return getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
+
+def reduce_scatter_single() -> Callable[..., Any]:
+    """Return torch's reduce-scatter of one tensor, which 2.13 calls ``reduce_scatter_single``."""
+    return getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
