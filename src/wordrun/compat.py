@@ -7,20 +7,25 @@ Each documents its fallback for versions without the name; tests/unit/test_compa
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 
 from wordrun.errors import ConfigError, UserError, unpickling_problem
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 PRODUCTS = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -41,6 +46,19 @@ DEEPSPEED_STATE = {
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
 """The classes in DeepSpeed's checkpoints, by module; they only hold data."""
+UNCOMPILED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+"""Methods of optimizers that torch's compiler leaves alone."""
+DISABLED = "__dynamo_disable"
+"""The attribute in which torch keeps how to call a function that its compiler leaves alone."""
+
+
+def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
+    """Return whether ``tensor`` is a DTensor; a plain tensor does not import that class, which takes half a second."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:
@@ -98,6 +116,49 @@ def move_towards(tensors: list[torch.Tensor], targets: list[torch.Tensor], weigh
     torch._foreach_lerp_(tensors, targets, weight)
 
 
+def spare_the_compiler() -> None:
+    """Keep methods of torch's optimizers and of DistributedDataParallel from importing the compiler.
+
+    The import takes a second or more, and only asks the compiler to leave the method alone, which is unnecessary as
+    long as nothing else has imported it. If a version lacks the attribute, the import happens.
+    """
+    optimizer, replica = torch.optim.Optimizer, torch.nn.parallel.DistributedDataParallel
+    for owner, names in ((optimizer, UNCOMPILED), (replica, ("_inside_ddp_forward",))):
+        for function in filter(None, (getattr(owner, name, None) for name in names)):
+            while hasattr(inner := getattr(function, "__wrapped__", None), "__wrapped__"):
+                function = inner
+            if inner is not None and not hasattr(inner, DISABLED):
+                setattr(inner, DISABLED, _unless_loaded(function, inner))
+
+
+def _unless_loaded(outer: Any, inner: Any) -> Any:
+    """Return a function that calls ``inner`` or, once the compiler has been imported, ``outer``."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return inner(*args, **kwargs)
+        with contextlib.suppress(AttributeError):  # another thread was faster
+            delattr(inner, DISABLED)
+        return outer(*args, **kwargs)
+
+    return call
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of ``optimizer``; torch's own do not import the compiler, which would have nothing to compile."""
+    kind: Any = type(optimizer)
+    if "torch._dynamo" in sys.modules or not kind.__module__.startswith("torch.optim.") or "step" in vars(optimizer):
+        optimizer.step()
+    else:
+        _plain_step(kind)(optimizer)
+
+
+@functools.cache
+def _plain_step(kind: Any) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return the method ``step`` of an optimizer of torch's with its hooks, but without its notes to the compiler."""
+    return torch.optim.Optimizer.profile_hook_step(torch.no_grad()(inspect.unwrap(kind.step)))
+
+
 def is_compile_error(error: Exception) -> bool:
     """Return whether torch.compile raised ``error``; False if its modules have moved: users see the traceback."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
@@ -137,6 +198,30 @@ def time_collectives(module: Any, timer: Callable[[], contextlib.AbstractContext
     if hasattr(module, "set_custom_all_gather"):
         module.set_custom_all_gather(timed(DefaultAllGather))
         module.set_custom_reduce_scatter(timed(DefaultReduceScatter))
+
+
+@contextlib.contextmanager
+def ddp_without_compiler() -> Iterator[None]:
+    """Keep DistributedDataParallel's constructor from importing the compiler, which takes a second or more.
+
+    It asks for one setting, whose default it gets instead. If a version asks for more, the import happens.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+
+    class Settings(types.ModuleType):
+        utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("torch._dynamo"), name)
+
+    torch._dynamo = Settings("torch._dynamo")
+    try:
+        yield
+    finally:
+        if isinstance(torch._dynamo, Settings):
+            del torch._dynamo  # torch imports the real one when somebody asks for it
 
 
 def release_reducer(replica: Any) -> None:

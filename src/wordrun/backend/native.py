@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -105,8 +104,11 @@ class NativeBackend:
         if self.device.type != "cpu" or norm > self.grad_clip:
             clip(self.parameters, norm, self.grad_clip)
         set_learning_rate(self.optimizer, learning_rate)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            compat.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         clock.lap("optimizer")
         return norm
@@ -268,12 +270,12 @@ class NativeBackend:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if compat.is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor; all ranks that hold shards of it must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
 
 
 def average(tensors: Sequence[Tensor], group: Any = None) -> None:

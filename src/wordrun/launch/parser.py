@@ -125,6 +125,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _margin),
+        Option(("--prewarm",), "prewarm", "first read Python's packages on each node, for slow file systems"),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
         Option(("--hostfile",), "hostfile", "hosts to use, one per line (in a job: some of the job's hosts)", "FILE"),
         Option(("--site",), "site", "site: a name or a YAML file", "NAME"),

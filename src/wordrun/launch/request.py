@@ -39,6 +39,8 @@ class Options:
     """Seconds without output after which the job is stopped."""
     retries: int = 0
     spare_nodes: int = 0
+    prewarm: bool = False
+    """Read the environment's files on each node before the ranks start."""
     submit: bool = False
     walltime: str | None = None
     """H:MM:SS."""

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import kernels
+from wordrun import compat, kernels
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
-from wordrun.model.attention import document_mask
+from wordrun.model.attention import Mask, document_mask
 from wordrun.model.base import Model, Rows
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
@@ -31,15 +31,13 @@ class Block(nn.Module):
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
 
-    def forward(
-        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None, **additions: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Tensor) -> Tensor:
         """Return the residual stream after this block.
 
         Args:
             x: (B, T, C), like the result.
             cache: KV cache of earlier tokens; the keys and values of ``x`` are appended.
-            mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
+            mask: which tokens attend to which, from ``document_mask``; None: causal attention.
             additions: further arguments of this block's attention.
         """
         x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
@@ -323,9 +321,7 @@ def in_compute_dtype(x: Tensor) -> Tensor:
 
 def unsharded(tensor: Tensor) -> Tensor:
     """Return the full tensor, on every tensor-parallel rank."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
@@ -334,9 +330,7 @@ def exclude(logits: Tensor, start: int) -> None:
 
     Autograd would copy the gradients of all logits to mask those that the softmax makes exactly 0 anyway.
     """
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(logits, DTensor):  # sharded by vocabulary, over the tensor-parallel ranks
+    if compat.is_sharded(logits):  # sharded by vocabulary, over the tensor-parallel ranks
         rank, logits = logits.device_mesh.get_local_rank(), logits.to_local()
         start -= rank * logits.shape[-1]
     logits[..., max(0, start) :] = -torch.inf

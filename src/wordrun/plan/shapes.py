@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import singledispatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from wordrun.model import Transformer
 
 TOKENIZERS = {"gpt2": 50257, "byte": 257}
@@ -96,13 +98,14 @@ class ModelShapes:
         return max(sizes.items(), key=lambda each: each[1])
 
 
-def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShapes:
+def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1, *, split: bool = True) -> ModelShapes:
     """Return the parameters of the model in ``cfg``.
 
     Args:
         cfg: the model's options.
         vocab_size: size of the vocabulary, if ``cfg`` does not set it.
         multiple: pad the vocabulary to a multiple of this.
+        split: whether tensor-parallel dimensions matter; torch's module that describes them takes a second to import.
 
     Raises:
         NoEstimateError: it is not a transformer.
@@ -114,7 +117,8 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1) -> ModelShap
     from wordrun.model import meta_model
 
     model = meta_model(cfg.one_block(), vocab_size, multiple=multiple)
-    shapes = {name: _shapes(model, name) for name, _ in model.named_children()}
+    plan = model.tensor_parallel_plan() if split else {}
+    shapes = {name: _shapes(model, name, plan) for name, _ in model.named_children()}
     block, last, values = shapes.pop("blocks"), [*shapes.pop("norm"), *shapes["head"]], shapes.pop("values", [])
     head = shapes.pop("head")
     first = [each for some in shapes.values() for each in some]
@@ -163,21 +167,16 @@ def _linear(outputs: int, inputs: int, tp_dim: int, bias: bool = False) -> list[
     return [weight, *([ParameterShape((outputs,), None if tp_dim else 0, matmul=True)] if bias else [])]
 
 
-def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
+def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[ParameterShape]:
     """Return the parameters of a child of ``model`` and their tensor-parallel dimensions."""
     from torch import nn
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    plan, matrices = model.tensor_parallel_plan(), model.matrices()
+    matrices = model.matrices()
     shapes = []
     for path, module in model.get_submodule(child).named_modules(prefix=child):
         styles = [style for pattern, style in plan.items() if fnmatch(path, pattern)]
         for name, parameter in module.named_parameters(recurse=False):
-            tp_dim = None
-            if any(isinstance(style, ColwiseParallel) for style in styles):
-                tp_dim = 1 if isinstance(module, nn.Embedding) else 0
-            elif any(isinstance(style, RowwiseParallel) for style in styles):
-                tp_dim = 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
+            tp_dim = _split_dim(module, name, styles) if styles else None
             shapes.append(
                 ParameterShape(
                     tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad,
@@ -185,3 +184,15 @@ def _shapes(model: Transformer, child: str) -> list[ParameterShape]:
                 )
             )  # fmt: skip
     return shapes
+
+
+def _split_dim(module: nn.Module, name: str, styles: Sequence[Any]) -> int | None:
+    """Return the dimension along which tensor parallelism splits the parameter ``name`` of ``module``; None: none."""
+    from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if any(isinstance(style, ColwiseParallel) for style in styles):
+        return 0
+    if any(isinstance(style, RowwiseParallel) for style in styles):
+        return 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
+    return None

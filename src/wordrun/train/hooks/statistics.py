@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from wordrun import compat
 from wordrun.backend.native import local
 from wordrun.config import StatisticsConfig
 from wordrun.dist.collectives import gather_json
@@ -83,7 +83,7 @@ class Statistics(Hook):
             if gradient is None or not local(gradient).numel():
                 continue
             row, copies = self._layers[_layer(name)], at.replicate * at.shard * at.tp
-            if isinstance(gradient, DTensor):
+            if compat.is_sharded(gradient):
                 mesh = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copies //= math.prod(size for size, placement in mesh if not placement.is_replicate())
             square, largest = _measured(local(gradient), self._sums.device)
