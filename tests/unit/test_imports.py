@@ -45,7 +45,7 @@ MAY_USE: dict[str, set[str]] = {
     "project": {"errors"},
     "registry": {"errors", "project"},
     "parts": {"registry"},
-    "dist": BASE | {"registry"},
+    "dist": BASE | {"registry", "compat"},
     "sections": {"validation"},
     "config_images": {"sections", "validation"},
     "config": {"errors", "sections", "validation", "registry"},

@@ -29,6 +29,8 @@ SECONDARY_WAIT_S = 5.0
 QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
+# torch remembers this many collectives, of which a hang's report names the last ones; 2.8 remembers none by default.
+FLIGHT_RECORDS = "2000"
 # Disk errors, for which a traceback would not help.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -223,6 +225,8 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     if not _joined.owns_group:
         return
     store = shared_store(world, timeout_s)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its old name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)
     try:
         torch.distributed.init_process_group(
             _group_backend(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]

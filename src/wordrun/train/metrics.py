@@ -13,6 +13,7 @@ import torch
 from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.dist import watch
 from wordrun.dist.collectives import all_mean, all_sum
 from wordrun.errors import UserError
 from wordrun.train.state import TrainState
@@ -139,6 +140,7 @@ def means(backend: Backend, validation: ValidationSet, measure: Measure | None =
     totals: dict[str, torch.Tensor] = {}
     with evaluation_mode(backend):
         for i in range(len(validation)):
+            watch.mark()
             batch, weights = validation[i]
             batch = batch.to(backend.device)
             outputs: list[torch.Tensor] = []

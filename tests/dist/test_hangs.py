@@ -1,0 +1,151 @@
+"""A run that hangs says which rank the others wait for, and in which line it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = """
+import os, re, signal, sys, threading, time
+from pathlib import Path
+import torch
+import torch.distributed
+import wordrun
+from wordrun import dist
+from wordrun.train.training import Hook
+
+FOUND = 7
+kind, run_dir = sys.argv[1:]
+
+def end_when_reported():
+    while not list(Path(run_dir, "failures").glob("hang-*.txt")):
+        time.sleep(0.05)
+    time.sleep(0.2)  # for the message
+    sys.stdout.flush()
+    os._exit(FOUND)
+
+def loop_forever():
+    while True: pass  # endless
+
+def hold_the_lock():
+    re.match("(a+)+$", 60 * "a" + "b")  # backtracks
+
+class Asleep:
+    def __init__(self, real):
+        self.real = real
+    def __len__(self):
+        return len(self.real)
+    def step(self, index):
+        time.sleep(1000)  # loader
+    def __getitem__(self, index):
+        time.sleep(1000)  # validation
+    def close(self):
+        pass
+
+class Culprit(Hook):
+    def setup(self, trainer):
+        self.group = torch.distributed.new_group([0, 1]) if kind == "other" else None
+        if kind == "start-up" and trainer.world.rank == 1:
+            time.sleep(1000)  # setup
+    def after_step(self, trainer):
+        if trainer.step != 3 or trainer.world.rank != 1:
+            return
+        if kind == "loop":
+            loop_forever()
+        if kind == "lock":
+            hold_the_lock()
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "other":
+            torch.distributed.all_reduce(torch.zeros(77), group=self.group)  # other
+        if kind == "data":
+            trainer.loader = Asleep(trainer.loader)
+        if kind == "evaluation":
+            trainer.validation = Asleep(trainer.validation)
+    def tensors(self):
+        if kind == "save" and dist.discover().rank == 1:
+            time.sleep(1000)  # tensors
+        return {}
+
+threading.Thread(target=end_when_reported, daemon=True).start()
+with dist.session() as world:
+    torch.set_num_threads(1)
+    words = [f"hydra.run.dir={run_dir}", "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl",
+        "train.dtype=fp32", "train.device=cpu", "train.max_iters=8", "train.eval_interval=4", "train.eval_iters=1",
+        "train.sample_tokens=0", "train.global_batch_size=6", "train.checkpoint_interval=4", "train.save_best=false",
+        "train.hang_s=1", "model.batch_size=2", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
+        "model.block_size=16"]
+    cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+    with wordrun.Trainer(cfg, world, hooks=[Culprit()]) as trainer:
+        trainer.train()
+"""
+FOUND = 7
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+
+
+@pytest.fixture
+def hang(ranks: Any, tmp_path: Path) -> Callable[[str], tuple[str, str]]:
+    """Return a function that lets rank 1 of 3 hang, and returns the message and the report."""
+
+    def run(kind: str, **options: Any) -> tuple[str, str]:
+        (tmp_path / "text.txt").write_text(50 * TEXT)
+        (tmp_path / "hang.py").write_text(SCRIPT)
+        done = ranks(3, "hang.py", kind, "run", **{"under": "fork", "timeout": 60, **options})
+        assert done.returncode == FOUND, done.stdout + done.stderr
+        messages = re.findall(r"no progress for .*", done.stdout)
+        assert len(messages) == 1, done.stdout + done.stderr
+        (report,) = (tmp_path / "run" / "failures").iterdir()
+        return messages[0], report.read_text()
+
+    return run
+
+
+def line_of(comment: str) -> int:
+    """Return the number of the script's line with a comment."""
+    return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith(f"# {comment}"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "comment"),
+    [
+        ("loop", "loop_forever (training after 2 steps)", "endless"),
+        ("data", "step (training after 3 steps)", "loader"),
+        ("evaluation", "__getitem__ (evaluation after 3 steps)", "validation"),
+        ("save", "tensors (saving a checkpoint after 3 steps)", "tensors"),
+        ("start-up", "setup (start-up)", "setup"),
+    ],
+)
+def test_the_rank_that_does_not_come_is_named_with_its_line(hang: Any, kind: str, where: str, comment: str) -> None:
+    message, report = hang(kind)
+    assert ("ranks 0, 2 wait in new_group for rank 1" if kind == "save" else "rank 1 has not come to ") in message
+    assert re.search(r"rank 1 \([\w.-]+\) is at hang.py:" + str(line_of(comment)) + re.escape(f" in {where}"), message)
+    assert re.search(r"ranks 0, 2 \([\w.-]+\) are at ", message)
+    assert report.startswith(message.partition(". Stacks of all")[0])
+    assert f'hang.py", line {line_of(comment)}' in report
+
+
+def test_a_rank_that_holds_the_interpreter_is_described_by_its_neighbour(hang: Any) -> None:
+    message, report = hang("lock")
+    where = f"hang.py:{line_of('backtracks')} in hold_the_lock, where its interpreter is blocked"
+    assert re.search(r"rank 1 \([\w.-]+\) is at " + where, message)
+    assert "rank 1 has not come to " in message
+    assert "after_step" in report
+
+
+def test_a_stopped_process_is_named(hang: Any) -> None:
+    message, _ = hang("stop")
+    assert re.search(r"rank 1 \([\w.-]+\) is stopped \(SIGSTOP", message)
+    assert "rank 1 has not come to " in message
+
+
+def test_ranks_in_different_collectives_are_named(hang: Any) -> None:
+    message, _ = hang("other")
+    assert "rank 1 has not come to all_reduce number" in message
+    assert f"hang.py:{line_of('other')} in after_step" in message
+    assert "waiting in all_reduce of float32 [77] of another group" in message
