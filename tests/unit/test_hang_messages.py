@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wordrun import compat
+from wordrun import compat, reports
 from wordrun.dist import World, hang, stacks, watch
 from wordrun.dist.hang import Answer
 
@@ -84,7 +84,7 @@ def test_ranges_are_short() -> None:
 def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(tmp_path: Path) -> None:
     script = tmp_path / "busy.py"
     script.write_text(
-        "import re\nfrom wordrun.dist import stacks\ndump = stacks.Dump('name-7')\nprint(flush=True)\n"
+        "import re\nfrom wordrun.dist import stacks\ndump = stacks.Dump('name', 7)\nprint(flush=True)\n"
         "re.match('(a+)+$', 60 * 'a' + 'b')\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
@@ -105,11 +105,11 @@ def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(
 
 
 def test_a_request_is_there_once_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
-    first = watch.request(tmp_path, "hang", 3.0)
-    assert watch.request(tmp_path, "question") == first
+    first = reports.request(tmp_path, "hang", 3.0)
+    assert reports.request(tmp_path, "question") == first
     old = time.time() - 1000
-    os.utime(tmp_path / watch.REQUEST, (old, old))
-    assert watch.request(tmp_path, "question") != first
+    os.utime(tmp_path / reports.REQUEST, (old, old))
+    assert reports.request(tmp_path, "question") != first
     assert len(list(tmp_path.iterdir())) == 2
 
 

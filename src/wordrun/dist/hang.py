@@ -155,7 +155,7 @@ def _who_waits(blocked: Blocked, by_rank: Mapping[int, Answer]) -> str:
     if len(calls) > 1:
         each = ", ".join(f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} in {what}" for what, ranks in calls)
         return f"the ranks have called different collectives: {each}, {of}"
-    return f"all ranks have come to {calls[0][0]} {of}, but it does not end"
+    return f"all ranks have come to {calls[0][0]} {of}, but it does not end: is the network between them intact?"
 
 
 def names(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:

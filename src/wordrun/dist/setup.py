@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from wordrun.dist import mpi, values
+from wordrun.dist import mpi, values, watch
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError, WorldError
@@ -128,13 +128,23 @@ def cleanup() -> None:
 
 
 @contextlib.contextmanager
-def session(*, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> Iterator[World]:
-    """Join the other ranks for a ``with`` block; an exception in it ends the whole job."""
+def session(
+    *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None, hang_s: float = 120.0
+) -> Iterator[World]:
+    """Join the other ranks for a ``with`` block; an exception in it ends the whole job.
+
+    The arguments are those of ``setup``, and ``hang_s``: after a collective has waited for so many seconds, say where
+    each rank is (0: never).
+    """
     with guard(discover_or_exit()):
         world = identify()
     with guard(world):
         world = setup(world, device=device, timeout_s=timeout_s, seed=seed)
-        yield world
+        end_watch = watch.start_for_script(world, hang_s)
+        try:
+            yield world
+        finally:
+            end_watch()
         cleanup()
 
 

@@ -106,16 +106,20 @@ def state(pid: int) -> str:
 class Dump:
     """A file in memory into which SIGQUIT makes this process write its stacks; ``peers`` finds it by its name."""
 
-    def __init__(self, name: str) -> None:
-        if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    def __init__(self, name: str, rank: int) -> None:
+        if hasattr(os, "memfd_create"):  # with the process in its name, since a forked one has it, too
+            self._fd = os.memfd_create(f"{name}-{os.getpid()}-{rank}", os.MFD_CLOEXEC)
         else:
             with tempfile.TemporaryFile() as file:
                 self._fd = os.dup(file.fileno())
         import fcntl
 
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
-        # A handler of the user's own stays.
+        self._registered = False
+        self.register()
+
+    def register(self) -> None:
+        """Handle SIGQUIT, unless the user does."""
         self._registered = signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, None)
         if self._registered:
             faulthandler.register(signal.SIGQUIT, file=self._fd, all_threads=True)
@@ -135,15 +139,14 @@ class Dump:
 
 
 def peers(name: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the rank, the process and the path of the dump of each process on this host with dumps ``name-RANK``."""
+    """Yield the rank, the process and the path of the dump of each process on this host with dumps of this name."""
     for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # closed meanwhile
                     target = os.readlink(f"/proc/{pid}/fd/{fd}")
-                    if target.startswith(f"/memfd:{name}-"):
-                        rank = target.rpartition("-")[2].split()[0]
-                        yield int(rank), int(pid), f"/proc/{pid}/fd/{fd}"
+                    if found := re.match(rf"/memfd:{name}-{pid}-(\d+)", target):
+                        yield int(found[1]), int(pid), f"/proc/{pid}/fd/{fd}"
 
 
 def ask(pid: int, path: str) -> dict[str, Stack]:

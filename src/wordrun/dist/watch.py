@@ -12,19 +12,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun import files
+from wordrun import files, reports
 from wordrun.dist import hang, stacks
-from wordrun.dist.world import World
+from wordrun.dist.world import World, discover
 from wordrun.log import LOGGER
 
 # Start-up, the first step (which compiles), samples and saves may take this many times as long as other steps.
@@ -36,7 +36,6 @@ TICK_S = 1.0
 LOOKS_PER_S = 200.0
 # An answer to a question, without a hang, needs less time.
 ASKED_S = 10.0
-REQUEST = "asked.json"
 
 
 class Calls:
@@ -73,9 +72,9 @@ class Watch:
     """
 
     def __init__(self, world: World, folder: Path, hang_s: float, waits: Callable[[], float] = lambda: 0.0) -> None:
-        self.world, self.folder, self.hang_s, self.waits = world, folder, hang_s or float("inf"), waits
+        self.world, self.folder, self.hang_s, self.waits = world, folder, hang_s or math.inf, waits
         self.step: int | None = None
-        self._count, self._phase, self._factor = 0, "", float("inf")
+        self._count, self._phase, self._factor = 0, "", math.inf
         self._known: set[str] = set()
         """Phases that have been seen once."""
         self._name = f"wordrun-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
@@ -83,7 +82,7 @@ class Watch:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-        self._dump = stacks.Dump(f"{self._name}-{world.rank}")
+        self._dump = stacks.Dump(self._name, world.rank)
         self._thread.start()
         _active.append(self)
 
@@ -94,6 +93,8 @@ class Watch:
         self._thread.join(TICK_S)
         if not self._thread.is_alive():  # otherwise it is about to say something
             self._dump.close()
+        if _active:
+            _active[-1]._dump.register()
 
     def mark(self, step: int | None = None) -> None:
         """Do what the function ``mark`` describes."""
@@ -125,7 +126,7 @@ class Watch:
     def ask(self, why: str) -> None:
         """Ask all ranks where they are, unless somebody has just done so; ``why``: hang or question."""
         with contextlib.suppress(OSError):  # a full disk; stacks are still printed on SIGQUIT
-            request(self.folder, why, self.limit if why == "hang" else 0.0, self.world.rank)
+            reports.request(self.folder, why, self.hang_s if math.isinf(self.limit) else self.limit)
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):  # signals are for the main thread
@@ -141,7 +142,7 @@ class Watch:
                 if self._dump.asked():
                     self.ask("question")
                     look_at = now
-                late = now - since > self.limit or (self._factor == float("inf") and self.waits() > self.hang_s)
+                late = now - since > self.limit or (_active[-1:] == [self] and self.waits() > self.hang_s)
                 if late and not asked:
                     asked = True
                     self.ask("hang")
@@ -155,7 +156,7 @@ class Watch:
 
     def _answer(self, idle_s: float) -> bool:
         """Answer a request that is new, and report if this rank is the lowest; return whether it was about a hang."""
-        asked = _read(self.folder / REQUEST)
+        asked = reports.read(self.folder / reports.REQUEST)
         if not asked or asked["id"] == self._answered:
             return False
         self._answered = asked["id"]
@@ -216,17 +217,16 @@ class Watch:
         )  # fmt: skip
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
-        found = [hang.Answer(**each) for path in answers.glob("[0-9]*.json") if (each := _read(path))]
+        found = [hang.Answer(**each) for path in answers.glob("[0-9]*.json") if (each := reports.read(path))]
         found.sort(key=lambda answer: answer.rank)
         kind = "hang" if asked["why"] == "hang" else "stacks"
         name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
-        lead = f"no progress for {asked['seconds']:g} s" if kind == "hang" else "where the ranks are"
+        lead = f"no progress for {asked['seconds']:g} s" if kind == "hang" else "where the ranks are now"
         text = f"{lead}: {hang.describe(found, self.world)}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
-        (self.folder / REQUEST).unlink(missing_ok=True)
-        shutil.rmtree(answers, ignore_errors=True)
+        reports.withdraw(self.folder, asked["id"])
         log = LOGGER.error if kind == "hang" else LOGGER.warning
         log("%s. Stacks of all ranks: %s", text, os.path.relpath(path))
 
@@ -237,7 +237,7 @@ _active: list[Watch] = []
 
 def start(world: World, run_dir: str, hang_s: float) -> Watch:
     """Watch this rank of a run, with reports in ``failures`` of its directory; see ``Watch``."""
-    return Watch(world, Path(run_dir).absolute() / "failures", hang_s)
+    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s)
 
 
 def mark(step: int | None = None) -> None:
@@ -253,42 +253,32 @@ def phase(name: str, factor: float = 1.0) -> Iterator[None]:
         yield
 
 
-def request(folder: Path, why: str, seconds: float = 0.0, rank: int = -1) -> str:
-    """Ask the ranks that watch ``folder`` where they are; return the name of the request, also if it was there already.
-
-    Args:
-        folder: the folder.
-        why: hang or question.
-        seconds: how long there has been no progress.
-        rank: who asks; -1: not a rank.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    path = folder / REQUEST
-    if asked := _read(path):
-        if time.time() - path.stat().st_mtime < 3 * ANSWER_S:
-            return str(asked["id"])
-        path.unlink(missing_ok=True)  # whoever asked, or was to report, has died
-        shutil.rmtree(folder / asked["id"], ignore_errors=True)
-    name = f"answers-{time.time_ns():x}-{os.getpid()}"
-    (folder / name).mkdir(parents=True)
-    content = json.dumps({"id": name, "why": why, "seconds": seconds, "rank": rank})
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(content)
-    except FileExistsError:  # another one was first
-        (folder / name).rmdir()
-        return str((_read(path) or {"id": ""})["id"])
-    return name
+def folder_of_job(env: Mapping[str, str]) -> Path:
+    """Return where the ranks of a program without a run directory report; the same on all of them."""
+    if env.get("WORDRUN_LAUNCH_RECORD"):
+        return reports.folder_of(env["WORDRUN_LAUNCH_RECORD"])
+    step = "-".join(env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in env)
+    return Path.cwd() / "failures" / (step or env.get("TORCHELASTIC_RUN_ID") or env.get("MASTER_PORT") or "job")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return the JSON in a file; None: there is none, or it is still being written."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
+def start_for_script(world: World, hang_s: float) -> Callable[[], None]:
+    """Watch the collectives of a program that does not call ``mark``; return what ends that."""
+    if _active or world.size == 1:
+        return lambda: None
+    return Watch(world, folder_of_job(os.environ), hang_s, longest_wait).close
+
+
+def start_from_env() -> None:
+    """Watch this process if it is a rank of ``launch --hang``, but not the processes that it starts."""
+    world = discover()
+    if world.size > 1:
+        global _forced_s
+        _forced_s = float(os.environ.pop("WORDRUN_HANG_S"))
+        start_for_script(world, _forced_s)
+
+
+_forced_s = 0.0
+"""The S of ``launch --hang``."""
 
 
 def _collectives(size: int) -> tuple[dict[str, Sequence[int]], list[dict[str, Any]], dict[str, int]]:
