@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from conftest import Start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -108,9 +116,9 @@ def hang(ranks: Any, tmp_path: Path) -> Callable[[str], tuple[str, str]]:
     return run
 
 
-def line_of(comment: str) -> int:
+def line_of(comment: str, script: str = SCRIPT) -> int:
     """Return the number of the script's line with a comment."""
-    return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith(f"# {comment}"))
+    return next(number for number, line in enumerate(script.splitlines(), 1) if line.endswith(f"# {comment}"))
 
 
 @pytest.mark.parametrize(
@@ -151,3 +159,79 @@ def test_ranks_in_different_collectives_are_named(hang: Any) -> None:
     assert "rank 1 has not come to all_reduce number" in message
     assert f"hang.py:{line_of('other')} in after_step" in message
     assert "waiting in all_reduce of float32 [77] of another group" in message
+
+
+def test_a_wait_in_mpi_is_named(hang: Any) -> None:
+    """DDP averages the gradients of CPUs over MPI, of which torch knows nothing."""
+    message, report = hang("loop", under="mpiexec")
+    assert re.search(r"rank 1 has not come to MPI_Allreduce number \d+ of float32 \[3872\] of 3 ranks; ", message)
+    assert f"hang.py:{line_of('endless')} in loop_forever" in message
+    assert "waits for MPI_Allreduce" in report
+
+
+NETWORK = """
+import os, sys
+import torch
+import torch.distributed
+from wordrun import dist
+
+with dist.session(hang_s=2) as world:
+    for step in range(100_000):
+        torch.distributed.all_reduce(torch.ones(8))  # network
+        if step == 3:
+            print("ready", flush=True)
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[..., list[str]]]:
+    """Return a function that runs a command in one of two network namespaces, which a cable connects."""
+    names = [f"wordrun-{os.getpid()}-{i}" for i in range(2)]
+
+    def on(host: int, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", names[host], *words]
+
+    def run(*words: str) -> None:
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"{' '.join(words)}: {done.stderr.strip()}")
+
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip")
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        cable = ["type", "veth", "peer", "name", "cable", "netns", names[1]]
+        run("ip", "link", "add", "cable", "netns", names[0], *cable)
+        for host in range(2):
+            run(*on(host, "ip", "addr", "add", f"10.99.77.{host + 1}/24", "dev", "cable"))
+            for device in ("lo", "cable"):
+                run(*on(host, "ip", "link", "set", device, "up"))
+        yield on
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_a_host_that_is_cut_off(hosts: Any, start: Start, tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text(NETWORK)
+    told = {
+        "WORDRUN_LAUNCHER": "local", "MASTER_ADDR": "10.99.77.1", "MASTER_PORT": "23456", "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORDRUN_HOSTS": "one,two", "GLOO_SOCKET_IFNAME": "cable",
+    }  # fmt: skip
+    jobs = [
+        start(*hosts(n, sys.executable, "network.py"), env={**os.environ, **told, "RANK": str(n), "NODE_RANK": str(n)})
+        for n in range(2)
+    ]  # fmt: skip
+    assert jobs[0].stdout is not None
+    assert jobs[0].stdout.readline() == "ready\n", jobs[0].communicate()[1]
+    subprocess.run(hosts(1, "ip", "link", "set", "cable", "down"), check=True)
+    deadline = time.monotonic() + 30
+    while not (found := list(tmp_path.glob("failures/*/hang-*.txt"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    text = found[0].read_text()
+    assert re.search(
+        r"(all ranks have|rank \d has not) come to all_reduce number \d+ of float32 \[8\] of 2 ranks", text
+    )
+    assert f"network.py:{line_of('network', NETWORK)} in <module>" in text
+    assert ("(one)" in text and "(two)" in text) or "(one, two)" in text

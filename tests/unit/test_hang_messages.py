@@ -131,6 +131,21 @@ def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.Log
     assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
 
 
+def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    one = watch.Watch(World(), tmp_path / "file" / "failures", 0.2)
+    try:
+        with watch.phase("asleep"), watch.phase("asleep"), caplog.at_level("ERROR", "wordrun"):
+            deadline = time.monotonic() + 20
+            while not caplog.messages and time.monotonic() < deadline:
+                time.sleep(0.05)
+    finally:
+        one.close()
+    assert f"{Path(__file__).name}:" in caplog.messages[0]
+    assert "no progress for 1 s: at " in caplog.messages[0]
+    assert "cannot ask other ranks: " in caplog.messages[0]
+
+
 def test_torch_still_records_and_names_groups() -> None:
     """The names behind ``compat.flight_records`` and ``group_members``."""
     import torch.distributed

@@ -82,6 +82,16 @@ def torch_call(stacks: Mapping[str, Stack]) -> str:
     return calls[0] if calls else ""
 
 
+def compiles() -> bool:
+    """Return whether torch.compile compiles in the main thread, which may take minutes at any step."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("/torch/_dynamo/convert_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def short(file: str) -> str:
     """Return the path of a source file relative to the working directory, or to the folder of its package."""
     for folder in (os.getcwd(), *sorted(filter(None, sys.path), key=len, reverse=True)):

@@ -33,7 +33,7 @@ SLOW = 5.0
 ANSWER_S = 40.0
 TICK_S = 1.0
 # All ranks together look for requests this often, since they ask one metadata server.
-LOOKS_PER_S = 200.0
+LOOKS_PER_S = 500.0
 # An answer to a question, without a hang, needs less time.
 ASKED_S = 10.0
 
@@ -125,8 +125,13 @@ class Watch:
 
     def ask(self, why: str) -> None:
         """Ask all ranks where they are, unless somebody has just done so; ``why``: hang or question."""
-        with contextlib.suppress(OSError):  # a full disk; stacks are still printed on SIGQUIT
-            reports.request(self.folder, why, self.hang_s if math.isinf(self.limit) else self.limit)
+        seconds = self.hang_s if math.isinf(self.limit) else self.limit
+        try:
+            reports.request(self.folder, why, seconds)
+        except OSError as error:  # such as a full disk
+            since = f"no progress for {seconds:g} s: " if why == "hang" else ""
+            line = stacks.user_line(stacks.own())
+            LOGGER.error("%sat %s; cannot ask other ranks: %s: %s", since, line, error.filename, error.strerror)
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):  # signals are for the main thread
@@ -143,6 +148,7 @@ class Watch:
                     self.ask("question")
                     look_at = now
                 late = now - since > self.limit or (_active[-1:] == [self] and self.waits() > self.hang_s)
+                late = late and (now - since > SLOW * self.limit or not stacks.compiles())
                 if late and not asked:
                     asked = True
                     self.ask("hang")
