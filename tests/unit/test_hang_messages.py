@@ -9,13 +9,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wordrun import compat, reports
+from wordrun import reports
 from wordrun.dist import World, hang, stacks, watch
 from wordrun.dist.hang import Answer
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 CALL = {"group": "0", "seq": 12, "op": "all_reduce", "size": "float32 [8]"}
 WAITS: Any = {"pending": [CALL], "last": {"0": 12}, "line": "train.py:9 in step"}
@@ -146,12 +149,15 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
     assert "cannot ask other ranks: " in caplog.messages[0]
 
 
-def test_torch_still_records_and_names_groups() -> None:
-    """The names behind ``compat.flight_records`` and ``group_members``."""
-    import torch.distributed
+RECORDS = """
+import torch
+from wordrun import compat, dist
+with dist.session(device="cpu"):
+    torch.distributed.all_reduce(torch.ones(3, 4))
+    (record,) = compat.flight_records()
+    print(record["op"], record["size"], record["seq"], record["pending"], compat.group_members()[record["group"]])
+"""
 
-    assert hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
-    assert compat.flight_records() == []
-    assert compat.group_members() == {}
-    world = torch.distributed.distributed_c10d._world
-    assert (world.pg_group_ranks, world.pg_names) == ({}, {})
+
+def test_torch_still_records_collectives_and_names_groups(command: Command) -> None:
+    assert command(sys.executable, "-c", RECORDS).stdout == "all_reduce float32 [3, 4] 1 False [0]\n"

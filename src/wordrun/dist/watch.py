@@ -90,7 +90,8 @@ class Watch:
         """Stop watching."""
         _active.remove(self)
         self._ended.set()
-        self._thread.join(TICK_S)
+        if threading.current_thread() is not self._thread:  # in which a trainer may be garbage collected
+            self._thread.join(TICK_S)
         if not self._thread.is_alive():  # otherwise it is about to say something
             self._dump.close()
         if _active:
@@ -183,12 +184,12 @@ class Watch:
         # Other ranks report only in place of rank 0.
         until = begun + patience * (1.0 if self.world.rank == 0 else 1.3)
         while time.monotonic() < until and answers.is_dir():
-            if self.world.rank == 0 and len(list(answers.glob("[0-9]*.json"))) == self.world.size:
+            if self.world.rank == 0 and len(list(answers.glob("*[0-9].json"))) == self.world.size:
                 return
             if not helped and time.monotonic() > begun + patience / 2:
                 helped = True
                 self._answer_for_others(answers)
-            time.sleep(min(0.1 if self.world.size < 100 else 1.0, patience / 10))
+            time.sleep(min(max(0.1, self.world.size / LOOKS_PER_S), patience / 10))
 
     def _answer_for_others(self, answers: Path) -> None:
         """Answer for ranks on this host that have not, if this is the lowest rank that has."""
@@ -204,7 +205,8 @@ class Watch:
                 spoken_for=True,
             )  # fmt: skip
             with contextlib.suppress(FileNotFoundError):
-                files.replace(answers / f"{rank}.json", json.dumps(vars(answer)))
+                # By another name: this rank will not report.
+                files.replace(answers / f"for-{rank}.json", json.dumps(vars(answer)))
 
     def _own_answer(self, idle_s: float) -> dict[str, Any]:
         found = stacks.own()
@@ -223,7 +225,7 @@ class Watch:
         )  # fmt: skip
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
-        found = [hang.Answer(**each) for path in answers.glob("[0-9]*.json") if (each := reports.read(path))]
+        found = [hang.Answer(**each) for path in answers.glob("*[0-9].json") if (each := reports.read(path))]
         found.sort(key=lambda answer: answer.rank)
         kind = "hang" if asked["why"] == "hang" else "stacks"
         name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
