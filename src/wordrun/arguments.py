@@ -36,6 +36,14 @@ def run(cls: type[Checked], usage: str, action: Callable[[Checked], None], argv:
     return 0
 
 
+def with_first(argv: Sequence[str] | None, key: str) -> list[str]:
+    """Return the arguments (default: the command line) with a first one that is no KEY=VALUE taken as ``key``'s."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
+        arguments[0] = f"{key}={arguments[0]}"
+    return arguments
+
+
 def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tuple[Options, list[str]]:
     """Parse ``arguments`` into an instance of ``cls``; also return those that do not begin with ``prefix``.
 

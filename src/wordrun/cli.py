@@ -22,6 +22,9 @@ COMMANDS = {
     "generate": ("wordrun.generate", "generate text from a trained model"),
     "export": ("wordrun.export", "export a checkpoint to Hugging Face format"),
     "plan": ("wordrun.plan.cli", "estimate memory under every backend, and recommend one"),
+    "ls": ("wordrun.runs.ls", "show the runs below outputs/ as a table"),
+    "tail": ("wordrun.runs.tail", "follow a run's log"),
+    "report": ("wordrun.report.cli", "write a page with a run's curves and facts, or compare runs"),
     "new": ("wordrun.new", "write a project with a model and data of your own"),
 }
 """Maps each command to its module and a line of help."""

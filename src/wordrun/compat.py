@@ -14,7 +14,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -255,3 +255,13 @@ def group_members() -> dict[str, list[int]]:
     world = getattr(torch.distributed.distributed_c10d, "_world", None)
     members, names = getattr(world, "pg_group_ranks", {}), getattr(world, "pg_names", {})
     return {names[group]: sorted(ranks) for group, ranks in members.items() if group in names}
+
+
+def all_gather_single() -> Callable[..., Any]:
+    """Return torch's all-gather into one tensor, which 2.13 calls ``all_gather_single``."""
+    return getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
+
+def reduce_scatter_single() -> Callable[..., Any]:
+    """Return torch's reduce-scatter of one tensor, which 2.13 calls ``reduce_scatter_single``."""
+    return getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor

@@ -3,7 +3,8 @@
     launch -n 2 python -m wordrun.test_dist
 
 Prints a line per rank, checks each collective on every rank, trains a small network under DDP on synthetic data,
-and shows where the time went. If a check fails, it is named, and the exit status is non-zero.
+and shows where the time went. If a check fails, it is named, and the exit status is non-zero. With --bench it measures
+how fast the ranks communicate instead of training.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu (default auto)")
     parser.add_argument("--timeout", type=int, default=120, help="seconds until a stuck collective fails (default 120)")
+    parser.add_argument("--bench", action="store_true", help="measure bandwidths instead of training")
+    parser.add_argument("--sizes", default="1KB..64MB", help="sizes for --bench, in steps of 4 (default 1KB..64MB)")
+    parser.add_argument("--layout", default="", metavar="AXIS=N,...", help="also measure the axes of this layout "
+                        "(pp, replicate, shard, tp), such as shard=4,tp=2")  # fmt: skip
+    parser.add_argument("--out", metavar="DIR", help="folder for bandwidth.json and bandwidth.png "
+                        "(default outputs/bandwidth/TIME)")  # fmt: skip
     parser.add_argument("--no-profile", action="store_true", help="leave out the PyInstrument profile")
     args = parser.parse_args(argv)
 
@@ -48,9 +56,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         for name, check in CHECKS.items():
             _say(world, f"{name}: ok ({_timed(check, name, world):.1f} ms)")
+        if args.bench:
+            bench(world, args.sizes, args.layout, args.out)
+            return 0
         profile = _profiled(lambda: train(world, args.steps), world, show=not args.no_profile)
         _say(world, f"{profile}passed on {world.size} ranks in {time.perf_counter() - begin:.1f} s")
     return 0
+
+
+def bench(world: dist.World, sizes: str, layout: str, out: str | None) -> None:
+    """Measure the bandwidth of each operation; rank 0 prints a table, and writes it to files below ``out``.
+
+    Raises:
+        ConfigError: ``sizes`` or ``layout`` is not valid.
+    """
+    from wordrun import bandwidth
+
+    chosen, axes = bandwidth.sizes(sizes), bandwidth.layout(layout, world.size)
+    found = bandwidth.measure(world, chosen, axes, lambda text: _say(world, text))
+    if world.rank == 0:
+        folder = Path(out or f"outputs/bandwidth/{time.strftime('%Y%m%d-%H%M%S')}")
+        print(*bandwidth.save(found, folder), sep="\n", flush=True)
 
 
 def _say(world: dist.World, text: str) -> None:

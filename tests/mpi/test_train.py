@@ -217,6 +217,40 @@ def test_sweep_inside_ranks_is_refused(ranks: Any) -> None:
     assert done.stderr.count("run launch inside a loop") == 1
 
 
+def test_bandwidths_are_measured(command: Any, tmp_path: Path) -> None:
+    bench = (
+        "python",
+        "-m",
+        "wordrun.test_dist",
+        "--bench",
+        "--sizes",
+        "4KB..16KB",
+        "--layout",
+        "shard=2",
+        "--out",
+        "b",
+    )
+    done = command("launch", "-n", "2", *bench)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "b" / "bandwidth.json").read_text())
+    assert (tmp_path / "b" / "bandwidth.png").stat().st_size > 10_000
+    assert (found["ranks"], found["nodes"], found["pairs"]) == (2, 1, [])
+    busbw = {"all_reduce": 1, "all_reduce (mpi4py)": 1, "broadcast": 1, "point_to_point": 1, "all_gather": 0.5,
+             "reduce_scatter": 0.5, "all_to_all": 0.5}  # fmt: skip
+    assert {(result["operation"], result["size"]) for result in found["results"]} == {
+        (name, size) for name in busbw for size in (4096, 16384)
+    }
+    for result in found["results"]:
+        assert result["group"] == "all ranks"  # the axis is all ranks, too
+        assert 0 < result["seconds_min"] <= result["seconds"] <= result["seconds_max"] < 1
+        assert result["algbw"] == pytest.approx(result["size"] / result["seconds"] / 1e9)
+        assert result["busbw"] == pytest.approx(result["algbw"] * busbw[result["operation"]])
+        assert f"  {result['operation']:<24}" in done.stdout
+    wrong = command("launch", "-n", "2", *bench[:-4], "--layout", "tp=3")
+    assert wrong.returncode == 2
+    assert "--layout tp=3 is a layout of 3 ranks; there are 2" in wrong.stderr + wrong.stdout
+
+
 def test_smoke_check(command: Any) -> None:
     begin = time.monotonic()
     done = command("launch", "-n", "2", "python", "-m", "wordrun.test_dist")

@@ -114,6 +114,19 @@ def test_the_smoke_check(cluster: Cluster) -> None:
     assert len(re.findall(r"\[rank \d of 4\] \[local rank \d of [13]\] \[node \d of 2\]", got.stdout)) == 4
 
 
+def test_bandwidths_within_and_across_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("salloc", "-N2", "--ntasks-per-node=2", "launch", sys.executable, "-m", "wordrun.test_dist", "--bench")
+    got = cluster.run(*words, "--sizes", "4KB", "--out", str(tmp_path), timeout=120)
+    assert got.returncode == 0, got.stdout + got.stderr
+    found = json.loads((tmp_path / "bandwidth.json").read_text())
+    kinds = {(result["group"], result["ranks"]) for result in found["results"]}
+    assert kinds == {("all ranks", 4), ("within a node", 2), ("across nodes", 2)}
+    (pair,) = found["pairs"]
+    assert sorted(pair["hosts"]) == sorted(found["hosts"])
+    assert pair["gb_per_s"] > 0
+    assert "pairs of nodes, 4 MB: slowest" in got.stdout
+
+
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
 def test_a_bare_srun(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
     # UCX's addresses do not always fit into pmi2's lines, as docs/launch.md says; launch itself sees to that.

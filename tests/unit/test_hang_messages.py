@@ -56,7 +56,7 @@ def test_different_shapes_in_one_collective_are_named() -> None:
 def test_the_rank_that_waits_for_nobody_is_the_reason() -> None:
     """Rank 3 sleeps; rank 2, in a group with it, cannot come to the collective of all."""
     inner = {"group": "g", "seq": 3, "op": "all_gather", "size": "float32 [2]"}
-    in_group = Answer(2, "b", 102, pending=[inner], last={"0": 11, "g": 3}, groups={"g": (2, 3, 1)}, line="tp.py:1")
+    in_group = Answer(2, "b", 102, pending=[inner], last={"0": 11, "g": 3}, groups={"g": [(2, 3, 1)]}, line="tp.py:1")
     asleep = Answer(3, "b", 103, last={"0": 11, "g": 2}, line="user.py:7 in nap")
     text = hang.describe([waiting(0), waiting(1), in_group, asleep], WORLD)
     assert text.startswith("rank 3 has not come to all_gather number 3 of float32 [2] of 2 ranks in group g; rank 3 (")
@@ -77,6 +77,12 @@ def test_ten_thousand_ranks_are_one_paragraph_and_one_stack() -> None:
     assert len(text) < 400
     assert hang.all_stacks(found).count("train.py") == 1
     assert time.monotonic() - begun < 10
+
+
+def test_members_of_a_group_are_few_ranges() -> None:
+    assert watch._spans(range(8), 8) == []
+    assert watch._spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
+    assert watch._spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
 
 
 def test_ranges_are_short() -> None:

@@ -58,13 +58,17 @@ MAY_USE: dict[str, set[str]] = {
     "data": CONFIG | {"compat"},
     "model": CONFIG | {"compat"},
     "track": CONFIG,
+    "runs": {"errors", "log", "sections", "validation", "arguments"},
+    "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
     "compat": {"errors"},
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},
     # A run that cannot fit is refused, by the plan's estimate.
-    "train": PARALLEL | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat"},
-    "test_dist": PARALLEL,
+    "train": PARALLEL
+    | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},
+    "bandwidth": PARALLEL | {"version", "compat"},
+    "test_dist": PARALLEL | {"bandwidth"},
     "probe": PARALLEL,
     "arguments": {"errors", "registry", "config"},
     "new": {"errors", "files"},
@@ -156,6 +160,9 @@ LIGHT = {
     "wordrun.export": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.prepare.cli": ("torch", "mpi4py", "wandb", "matplotlib"),
     "wordrun.prepare.workers": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
+    "wordrun.runs.ls": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.runs.tail": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.report.cli": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 

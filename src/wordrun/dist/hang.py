@@ -35,8 +35,8 @@ class Answer:
     """Why it could not answer, if the system knows."""
     spoken_for: bool = False
     """Whether another rank on its host answers for it."""
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """The first and last rank of each process group, and their distance; empty: all ranks."""
+    groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    """The ranks of each process group, as ranges: the first, the last and their distance; empty: all ranks."""
     call: str = ""
     """The function of torch.distributed that the main thread is in."""
     pending: Sequence[Mapping[str, Any]] = ()
@@ -126,8 +126,8 @@ def culprit(answers: Sequence[Answer], size: int) -> Blocked | None:
 def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
     waits = {answer.rank: call for answer in answers if (call := answer.waits_for(group))}
     seq = min(call["seq"] for call in waits.values())
-    span = next((answer.groups[group] for answer in answers if answer.groups.get(group)), None)
-    members = range(size) if span is None else range(span[0], span[1] + 1, span[2])
+    spans = next((answer.groups[group] for answer in answers if answer.groups.get(group)), [(0, size - 1, 1)])
+    members = [rank for first, last, distance in spans for rank in range(first, last + 1, distance)]
     came = {a.rank for a in answers if a.last.get(group, 0) >= seq}
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, call in waits.items():

@@ -289,7 +289,7 @@ _forced_s = 0.0
 """The S of ``launch --hang``."""
 
 
-def _collectives(size: int) -> tuple[dict[str, Sequence[int]], list[dict[str, Any]], dict[str, int]]:
+def _collectives(size: int) -> tuple[dict[str, list[Sequence[int]]], list[dict[str, Any]], dict[str, int]]:
     """Return this rank's groups, its unfinished collectives and the number of its last one in each group."""
     if not is_joined():
         return {}, [], {}
@@ -303,15 +303,18 @@ def _collectives(size: int) -> tuple[dict[str, Sequence[int]], list[dict[str, An
         if record["pending"]:
             pending.append({name: record[name] for name in ("group", "seq", "op", "size")})
     members = compat.group_members()
-    groups = {group: _compact(members[group], size) for group in last if group in members}
+    groups = {group: _spans(members[group], size) for group in last if group in members}
     return groups, pending[:20], last
 
 
-def _compact(members: Sequence[int], size: int) -> Sequence[int]:
-    """Return the first, last and distance of ``members``, which are a range as a rule; empty: all ranks."""
+def _spans(members: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Return ``members`` as the first, last and distance of ranges, one as a rule; empty: all ranks."""
     if len(members) == size:
-        return ()
-    return (members[0], members[-1], members[1] - members[0] if members[1:] else 1)
+        return []
+    distance = members[1] - members[0] if members[1:] else 1
+    if [*range(members[0], members[-1] + 1, distance)] == list(members):
+        return [(members[0], members[-1], distance)]
+    return [(member, member, 1) for member in members]
 
 
 def is_joined() -> bool:

@@ -16,8 +16,9 @@ from wordrun.dist.collectives import gather_json
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.runs.record import RECORD, in_use, read_json
 from wordrun.train import rng
-from wordrun.train.run import Start, in_use, read_record
+from wordrun.train.run import Start
 from wordrun.train.training import Training
 
 FREE = {
@@ -78,7 +79,7 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
     if wish is None:
         return None, []
     here = Path(cfg.run_dir).resolve()
-    begun = read_record(here) if cfg.run_dir else {}
+    begun = read_json(here / RECORD) if cfg.run_dir else {}
     run_dir, found = (here, []) if wish == "auto" else folders.locate(Path(wish))
     named = str(found[-1].path) if found else ""
     again = requested and run_dir == here
@@ -109,7 +110,7 @@ def unfinished(trainer: Training) -> Folder | None:
     furthest: Folder | None = None
     runs = outputs.joinpath(here.relative_to(outputs).parts[0]).glob("*/*/")
     for run_dir in sorted(runs, key=lambda path: path.name, reverse=True)[:NEWEST]:
-        record, found = read_record(run_dir), folders.all_in(run_dir)[-1:]
+        record, found = read_json(run_dir / RECORD), folders.all_in(run_dir)[-1:]
         if run_dir == here or not found or record.get("exit_reason") == "finished" or in_use(run_dir):
             continue
         with contextlib.suppress(UserError):

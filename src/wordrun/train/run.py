@@ -27,6 +27,8 @@ from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
+from wordrun.report import page
+from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps, read
 from wordrun.track.plots import draw
@@ -92,7 +94,7 @@ class Run:
                 f"the run in {self.path} has advanced to step {newest} while this one waited for it to end: "
                 "start this one again"
             )
-        before = read_record(self.path)
+        before = read_json(self.path / RECORD)
         logged = copy_until(start.source, self.path, start.step) if start.source else -1
         if continues:
             forget_steps(self.path / "log.txt", start.step)
@@ -158,7 +160,7 @@ class Run:
             (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
 
     def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
-        """Record how the run ended, close the trackers and draw the plots; return the plot files.
+        """Record how the run ended, close the trackers, draw the plots and write the report; return these files.
 
         Args:
             summary: the result.
@@ -173,14 +175,14 @@ class Run:
                 tracker.finish(summary, exit_status=1 if error else 0)
             cfg = self.cfg
             title = f"{cfg.data.name}: {cfg.model.name}, {cfg.train.backend}  ({self.path.name})"
-            return draw(self.path, title) if self.trackers else []
+            return [*draw(self.path, title), page.write(self.path)] if self.trackers else []
         finally:
             if self._lock is not None:
                 self._lock.close()
 
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
-        files.replace(self.path / "run.json", f"{text}\n")
+        files.replace(self.path / RECORD, f"{text}\n")
 
 
 def _number(name: str, value: Any) -> int | float | None:
@@ -223,7 +225,7 @@ def git_commit() -> str | None:
 
 
 def _make_folder(path: Path, *, again: bool) -> None:
-    if not again and (path / "run.json").exists():
+    if not again and (path / RECORD).exists():
         raise ConfigError(
             f"hydra.run.dir={path} already contains a run: resume it with train.resume=auto, choose another directory, "
             "or remove it"
@@ -263,24 +265,6 @@ def _lock_folder(path: Path, patience_s: float) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
     file.flush()
     return file
-
-
-def in_use(path: Path) -> bool:
-    """Return whether a process writes to the run directory ``path``, as far as its file system has locks."""
-    try:
-        with (path / ".lock").open("a+", encoding="utf-8") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
-    return False
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Return the contents of run.json in a run directory; empty if there is none."""
-    try:
-        return dict(json.loads((path / "run.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
 
 
 def _adopt_launch_record(path: Path) -> None:

@@ -288,8 +288,8 @@ class Trainer(Training):
     def _finish(self, error: str, *, failed: bool) -> None:
         """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
         try:
-            plots = self.run.finish(asdict(self.summary()), error)
-        except OSError:
+            drawn = self.run.finish(asdict(self.summary()), error)
+        except (OSError, UserError):
             if not error:
                 raise
             return
@@ -300,8 +300,8 @@ class Trainer(Training):
             found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
             others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
             LOGGER.info("validation loss %.4f%s", loss, f" ({others})" if others else "")
-        for plot in plots:
-            LOGGER.info("plot: %s", relative(plot))
+        for file in drawn:
+            LOGGER.info("%s: %s", "report" if file.suffix == ".html" else "plot", relative(file))
         LOGGER.info("run directory: %s", relative(self.run.path))
         if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
             command = () if self.stop_reason else self.command

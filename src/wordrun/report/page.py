@@ -1,0 +1,233 @@
+"""Fills the template of a report with a run's, or several runs', figures and tables."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from wordrun import files
+from wordrun.errors import UserError
+from wordrun.report import facts
+from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, over_axes
+from wordrun.runs import metrics as run_metrics
+from wordrun.runs.metrics import Metrics
+from wordrun.runs.record import RunRecord, load
+from wordrun.version import __version__
+
+NAME = "report.html"
+MOST_CURVES = 40
+"""With more runs, a comparison draws the first of them only and says so."""
+SPLIT = {
+    "dt_data": "waiting for data", "dtf": "forward", "dtb": "backward", "dt_comm": "communication",
+    "dt_optimizer": "optimizer", "dt_hooks": "hooks",
+}  # fmt: skip
+"""The parts of a step's time that are stacked, where a run has them."""
+MEMORY = {"memory_gb": "current", "memory_peak_gb": "peak"}
+RESULTS = ("steps", "tokens", "seconds", "loss", "val_loss", "best_val_loss")
+
+
+def write(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report of a run and return its file; a run that is still going, or has no metrics yet, has one, too.
+
+    Raises:
+        UserError: ``run_dir`` contains no run, or the file cannot be written.
+    """
+    record = load(run_dir)
+    metrics = run_metrics.read(record.path)
+    table = metrics.training
+    notes = []
+    state = record.state()
+    if not record.facts:
+        notes.append("run.json is missing or cannot be read, so that only the metrics are shown.")
+    if not table.rows:
+        notes.append("The run has not logged a step yet.")
+    if state == "running":
+        notes.append("The run was still going when this page was written.")
+    if metrics.broken > (state in ("running", "died")):  # the last line may be incomplete
+        notes.append(f"{metrics.broken} lines of metrics.jsonl cannot be read and are left out.")
+    parts = facts.parts_of_run(record)
+    page = _render(
+        title=record.path.name, subtitle=_what(record), state=state, notes=notes, summary=_summary(record, metrics),
+        axes=[axis for axis in AXES if axis in table], panels=_panels(metrics, [p["from_step"] for p in parts[1:]]),
+        slowest=facts.slowest(metrics, record.hosts, int((record.facts.get("world") or {}).get("size", 0))),
+        samples=facts.samples(record.path), differences=facts.differences(record.path),
+        environment=facts.environment(record), parts=parts, failures=facts.failures(record.path),
+        files=facts.files(record.path), runs=None,
+    )  # fmt: skip
+    return _save(page, out or record.path / NAME)
+
+
+def compare(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write a page with several runs in comparison and return its file.
+
+    Raises:
+        UserError: one of ``run_dirs`` contains no run, or the file cannot be written.
+    """
+    records = [load(path) for path in run_dirs]
+    everything = [run_metrics.read(record.path) for record in records]
+    options = [facts.options(record.path) for record in records]
+    # An option that some runs lack, such as one of another model, follows from the choice that is in the table.
+    names = set.intersection(*(set(each) for each in options)) - set(facts.NOT_COMPARED)
+    differing = sorted(name for name in names if len({repr(each[name]) for each in options}) > 1)
+    results = [name for name in RESULTS if any(record.facts.get(name) is not None for record in records)]
+    drawn = [index for index, each in enumerate(everything) if each.training.rows][:MOST_CURVES]
+    notes = [f"Only the first {MOST_CURVES} runs are drawn."] if len(drawn) == MOST_CURVES < len(records) else []
+    page = _render(
+        title=f"{len(records)} runs", subtitle=os.path.commonpath([record.path for record in records]), state="",
+        notes=notes, summary={}, axes=[axis for axis in AXES if any(axis in each.training for each in everything)],
+        panels=_compared({index: everything[index] for index in drawn}),
+        runs={
+            "differing": differing, "results": results,
+            "rows": [
+                {
+                    "name": record.path.name, "path": record.path, "state": record.state(),
+                    "color": _color(index) if index in drawn else None,
+                    "options": [each[name] for name in differing],
+                    "results": [record.facts.get(name) for name in results],
+                    "speed": everything[index].training.last(_rate(everything[index])[0]),
+                }
+                for index, (record, each) in enumerate(zip(records, options, strict=True))
+            ],
+        },
+    )  # fmt: skip
+    return _save(page, out)
+
+
+def _what(record: RunRecord) -> str:
+    chosen = facts.options(record.path)
+    names = [str(chosen.get(key, "")) for key in ("data.name", "model.name", "train.backend")]
+    return " · ".join(filter(None, names)) or str(record.path)
+
+
+def _summary(record: RunRecord, metrics: Metrics) -> dict[str, str]:
+    table, run = metrics.training, record.facts
+    rate, unit = _rate(metrics)
+    speed, mfu = table.last(rate), table.last("mfu")
+    shown = {
+        "steps": run.get("steps") or table.last("step"),
+        "tokens": run.get("tokens") or table.last("tokens"),
+        "parameters": run.get("parameters"),
+        "loss": run.get("loss") or table.last("loss"),
+        **{name: metrics.evaluation.last(name) for name in metrics.evaluation.columns if name != "step"},
+        "best val_loss": run.get("best_val_loss"),
+        unit: speed,
+        "MFU [%]": mfu,
+    }
+    texts = {name: _count(value) if name in COUNTS else facts.text(value) for name, value in shown.items() if value}
+    return texts | ({"time": facts.duration(run["seconds"])} if run.get("seconds") else {})
+
+
+COUNTS = ("steps", "tokens", "parameters")
+
+
+def _count(value: Any) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else ""
+
+
+def _rate(metrics: Metrics) -> tuple[str, str]:
+    return ("tps", "tokens/s") if "tps" in metrics.training else ("sps", "examples/s")
+
+
+def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
+    """Return the figures of a run, each over all axes: its title, and SVG by axis."""
+    table, evaluation = metrics.training, metrics.evaluation
+    if not table.rows:
+        return []
+    found: list[dict[str, Any]] = []
+
+    def add(title: str, make: Callable[[str], Figure]) -> None:
+        def marked(axis: str) -> Figure:
+            return replace(make(axis), x_label=AXES[axis], marks=metrics.along(axis, resumed))
+
+        found.append({"title": title, "svg": over_axes(metrics, marked)})
+
+    def loss(axis: str) -> Figure:
+        curves = [curve(metrics, table, "loss", axis, color=COLORS[0], label="training", is_noisy=True)]
+        if "val_loss" in evaluation:
+            curves.append(curve(metrics, evaluation, "val_loss", axis, color=COLORS[1], label="validation"))
+        return Figure(curves, "loss [nats/token]" if "tokens" in table else "loss")
+
+    def lines(names: dict[str, str], y_label: str, source: Any = table, **options: Any) -> Callable[[str], Figure]:
+        there = [name for name in names if name in source]
+        kind = {} if source is evaluation else {"is_noisy": options.pop("is_noisy", False)}
+        return lambda axis: Figure(
+            [
+                curve(metrics, source, name, axis, color=COLORS[i % len(COLORS)], label=names[name], **kind)
+                for i, name in enumerate(there)
+            ],
+            y_label, **options,
+        )  # fmt: skip
+
+    add("Loss", loss)
+    for name in evaluation.columns:
+        if name not in ("step", "val_loss", "val_perplexity"):
+            add(name, lines({name: ""}, name, evaluation))
+    rate, unit = _rate(metrics)
+    for title, names, y_label in (
+        ("Throughput", {rate: ""}, unit),
+        ("Model FLOPs utilization", {"mfu": ""}, "MFU [%]"),
+        ("Learning rate", {"lr": ""}, "learning rate"),
+        ("Gradient norm", {"grad_norm": ""}, "gradient norm"),
+        ("Memory, the fullest device", MEMORY, "GB"),
+        ("Behind the median rank", {"slowest_by": ""}, "slowest rank [s]"),
+    ):
+        if any(name in table for name in names):
+            add(title, lines(names, y_label, from_zero=True, is_noisy=title in ("Throughput", "Gradient norm")))
+    if split := [name for name in SPLIT if name in table]:
+        add("Time of a step", lambda axis: Figure([], "s", bands=[
+            curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name]) for i, name in enumerate(split)
+        ]))  # fmt: skip
+    return found
+
+
+def _compared(chosen: dict[int, Metrics]) -> list[dict[str, Any]]:
+    """Return the figures of several runs over each other."""
+    panels = []
+    for title, name in (("Validation loss", "val_loss"), ("Training loss", "loss"), ("Throughput", "tps"),
+                        ("Throughput", "sps"), ("Gradient norm", "grad_norm")):  # fmt: skip
+        if name == "sps" and any("tps" in metrics.training for metrics in chosen.values()):
+            continue
+        svgs: dict[str, str] = {}
+        for axis in AXES:
+            curves = [
+                curve(metrics, table, name, axis, color=_color(index), is_noisy=table is metrics.training)
+                for index, metrics in chosen.items()
+                for table in (metrics.training, metrics.evaluation)
+                if name in table and axis in metrics.training
+            ]
+            if curves:
+                label = {"tps": "tokens/s", "sps": "examples/s"}.get(name, title.lower())
+                figure = Figure(curves, label, AXES[axis], from_zero=name not in ("val_loss", "loss"))
+                svgs[axis] = draw(figure)
+        if svgs:
+            panels.append({"title": title, "svg": svgs})
+    return panels
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _render(**content: Any) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    template = resources.files("wordrun.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["value"] = facts.text
+    written = f"wordrun {__version__}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    return environment.from_string(template).render(**content, written=written)
+
+
+def _save(text: str, file: Path) -> Path:
+    try:
+        files.replace(file, text)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the report to {file}: {error.strerror}; choose another file by out=FILE"
+        ) from None
+    return file

@@ -1,0 +1,95 @@
+"""metrics.jsonl as columns, which take 8 bytes a number: a run of 10^6 lines can be drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Table:
+    """Columns of numbers by name, all of the same length; NaN where a line lacks the metric."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, array[float]] = {}
+        self.rows = 0
+
+    def add(self, line: dict[str, object]) -> None:
+        """Append a line; what is not a number counts as missing."""
+        for name, value in line.items():
+            if isinstance(value, int | float):
+                column = self.columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (self.rows - len(column)))
+                column.append(value)
+        self.rows += 1
+        for column in self.columns.values():
+            if len(column) < self.rows:
+                column.append(math.nan)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether any line has the metric."""
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> array[float]:
+        """Return a metric's column."""
+        return self.columns[name]
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a metric that is a finite number."""
+        return next((value for value in reversed(self.columns.get(name, ())) if math.isfinite(value)), None)
+
+
+class Metrics:
+    """What a run has logged: a table of training steps and one of evaluations, each with a column ``step``."""
+
+    def __init__(self) -> None:
+        self.training, self.evaluation = Table(), Table()
+        self.broken = 0
+        """Lines that are not JSON, such as the last one of a run that was killed."""
+
+    def add(self, text: str) -> None:
+        """Add a line of metrics.jsonl."""
+        try:
+            line = json.loads(text)
+            step = line["step"]
+        except (ValueError, KeyError, TypeError):
+            step = None
+        if not isinstance(step, int | float):
+            self.broken += 1
+        elif "loss" in line:
+            self.training.add(line)
+        else:
+            self.evaluation.add(line)
+
+    def along(self, axis: str, steps: Sequence[float]) -> list[float]:
+        """Return ``steps`` in terms of ``axis``, a metric of training that grows: tokens or time."""
+        if axis == "step":
+            return list(steps)
+        known, values = self.training["step"], self.training[axis]
+        return [_interpolate(known, values, step) for step in steps]
+
+
+def read(run_dir: Path) -> Metrics:
+    """Return the metrics of a run; empty if it has none yet."""
+    metrics = Metrics()
+    try:
+        file = (run_dir / "metrics.jsonl").open(encoding="utf-8", errors="replace")
+    except OSError:
+        return metrics
+    with file:
+        for text in file:
+            metrics.add(text)
+    return metrics
+
+
+def _interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Return the value at ``at``; ``known`` grows. Before the first known point the line through 0 is taken."""
+    if not known:
+        return math.nan
+    right = min(bisect_left(known, at), len(known) - 1)
+    x0, y0 = (known[right - 1], values[right - 1]) if right else (0.0, 0.0)
+    x1, y1 = known[right], values[right]
+    return y1 if x1 <= x0 or at >= x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
