@@ -215,28 +215,35 @@ _declared: list[torch.library.Library] = []
 """The operators of torchvision that ``torchvision`` has declared; they exist as long as this object."""
 
 
-def flight_records(*, active: bool = False) -> list[dict[str, Any]]:
-    """Return the collectives in torch's Flight Recorder, oldest first; empty for versions without it.
+def _flight_recorder(*, collectives: bool) -> list[dict[str, Any]]:
+    """Return the content of torch's Flight Recorders: gloo's, and NCCL's where it is a separate one."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [json.loads(dump(collectives, False)) for name in names if (dump := getattr(module, name, None))]
+
+
+def collective_counts() -> dict[str, tuple[int, int]]:
+    """Return how many collectives of each group have begun and ended; empty for versions without Flight Recorder."""
+    return {
+        group: (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
+        for recorder in _flight_recorder(collectives=False)
+        for group, each in recorder.get("pg_status", {}).items()
+    }
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return the last collectives in torch's Flight Recorder, oldest first; empty for versions without it.
 
     gloo's are in it from torch 2.8 on if ``TORCH_FR_BUFFER_SIZE`` was set before the process group was made, and later
-    in any case. Each has group (p2p: between two ranks), seq (its number in the group), op, size, pending, and
-    when it was created (seconds since 1970).
-
-    Args:
-        active: only those that may not have ended.
+    in any case. Each has group (p2p: between two ranks), seq (its number in the group), op, size and pending.
     """
-    module = sys.modules.get("torch._C._distributed_c10d")
-    found: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if dump := getattr(module, name, None):
-            found += json.loads(dump(True, active)).get("entries", [])
+    found = [each for recorder in _flight_recorder(collectives=True) for each in recorder.get("entries", [])]
     return [
         {
             "group": "p2p" if each["is_p2p"] else each["process_group"][0],
             "seq": each["p2p_seq_id" if each["is_p2p"] else "collective_seq_id"],
             "op": each["profiling_name"].partition(":")[2] or each["profiling_name"],
             "size": _sizes(each["input_dtypes"], each["input_sizes"]), "pending": not each["retired"],
-            "created": each["time_created_ns"] / 1e9,
         }
         for each in found
     ]  # fmt: skip

@@ -273,7 +273,7 @@ def start_for_script(world: World, hang_s: float) -> Callable[[], None]:
     """Watch the collectives of a program that does not call ``mark``; return what ends that."""
     if _active or world.size == 1:
         return lambda: None
-    return Watch(world, folder_of_job(os.environ), hang_s, longest_wait).close
+    return Watch(world, folder_of_job(os.environ), hang_s, Waits()).close
 
 
 def start_from_env() -> None:
@@ -323,11 +323,22 @@ def is_joined() -> bool:
     return torch is not None and getattr(torch, "is_initialized", bool)()
 
 
-def longest_wait() -> float:
-    """Return for how many seconds the oldest unfinished collective has been waiting; 0: there is none."""
-    if not is_joined():
-        return 0.0
-    from wordrun import compat
+class Waits:
+    """For how many seconds torch's collectives have been waiting."""
 
-    begun = [record["created"] for record in compat.flight_records(active=True) if record["pending"]]
-    return time.time() - min(begun, default=time.time())
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[tuple[int, int], float]] = {}
+        """By group: how many have begun and ended, and since when."""
+
+    def __call__(self) -> float:
+        """Return the longest time; 0: none is waiting."""
+        if not is_joined():
+            return 0.0
+        from wordrun import compat
+
+        now, counts = time.monotonic(), compat.collective_counts()
+        self._seen = {
+            group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
+            for group, count in counts.items()
+        }
+        return max((now - since for (begun, ended), since in self._seen.values() if ended < begun), default=0.0)
