@@ -865,6 +865,9 @@ class TrainConfig(Section):
     """Refuse to start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
     """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
+    hang_s: int = 120
+    """Seconds without progress after which the run says where each rank is and for whom the others wait, and continues;
+    start-up, the first step, samples and saves may take five times as long; 0: never."""
     checkpoint_interval: int = 1000
     """Steps between checkpoints, in addition to one after the last step; 0: no checkpoints."""
     keep_checkpoints: int = 2
@@ -894,9 +897,9 @@ class TrainConfig(Section):
         yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
         yield from positive("train", self, "keep_checkpoints")
         yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
-        yield from not_negative("train", self, "checkpoint_interval")
+        yield from not_negative("train", self, "checkpoint_interval", "hang_s")
         yield from above_zero("train", self, "temperature")
-        for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
+        for name, most in (("seed", 2**62), ("timeout_s", 10**8), ("hang_s", 10**8)):
             if getattr(self, name) > most:
                 yield f"train.{name}={getattr(self, name)} should be at most {most}"
         yield from one_of("train.dtype", self.dtype, DTYPES)

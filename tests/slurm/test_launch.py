@@ -342,6 +342,25 @@ def test_idle_ranks_show_their_stacks(cluster: Cluster, tmp_path: Path) -> None:
     assert got.stderr.count(f"stacks of {sys.executable} stuck.py") == 2, got.stderr
 
 
+def test_the_rank_that_the_others_wait_for_is_named_with_its_node(cluster: Cluster, tmp_path: Path) -> None:
+    text = """
+import time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    time.sleep(1000)  # line 7
+dist.all_reduce(torch.ones(5))
+"""
+    (tmp_path / "late.py").write_text(text)
+    got = cluster.run("salloc", "-N2", "-n2", "launch", "--hang", "3", sys.executable, "late.py", timeout=120)
+    assert got.returncode == 124, got.stderr
+    assert "no progress for 3 s: rank 1 has not come to all_reduce number 1 of float32 [5] of 2 ranks; " in got.stderr
+    places = r"rank 1 \((n\d)\) is at late.py:7 in <module>; rank 0 \((n\d)\) is at late.py:8 in "
+    assert (found := re.search(places, got.stderr)), got.stderr
+    assert found[1] != found[2]
+
+
 def test_doctor(cluster: Cluster) -> None:
     got = cluster.run("salloc", "-N2", "-n4", "launch", "--doctor", "--json", timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr

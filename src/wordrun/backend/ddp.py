@@ -13,14 +13,15 @@ from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend, prepare
 from wordrun.config import DDPConfig
-from wordrun.dist import mpi
+from wordrun.dist import mpi, watch
 from wordrun.model import Model, materialise
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of CPU gradients with MPI, which uses shared memory and the fabric where gloo uses TCP."""
     gradients = bucket.buffer()
-    communicator.Allreduce(mpi.in_place(), gradients.numpy())
+    with watch.mpi_calls("MPI_Allreduce", f"float32 [{gradients.numel()}]"):
+        communicator.Allreduce(mpi.in_place(), gradients.numpy())
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(gradients.div_(communicator.size))
     return done

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.dist import watch
 from wordrun.dist.collectives import all_max, all_sum
 from wordrun.train.state import TrainState
 
@@ -204,6 +205,7 @@ def means(
     totals: dict[str, torch.Tensor] = {}
     with evaluation_mode(backend):
         for i in range(len(validation))[:batches]:
+            watch.mark()
             batch, weights = validation[i]
             batch = batch.to(backend.device)
             outputs: list[torch.Tensor] = []

@@ -14,6 +14,7 @@ from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
 from wordrun.config import Config, EarlyStopConfig
 from wordrun.data.batch import Batch
+from wordrun.dist import watch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.registry import part_of, parts
@@ -87,24 +88,28 @@ class Trainer(Training):
                 if log_handle is None:
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
+                closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s).close)
                 with noted(cfg.run_dir, self.world.rank):
                     self._build(hooks, closers)
             except BaseException:
                 self.close()
                 raise
 
+    @watch.phase("start-up", watch.SLOW)
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
         world = self.world
         task = task_of(self.cfg)
-        self.cfg, banner = task.settle(self.cfg, world)
+        with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
+            self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.memory = MemoryCheck(cfg, world, self.layout)
         self.memory.before_data(task.least_shapes(cfg))
-        self.task = task(cfg, world, self.layout, banner)
+        with watch.phase("preparing data", math.inf):
+            self.task = task(cfg, world, self.layout, banner)
         self.memory.before_model(self.task.shapes())
         # A checkpoint of LoRA has no frozen weights.
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
@@ -144,11 +149,12 @@ class Trainer(Training):
             LOGGER.info("nothing to do at step %d: %s", self.step, why)
             return self.summary()
         cfg = self.cfg
-        with self._session(), rng.swapped(self.state.rng), self.memory.explained():
+        with self._session(), rng.swapped(self.state.rng), self.memory.explained(), watch.phase("training"):
             self.meter.clock.start()
             while not self.done and not self.stop.agreed(
                 self.step, self.metrics.get("dt"), hook_failed=self.failed_hooks.seen()
             ):
+                watch.mark(self.step)
                 self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 lr = self.hooks.learning_rate(self, lr)
@@ -164,7 +170,8 @@ class Trainer(Training):
             self.failed_hooks.close()
             if not self.done:
                 self._save_and_stop()
-            self.hooks.call("at_end", self)
+            with watch.phase("the end of the run", watch.SLOW):
+                self.hooks.call("at_end", self)
             self.failed_hooks.raise_first()
         return self.summary()
 
@@ -204,6 +211,7 @@ class Trainer(Training):
         self.failed_hooks.raise_first()
         raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
+    @watch.phase("saving a checkpoint", watch.SLOW)
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
@@ -216,6 +224,7 @@ class Trainer(Training):
         """Return the mean loss over the fixed validation set; every rank must call this."""
         return self.measure()["val_loss"]
 
+    @watch.phase("evaluation")
     def measure(self) -> dict[str, float]:
         """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME.
 
@@ -223,6 +232,7 @@ class Trainer(Training):
         """
         return self.evaluation.measure(self.step)
 
+    @watch.phase("generating a sample", watch.SLOW)
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
         """Return ``prompt`` and its generated continuation; every rank must call this.
 
