@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
