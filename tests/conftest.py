@@ -7,6 +7,7 @@ skipped with what it needs; under ``CI=true`` a tier that ought to run and did n
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -157,6 +158,15 @@ def command() -> Command:
         return done
 
     return run
+
+
+@pytest.fixture
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that the test starts import torchvision, from the folder into which bin/test installs it."""
+    if folders := sorted(BIN.parent.glob("torchvision-*[0-9]")):
+        monkeypatch.setenv("PYTHONPATH", str(folders[-1]))
+    elif not importlib.util.find_spec("torchvision"):
+        pytest.skip("needs torchvision: bin/test, or pip install 'wordrun[vision]'")
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

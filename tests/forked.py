@@ -74,6 +74,7 @@ def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Pa
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     sys.argv, sys.path[0] = words, folder
+    sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     # Nobody looks at the plots, and in small runs drawing takes longer than training.
     with mock.patch("wordrun.train.run.draw", return_value=[]):
         if words[0] == "-m":

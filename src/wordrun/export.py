@@ -15,6 +15,7 @@ from wordrun import interrupts
 from wordrun.arguments import run
 from wordrun.config import DTYPES, Section, to_plain
 from wordrun.errors import ConfigError, UserError
+from wordrun.registry import refuse_own_model
 from wordrun.validation import above_zero, one_of
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ def export(options: ExportConfig) -> Path:
     from wordrun.checkpoint.saved import find
 
     saved = find(Path(options.run), options.checkpoint)
-    if options.form == "huggingface":
+    if options.form != "checkpoint":
         saved.require_text()
+        refuse_own_model(saved.config.model)
     name = saved.folder.name if options.weights == "model" else f"{saved.folder.name}-{options.weights}"
     out = Path(options.out or saved.folder.parent.parent / options.form / name)
     if out.exists():
@@ -150,9 +152,8 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
 def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and, unless the vocabulary is missing, the tokenizer files."""
     from wordrun.backend.precision import TORCH_DTYPES
-    from wordrun.chat import chat_template
     from wordrun.data.tokenizers import from_checkpoint
-    from wordrun.data.tokenizers.huggingface import tokenizer_json
+    from wordrun.data.tokenizers.huggingface import chat_template, tokenizer_json
     from wordrun.model.huggingface import huggingface_config
 
     cfg, ours = saved.config.transformer, from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
@@ -170,7 +171,7 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     }  # fmt: skip
     if (data := saved.config.text).kind == "pairs":
         text = next((token["content"] for token in tokenizer.get("added_tokens", []) if token["id"] == end), "")
-        settings["chat_template"] = chat_template(data, text)
+        settings["chat_template"] = chat_template(data.template, text)
     _write_json(folder / "tokenizer_config.json", settings)
 
 

@@ -249,6 +249,15 @@ def part_of(kind: str, options: Any) -> Part:
     return found.get(name) or next(iter(found.values()))
 
 
+def refuse_own_model(options: Any) -> None:
+    """Raise a ConfigError if ``options`` are of a model from outside wordrun, which transformers does not have."""
+    if (part := part_of("model", options)).origin:
+        raise ConfigError(
+            f"{part} has no Hugging Face format, as only wordrun's own models do: wordrun export form=checkpoint "
+            "writes its weights, and train.init_from=FOLDER reads them"
+        )
+
+
 def import_named(module: str, whose: str) -> Any:
     """Return the imported ``module``.
 

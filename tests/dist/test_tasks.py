@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 SMALL = [
-    "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=16",
+    "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=16",
     "train.max_iters=8", "train.log_interval=1", "train.eval_interval=4", "train.eval_iters=2", "train.save_best=false",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=1e-2", "model.channels=4", "model.hidden=32",
+    "optimizer.warmup_iters=2", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
+CONVNET = ["model=convnet", "model.channels=4", "model.hidden=32"]
 KEYS = ("loss", "grad_norm", "val_loss", "val_accuracy")
 
 
-def figures(ranks: Any, n: int, run_dir: Path, *words: str) -> list[tuple[str, float]]:
+def figures(
+    ranks: Any, n: int, run_dir: Path, *words: str, data: Sequence[str] = ("data=digits", *CONVNET)
+) -> list[tuple[str, float]]:
     """Train on ``n`` ranks and return all figures in their order."""
-    done = ranks(n, "-m", "wordrun", *SMALL, f"hydra.run.dir={run_dir}", *words, under="fork", timeout=150)
+    done = ranks(n, "-m", "wordrun", *SMALL, *data, f"hydra.run.dir={run_dir}", *words, under="fork", timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert not any("tps" in line or "tokens" in line for line in lines)
@@ -59,9 +64,43 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path) -> N
     assert other[-2][1] < whole[8][1]
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("torchvision"), reason="needs torchvision: pip install 'wordrun[vision]'"
-)
+@pytest.mark.usefixtures("torchvision")
+def test_mnist_is_read_from_its_own_files(ranks: Any, tmp_path: Path) -> None:
+    rng, folder = np.random.default_rng(0), tmp_path / "mnist" / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for split, count in (("train", 64), ("t10k", 16)):
+        labels = rng.integers(0, 10, count, dtype=np.uint8)
+        images = np.zeros((count, 28, 28), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[:, 2 * label : 2 * label + 2] = 255  # a bar whose place is the class
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, count, 28, 28) + images.tobytes())
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, count) + labels.tobytes())
+    words = ["model.batch_size=8", "train.max_iters=24", "train.eval_interval=24"]
+    data = ["data=mnist", f"data.path={tmp_path}/mnist", *CONVNET]
+    found = figures(ranks, 2, tmp_path / "run", *words, data=data)
+    assert found[-1][0] == "val_accuracy"
+    assert found[-1][1] > 0.9
+
+
+@pytest.mark.usefixtures("torchvision")
+def test_a_residual_network_learns_from_a_folder_of_images(ranks: Any, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    for name, colour in (("cat", (200, 60, 60)), ("dog", (60, 60, 200))):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(24):
+            pixels = np.clip(rng.normal(colour, 40, (20, 30, 3)), 0, 255).astype(np.uint8)
+            image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
+    data = ["data=imagefolder", "data.path=pets", "data.size=16", "model=resnet18", "model.norm=sync"]
+    one = figures(ranks, 1, tmp_path / "one", "model.batch_size=16", data=data)
+    two = figures(ranks, 2, tmp_path / "two", "model.batch_size=8", data=data)
+    assert [value for _, value in two[:2]] == pytest.approx([value for _, value in one[:2]], rel=1e-5)
+    for run in (one, two):
+        losses = [value for name, value in run if name == "loss"]
+        assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.usefixtures("torchvision")
 def test_a_residual_network_is_sharded_block_by_block(ranks: Any, tmp_path: Path) -> None:
     script = Path("resnet.py")
     script.write_text(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 FILES = dict(re.findall(r"`([\w.]+)`[^`]*?(?:\([^)]*\)[^`]*?)?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 (LINE,) = re.findall(r"^launch -n 2 wordrun (model=line.*)$", PAGE, re.MULTILINE)
+(DIGITS,) = re.findall(r"^launch -n 2 python -m wordrun (experiment=.*)$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,15 @@ def test_the_pages_task_learns_on_any_number_of_ranks(ranks: Command) -> None:
     assert last["step"] == 300
     assert last["val_absolute_error"] < 0.1  # of about 1.8
     assert other == pytest.approx(last, rel=1e-3, abs=1e-6)
+
+
+def test_digits_are_read_as_well_as_the_page_says(ranks: Command) -> None:
+    assert "97 % of the validation images" in " ".join(PAGE.split())
+    words = [DIGITS, "tracker=jsonl", "train.device=cpu", "train.save_best=false", "hydra.run.dir=digits"]
+    done = ranks(2, "-m", "wordrun", *words, under="fork", timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert evaluations("digits")[-1]["step"] == 300
+    assert evaluations("digits")[-1]["val_accuracy"] >= 0.97
 
 
 def test_the_command_line_knows_it(command: Command) -> None:

@@ -41,6 +41,10 @@ def test_it_trains_in_its_folder(adder: Path, command: Command, monkeypatch: pyt
     done = command(BIN / "launch", "-n", "2", "wordrun", *words, PATH=f"{BIN}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(Path("run"))[1] < losses(Path("run"))[0]
+    assert "wordrun export run=run form=checkpoint" in done.stdout
+    refused = command(BIN / "wordrun", "export", "run=run")
+    assert refused.returncode == 2
+    assert "has no Hugging Face format" in refused.stderr
     done = command(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
     done = command("bash", "-n", "job.sh")

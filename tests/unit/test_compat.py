@@ -161,10 +161,10 @@ def test_a_batch_norm_can_be_torchs_synchronized_one() -> None:
     assert torch.equal(ours.running_mean, theirs.running_mean)  # type: ignore[arg-type]
 
 
-def test_torchvision_can_be_imported_beside_any_torch() -> None:
-    if not importlib.util.find_spec("torchvision"):
-        pytest.skip("needs torchvision: pip install 'wordrun[vision]'")
-    assert compat.torchvision("models", "this test").resnet18
+@pytest.mark.usefixtures("torchvision")
+def test_torchvision_can_be_imported_beside_any_torch(command: Command) -> None:
+    script = "from wordrun import compat; print(compat.torchvision('models', 'this test').resnet18.__name__)"
+    assert command(sys.executable, "-c", script).stdout == "resnet18\n"
 
 
 def test_optimizers_find_the_compiler_once_it_is_imported(command: Command) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def changed_groups(cfg: Config, plain: Config, overrides: Sequence[str]) -> list
     """
     keys = {override.partition("=")[0].lstrip("+").removeprefix("train.backend") for override in overrides}
     named = {key.partition(".")[0] for key in keys}
-    plain.train.backend = cfg.train.backend  # has a group of its own
+    plain = replace(plain, train=replace(plain.train, backend=cfg.train.backend))  # has a group of its own
     changed = [group for group in SECTIONS if group in named or getattr(cfg, group) != getattr(plain, group)]
     return [*(word for word in overrides if word.startswith(f"{EXPERIMENT}=")), *changed]
 

@@ -27,6 +27,7 @@ from wordrun.model.generate import generate
 from wordrun.plan.shapes import ModelShapes, shapes_of
 from wordrun.prepare.obtain import obtain
 from wordrun.prepare.sources import locate
+from wordrun.registry import refuse_own_model
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.task import Task
@@ -136,6 +137,7 @@ class LanguageTask(Task):
         source = self.cfg.train.init_from or ""
         if not source.startswith("hf:"):
             return super().initial_weights(world)
+        refuse_own_model(self.cfg.model)
         folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
         return pretrained.open_weights(folder, lora.without(self.cfg.transformer), self.vocab_size)
 

@@ -321,8 +321,8 @@ class Trainer(Training):
         if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
             command = () if self.stop_reason else self.command
             most = self.cfg.train.max_iters
-            is_text = self.task.tokenizer_json is not None
-            if text := next_steps(self.run.path, command, self.world.size, most, finished=not error, text=is_text):
+            kind = {"text": self.task.tokenizer_json is not None, "own": bool(part_of("model", self.cfg.model).origin)}
+            if text := next_steps(self.run.path, command, self.world.size, most, finished=not error, **kind):
                 LOGGER.info(text)
 
     def _facts(self) -> dict[str, Any]:

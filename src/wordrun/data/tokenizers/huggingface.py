@@ -1,8 +1,9 @@
-"""Converts our tokenizers to Hugging Face's tokenizer.json, without its library."""
+"""Converts our tokenizers and templates to Hugging Face's, without its library."""
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -38,6 +39,25 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
     else:
         raise UserError(f"a tokenizer of the kind {kind} cannot be converted to a form that transformers reads")
     return _of_bytes(words), len(words)
+
+
+def chat_template(template: str, end: str) -> str:
+    """Return the Jinja template with which transformers writes messages as pairs of ``data.template`` are written.
+
+    Args:
+        template: data.template.
+        end: how a text contains the end-of-text token, which precedes each pair; empty: no text contains it.
+    """
+    before, _, after = template.partition("{answer}")
+    # A JSON string is a Jinja string, too.
+    before, after = (json.dumps(text, ensure_ascii=False) for text in (end + before, after))
+    return (
+        "{% for message in messages %}"
+        "{% if message['role'] == 'user' %}{{ " + before + ".replace('{prompt}', message['content']) }}"
+        "{% elif message['role'] == 'assistant' %}{{ message['content'] + " + after + " }}"
+        "{% else %}{{ raise_exception('the model knows only messages of a user and an assistant') }}{% endif %}"
+        "{% endfor %}"
+    )
 
 
 def _tokenizer(model: Json, pre_tokenizer: Json, decoder: Json) -> Json:
