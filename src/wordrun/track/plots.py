@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from wordrun.track.jsonl import read
 SMOOTHING = 0.02
 # What an evaluation's line contains besides metrics with a panel of their own.
 IN_LOSS = ("step", "val_loss", "val_perplexity")
+
+
+def load_beside() -> None:
+    """Begin to import matplotlib in another thread, so that drawing need not wait for it."""
+    threading.Thread(target=importlib.import_module, args=("matplotlib.figure",), name="matplotlib").start()
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:

@@ -32,7 +32,7 @@ from wordrun.report import page
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps, read
-from wordrun.track.plots import draw
+from wordrun.track.plots import draw, load_beside
 from wordrun.version import __version__
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
@@ -73,6 +73,7 @@ class Run:
         self.record: dict[str, Any] = {}
         """Contents of run.json."""
         self._lock: IO[str] | None = None
+        self._logged = False
 
     def open(self, facts: dict[str, Any], start: Start) -> None:
         """Create the run directory, or take over an existing one to continue from ``start``.
@@ -137,6 +138,9 @@ class Run:
             TypeError: a metric is not a number.
         """
         if self.trackers:
+            if not self._logged:  # the first step is over, and must not wait for it
+                self._logged = True
+                load_beside()
             metrics = {name: _number(name, value) for name, value in metrics.items()}
         self._each("log", metrics)
 
