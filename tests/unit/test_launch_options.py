@@ -93,6 +93,8 @@ def test_every_option_is_read() -> None:
         (["--launcher-args", "'a", "x"], "cannot be split into arguments"),
         (["--idle-timeout", "0", "x"], "--idle-timeout 0 should be a positive number of seconds"),
         (["--idle-timeout", "nan", "x"], "should be a positive number of seconds"),
+        (["--hang", "0", "x"], "--hang 0 should be a positive number of seconds"),
+        (["--stacks"], "--stacks needs a value: --stacks RUN"),
         (["--dry-run=1", "x"], "--dry-run takes no value"),
         (["--json", "x"], "--json goes with --dry-run, --info, --doctor or --submit"),
     ],
