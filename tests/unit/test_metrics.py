@@ -66,7 +66,7 @@ def test_half_precision_is_faster_than_single() -> None:
 
 
 def meter(ranks: int = 1) -> Meter:
-    return Meter(CPU, torch.float32, ranks, 24, tokens_per_example=64, flops_per_example=64 * 1000)
+    return Meter(CPU, torch.float32, ranks, tokens_per_example=64, flops_per_example=64 * 1000)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def two_steps(figures: Meter) -> dict[str, float]:
         figures.clock.lap("forward")
         time.sleep(0.02)
         figures.clock.lap("backward")
-        figures.add(RESULT, 0.001)
+        figures.add(RESULT, 0.001, 24)
     return figures.line(state)
 
 
@@ -132,7 +132,7 @@ def test_a_line_starts_a_new_mean() -> None:
     figures.clock.start()
     for label in ("forward", "backward"):
         figures.clock.lap(label)
-    figures.add(RESULT, 0.001)
+    figures.add(RESULT, 0.001, 24)
     assert figures.line(TrainState(step=8))["dt"] < 0.01
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -74,6 +75,16 @@ class FSDPBackend(NativeBackend):
     def total_norm(self) -> Tensor:
         """Return the gradient norm of the full model."""
         return split.total_norm(self.gradients(), self.mesh, self.device)
+
+    def holders(self) -> Any:
+        """Return the process group of the ranks along shard and tp or, if there are none, along replicate."""
+        axes = [axis for axis in ("shard", "tp") if self.mesh[axis].size() > 1] or ["replicate"]
+        if len(axes) == 1:
+            return self.mesh.get_group(axes[0]) if self.mesh[axes[0]].size() > 1 else None
+        size = self.layout.shard * self.layout.tp  # the innermost axes, so these ranks are consecutive
+        firsts = range(0, self.layout.size, size)
+        ranks = [list(range(first, first + size)) for first in firsts]
+        return dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
-from wordrun.backend.optimizer import Restored, parameter_of, set_learning_rate, tensors_of
+from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
 from wordrun.config import Config
 from wordrun.errors import ConfigError
-from wordrun.model import Model
+from wordrun.model import LossesOf, Model
 
 
 class NativeBackend:
@@ -48,7 +47,9 @@ class NativeBackend:
         self.unpadded_rows = {(name, p.shape): rows[name] for name, p in self.named_parameters() if name in rows}
         if spec.weights is not None:
             self._fill(spec.weights)
-        self.optimizer = spec.optimizer((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
+        self.optimizer = spec.optimizer(NamedParameters(trained, matrices, self.holders(), self.device))
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -103,8 +104,11 @@ class NativeBackend:
         if self.device.type != "cpu" or norm > self.grad_clip:
             clip(self.parameters, norm, self.grad_clip)
         set_learning_rate(self.optimizer, learning_rate)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            compat.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         clock.lap("optimizer")
         return norm
@@ -119,17 +123,18 @@ class NativeBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        if outputs is None:
-            return self.forward_losses(batch)
-        with self.forward_context():
-            losses, seen = self.parts[0].losses_and_outputs(batch)
-            outputs.append(full(seen))
-            return full(losses)
+        losses = self.forward_losses(batch, outputs=outputs)
+        if outputs:
+            outputs[-1] = full(outputs[-1])
+        return losses
 
-    def forward_losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,), calling the model through ``forward`` if given."""
+    def forward_losses(
+        self, batch: Any, wrapper: nn.Module | None = None, outputs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), as ``losses`` does, through the model's ``wrapper``."""
+        model = self.parts[0]
         with self.forward_context():
-            return full(checked(self.parts[0].losses(batch, forward), self.parts[0], self.device))
+            return full(checked((model if wrapper is None else wrapper)(LossesOf(batch, outputs)), model, self.device))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -158,6 +163,13 @@ class NativeBackend:
         """Yield this rank's persistent buffers by their names in the full model."""
         for part in self.parts if self.buffer_names else ():
             yield from ((name, buffer) for name, buffer in part.named_buffers() if name in self.buffer_names)
+
+    def holders(self) -> Any:
+        """Return the process group of the ranks that hold shards of the same parameters, or copies if there are none.
+
+        None: this rank has its parameters alone.
+        """
+        return dist.group.WORLD if self.layout.size > 1 else None
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""
@@ -258,12 +270,12 @@ class NativeBackend:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if compat.is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor; all ranks that hold shards of it must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
 
 
 def average(tensors: Sequence[Tensor], group: Any = None) -> None:
@@ -285,7 +297,7 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
 
 def prepare(model: Model, cfg: Config) -> None:
     """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
-    for number, block in enumerate(model.blocks.values()):
+    for number, block in enumerate(model.blocks.children()):
         prepare_block(block, number, cfg)
     prepare_rest(model, cfg)
 

@@ -147,4 +147,4 @@ def build(run: RunInfo, states: dict[str, Any]) -> Iterator[tuple[str, Tracker]]
         states: states of the trackers of the run being continued, by name.
     """
     for name, options in run.cfg.tracker.items():
-        yield name, parts("tracker")[name].load()(options, run, states.get(name, {}))
+        yield name, parts("tracker")[name].build(options, run, states.get(name, {}))

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.dist import watch
 from wordrun.dist.collectives import all_max, all_sum
-from wordrun.errors import UserError
 from wordrun.train.state import TrainState
 
 PASSES = ("data", "forward", "backward", "passes")
@@ -31,6 +31,8 @@ BINS = 32
 """The median is known to this share of the difference between the slowest and the fastest rank."""
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
 """Metrics that a task without tokens does not have."""
+QUIET = ("val_loss", "val_perplexity")
+"""Metrics not listed in the log line of an evaluation: the loss is in front, the perplexity at the end of the run."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -55,32 +57,31 @@ class Meter:
         device: compute device.
         dtype: compute dtype.
         ranks: number of ranks.
-        examples_per_step: examples in one step over all ranks.
         tokens_per_example: tokens in an example; None: it has none.
         flops_per_example: floating-point operations of an example's forward and backward pass; None: unknown.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, ranks: int, examples_per_step: int,
-        tokens_per_example: int | None, flops_per_example: int | None,
+        self, device: torch.device, dtype: torch.dtype, ranks: int, tokens_per_example: int | None,
+        flops_per_example: int | None,
     ) -> None:  # fmt: skip
         self.clock = Stopwatch(device)
         self.device, self.ranks = device, ranks
-        self.examples_per_step, self.tokens_per_example = examples_per_step, tokens_per_example
-        self.flops_per_example = flops_per_example
+        self.tokens_per_example, self.flops_per_example = tokens_per_example, flops_per_example
         self.peak = peak_flops(device_name(device), dtype)
-        self._steps = 0
+        self._steps = self._examples = 0
         self._last: tuple[StepResult, float]
 
-    def add(self, result: StepResult, lr: float) -> None:
-        """Add a step with its result and its learning rate to the next line."""
+    def add(self, result: StepResult, lr: float, examples: int) -> None:
+        """Add a step with its result, its learning rate and its examples over all ranks to the next line."""
         self._steps += 1
+        self._examples += examples
         self._last = result, lr
 
     def line(self, state: TrainState) -> dict[str, Any]:
         """Return the metrics of the last step and of the time since the last line; every rank must call this."""
         result, lr = self._last
-        steps, self._steps = self._steps, 0
+        steps, examples, self._steps, self._examples = self._steps, self._examples, 0, 0
         seconds = {name: each / steps for name, each in self.clock.read().items()}
         collectives = seconds.get("collectives", 0.0)
         own = sum(seconds.get(name, 0.0) for name in PASSES) - collectives
@@ -94,7 +95,7 @@ class Meter:
         )  # fmt: skip
         loss, dt, dtf, dtb, data, communication, optimizer = means
         hooks, memory, peak, slowest, behind = most
-        sps = self.examples_per_step / dt
+        sps = examples / steps / dt
         size, flops = self.tokens_per_example or 0, self.flops_per_example
         line = {
             "step": state.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
@@ -194,17 +195,17 @@ Measure = Callable[[Any, torch.Tensor], dict[str, torch.Tensor]]
 """Returns further values of each example of a batch, (B,), by name, given the batch and the model's outputs."""
 
 
-def means(backend: Backend, validation: ValidationSet, measure: Measure | None = None) -> dict[str, float]:
+def means(
+    backend: Backend, validation: ValidationSet, measure: Measure | None = None, batches: int | None = None
+) -> dict[str, float]:
     """Return the means over ``validation`` on all ranks: of the loss, under "loss", and of what ``measure`` returns.
 
-    Every rank must call this.
-
-    Raises:
-        UserError: a value has another shape than (B,).
+    Every rank must call this. ``batches`` limits how many of its batches each rank uses.
     """
     totals: dict[str, torch.Tensor] = {}
     with evaluation_mode(backend):
-        for i in range(len(validation)):
+        for i in range(len(validation))[:batches]:
+            watch.mark()
             batch, weights = validation[i]
             batch = batch.to(backend.device)
             outputs: list[torch.Tensor] = []
@@ -213,11 +214,6 @@ def means(backend: Backend, validation: ValidationSet, measure: Measure | None =
                 with torch.no_grad():
                     values |= measure(batch, outputs[-1])
             for name, each in values.items():
-                if each.shape != weights.shape:
-                    raise UserError(
-                        f"{name} of a batch has the shape {list(each.shape)}, but should have a value for each "
-                        f"example: {list(weights.shape)}"
-                    )
                 total = torch.stack(((each.cpu().double() * weights).sum(), weights.sum()))
                 totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + total
     sums = all_sum(torch.stack(list(totals.values())).float().to(backend.device)).tolist()

@@ -177,14 +177,6 @@ class Run:
                     tracker.abandon()
         return results
 
-    def note_failure(self, rank: int, step: int, report: str) -> None:
-        """Write a rank's traceback to its own file, because other ranks may not know of it."""
-        with contextlib.suppress(OSError):
-            folder = self.path / "failures"
-            folder.mkdir(exist_ok=True)
-            text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
-            (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
-
     def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
         """Record how the run ended, close the trackers, draw the plots and write the report; return these files.
 
@@ -208,6 +200,18 @@ class Run:
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
         files.replace(self.path / RECORD, f"{text}\n")
+
+
+def note_failure(run_dir: Path, rank: int, step: int, report: str) -> Path | None:
+    """Write a rank's traceback to its own file, because other ranks may not know of it, and return the file."""
+    file = run_dir / "failures" / f"rank-{rank}.txt"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
+        file.write_text(text, encoding="utf-8")
+    except OSError:
+        return None
+    return file
 
 
 def _number(name: str, value: Any) -> int | float | None:

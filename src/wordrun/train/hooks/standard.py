@@ -14,13 +14,12 @@ from wordrun.log import FOR_FILES, LOGGER
 from wordrun.track.jsonl import read
 from wordrun.train.checkpoint import SaveError
 from wordrun.train.hooks.curve import Curve
-from wordrun.train.metrics import one_line, rate
+from wordrun.train.metrics import QUIET, one_line, rate
 from wordrun.train.training import Hook, Training, due
+from wordrun.validation import higher_is_better
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
 LINE_S = 5.0
-# Shown otherwise: the loss in front, and the perplexity at the end of the run.
-QUIET = ("val_loss", "val_perplexity")
 
 
 class Log(Hook):
@@ -73,14 +72,16 @@ class Evaluate(Hook):
         state, train = trainer.state, trainer.cfg.train
         if not train.eval_interval or not (due(state.step, train.eval_interval) or state.step == train.max_iters):
             return
-        values = trainer.measure()
-        loss = values["val_loss"]
-        state.record_evaluation(loss)
-        state.metrics.update(values)
+        values, metric = trainer.measure(), train.best_metric
+        state.record_evaluation(values, metric, higher=higher_is_better(metric, train.best_mode))
         trainer.run.log({"step": state.step, **values})
-        best = float("inf") if state.best_loss is None else state.best_loss
+        best = "" if state.best_value is None else f"{state.best_value:.4f}"
+        which = "" if metric == "val_loss" else f" {metric}"
         others = "".join(f"  {name} {value:.4g}" for name, value in values.items() if name not in QUIET)
-        LOGGER.info("step %d/%d  val_loss %.4f  best %.4f%s", state.step, train.max_iters, loss, best, others)
+        LOGGER.info(
+            "step %d/%d  val_loss %.4f  best%s %s%s", state.step, train.max_iters, values["val_loss"], which,
+            best or "none", others,
+        )  # fmt: skip
 
 
 class Sample(Hook):
