@@ -1,19 +1,22 @@
 """Backends against plain loops in torch's own API, FSDP against DDP, and the plan's memory against the measured one.
 
-    launch -n 2 python benchmarks/backends.py [speed memory] [--rounds N]
+    launch -n 2 python benchmarks/backends.py [speed memory measuring] [--rounds N]
 
 Speed: both implementations take steps alternately, in the same processes and on the same batches; reports medians.
 Memory: the peak of a step's allocations on rank 0 by torch's profiler, without parameters and optimizer state, against
 the estimate of ``wordrun plan``.
+Measuring: steps with the stopwatch and a line of metrics for every ten of them, against steps without.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +49,8 @@ QUIET = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
 LARGE = ["model.n_layer=4", "model.n_head=12", "model.n_embd=768", "model.block_size=1024", "model.batch_size=4"]
 SMALL = ["model.n_layer=4", "model.n_head=8", "model.n_embd=512", "model.block_size=256", "model.batch_size=4",
          "model.vocab_size=4096"]  # fmt: skip
+STEPS = 10
+"""Steps for each line of metrics, train.log_interval's default."""
 Step = Callable[[], None]
 
 
@@ -183,10 +188,68 @@ def memories(world: dist.World, folder: str) -> list[str]:
     return rows
 
 
+class Silent(Stopwatch):
+    """Measures nothing."""
+
+    def lap(self, label: str) -> None:
+        """Do nothing."""
+
+    def collective(self) -> Any:
+        """Return a context that does nothing."""
+        return contextlib.nullcontext()
+
+
+def measuring(world: dist.World, folder: str, rounds: int) -> list[str]:
+    """Return the rows of the table of what the metrics cost."""
+    sent: list[int] = []
+    reduce = td.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return reduce(tensor, *args, **options)
+
+    with trainer_of(world, folder, *SMALL, "train.backend=DDP") as trainer:
+        backend: Any = trainer.backend
+        batches, meter, silent = trainer._micro_batches(), trainer.meter, Silent(backend.device)
+
+        def ten_steps(*, measured: bool) -> None:
+            backend.alone = not measured  # without the mark at the end of the gradients
+            clock = meter.clock if measured else silent
+            for _ in range(STEPS):
+                clock.lap("hooks")
+                clock.lap("data")
+                result = backend.train_step(batches, 1e-4, clock)
+                meter.add(result, 1e-4)
+            if measured:
+                meter.line(trainer.state)
+
+        def ten_steps_laps() -> None:
+            meter.add(*meter._last)
+            for _ in range(STEPS):
+                for label in ("hooks", "data", "forward", "backward", "communication", "communication", "optimizer"):
+                    meter.clock.lap(label)
+            meter.line(trainer.state)
+
+        ten_steps(measured=True)  # leaves a result for lines of their own
+        with_, without = in_turns(partial(ten_steps, measured=True), partial(ten_steps, measured=False), rounds)
+        alone, nothing = in_turns(ten_steps_laps, lambda: None, 10 * rounds)
+        td.all_reduce = counting
+        ten_steps_laps()
+        td.all_reduce = reduce
+    limit = "at most 1 %"
+    return [
+        f"| measuring, {1e3 * without / STEPS:.0f} ms per step | {100 * (with_ / without - 1):+.2f} % | {limit} |",
+        f"| laps and lines alone, of 45 ms | {100 * (alone - nothing) / STEPS / 0.045:.2f} % | {limit} |",
+        f"| bytes that a rank sends for a line | {sum(sent)} | for any number of ranks |",
+    ]
+
+
 def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["speed", "memory"], help="speed, memory (default: both)")
+    parser.add_argument(
+        "parts", nargs="*", default=["speed", "memory"], help="speed, memory (default: both), measuring"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="steps of each kind (default 5)")
     args = parser.parse_args()
     with dist.session(device="cpu") as world, tempfile.TemporaryDirectory() as folder:
@@ -194,6 +257,8 @@ def main() -> None:
         lines = []
         if "speed" in args.parts:
             lines += ["| figure | measured | target |", "|---|---|---|", *speed(world, folder, args.rounds)]
+        if "measuring" in args.parts:
+            lines += ["", "| figure | measured | target |", "|---|---|---|", *measuring(world, folder, args.rounds)]
         if "memory" in args.parts:
             head = ["", "| backend | peak of a step, rank 0 [MB] | plan [MB] | plan / measured |", "|---|---|---|---|"]
             lines += [*head, *memories(world, folder)]

@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def draw(run_dir: Path, title: str) -> list[Path]:
     folder.mkdir(exist_ok=True)
     names = [name for name in (evaluations[-1] if evaluations else ()) if name not in IN_LOSS]
     return [
-        _loss(folder / "loss.png", title, training, evaluations),
+        _loss(folder / "loss.png", title, training, evaluations, spikes(lines)),
         _throughput(folder / "throughput.png", title, training),
         *([_metrics(folder / "metrics.png", title, evaluations, names)] if names else []),
     ]
@@ -52,6 +53,12 @@ def smooth(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
+def spikes(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the steps of the lines in which hooks=[spikes] has counted more loss spikes than in the line before."""
+    counted = [(0, 0), *((line["step"], line["spikes"]) for line in lines if "spikes" in line)]
+    return [step for (_, before), (step, now) in pairwise(counted) if now > before]
+
+
 def _figure(height: float) -> Any:
     # Figure rather than pyplot: no global state, no display.
     from matplotlib.figure import Figure
@@ -65,8 +72,10 @@ def _label(axes: Any, y_label: str, **labels: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _loss(file: Path, title: str, training: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> Path:
-    """Draw the losses, and the learning rate and the gradient norm below them."""
+def _loss(
+    file: Path, title: str, training: list[dict[str, Any]], evaluations: list[dict[str, Any]], marked: Sequence[int]
+) -> Path:
+    """Draw the losses, with the ``marked`` steps as spikes, and the learning rate and the gradient norm below them."""
     figure = _figure(5.6)
     panels = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[3, 1])
     axes, steps, losses = panels["loss"], [m["step"] for m in training], [m["loss"] for m in training]
@@ -79,6 +88,9 @@ def _loss(file: Path, title: str, training: list[dict[str, Any]], evaluations: l
         axes.annotate(
             f"{values[-1]:.3f}", (steps_[-1], values[-1]), xytext=(0, 8), textcoords="offset points", ha="center"
         )
+    if near := [m for m in training if m["step"] in set(marked)]:
+        places = [m["step"] for m in near], [m["loss"] for m in near]
+        axes.plot(*places, "v", ms=5, color="tab:orange", label="spike since the line before")
     axes.legend(frameon=False)
     for name, label in (("lr", "learning rate"), ("grad_norm", "gradient norm")):
         _label(panels[name], label)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.track.jsonl import read
@@ -135,22 +135,21 @@ class Bar(Hook):
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._curve = Curve()
+        self._curve: Curve | None = None
 
     def at_start(self, trainer: Training) -> None:
         """Show the bar."""
         screen = trainer.log.screen
         if trainer.world.rank != 0 or not screen.is_terminal:
             return
-        self._progress = (WithCurve if Curve.fits(screen) else Progress)(
-            TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
+        self._curve = Curve() if Curve.fits(screen) else None
+        for line in read(trainer.run.path) if trainer.step else ():
+            self._draw(line)
+        self._progress = WithCurve(
+            self._curve, TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  {task.fields[rate]}"), TimeRemainingColumn(),
             console=screen, refresh_per_second=4, expand=True,
         )  # fmt: skip
-        if isinstance(self._progress, WithCurve):
-            self._progress.curve = self._curve
-            for line in read(trainer.run.path) if trainer.step else ():
-                self._add(line)
         self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", rate="")
         self._progress.start()
 
@@ -162,14 +161,14 @@ class Bar(Hook):
         metrics = trainer.state.metrics
         loss = metrics.get("loss")
         if metrics.get("step") == trainer.step:
-            self._add(metrics)
+            self._draw(metrics)
         self._progress.update(
             self._progress.task_ids[0], completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
             rate=rate(metrics) if "sps" in metrics else "",
         )  # fmt: skip
 
-    def _add(self, metrics: Mapping[str, Any]) -> None:
-        if metrics.get("loss") is not None:
+    def _draw(self, metrics: Mapping[str, Any]) -> None:
+        if self._curve is not None and metrics.get("loss") is not None:
             self._curve.add(metrics["step"], metrics["loss"])
 
     def close(self) -> None:
@@ -180,12 +179,16 @@ class Bar(Hook):
 
 
 class WithCurve(Progress):
-    """A progress bar below a curve."""
+    """A progress bar below a curve, if there is one."""
 
-    curve = Curve()
+    def __init__(self, curve: Curve | None, *columns: ProgressColumn, **options: Any) -> None:
+        self._above = curve
+        super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Yield the curve, the bar and an empty line: ``launch`` forwards whole lines at once, and others later."""
-        yield self.curve
+        if self._above is not None:
+            yield self._above
         yield from super().get_renderables()
-        yield ""
+        if self._above is not None:
+            yield ""
