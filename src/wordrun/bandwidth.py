@@ -8,20 +8,17 @@ that of the largest buffer of a rank: of all-gather the output, of reduce-scatte
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as td
 
-from wordrun import compat
 from wordrun.dist import World, mpi
 from wordrun.dist.collectives import gather_json
 from wordrun.dist.mesh import AXES, Layout
@@ -195,12 +192,12 @@ def operations(world: World, group: Group) -> dict[str, tuple[Callable[[int], Ca
 
     def all_gather(size: int) -> Call:
         part, whole = buffer(size), buffer(size, n)
-        gather = compat.all_gather_single()
+        gather = getattr(td, "all_gather_single", None) or td.all_gather_into_tensor  # renamed in torch 2.13
         return lambda: gather(whole, part, group=handle)
 
     def reduce_scatter(size: int) -> Call:
         part, whole = buffer(size), buffer(size, n)
-        scatter = compat.reduce_scatter_single()
+        scatter = getattr(td, "reduce_scatter_single", None) or td.reduce_scatter_tensor
         return lambda: scatter(part, whole, group=handle)
 
     def broadcast(size: int) -> Call:
@@ -331,30 +328,3 @@ def pairs(world: World) -> list[dict[str, Any]]:
         for node, met in everyone for other, seconds in met if node < other
     ]  # fmt: skip
     return sorted(found, key=lambda pair: -float(pair["seconds"]))
-
-
-def save(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Write bandwidth.json and bandwidth.png; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bandwidth.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    _figure(found, folder / "bandwidth.png")
-    return [folder / "bandwidth.json", folder / "bandwidth.png"]
-
-
-def _figure(found: dict[str, Any], file: Path) -> None:
-    """Draw busbw over size, a panel for each kind of group."""
-    from matplotlib.figure import Figure
-
-    kinds = list(dict.fromkeys(result["group"] for result in found["results"]))
-    figure = Figure(figsize=(7, 3.6 * len(kinds)), layout="constrained", dpi=130)
-    for kind, axes in zip(kinds, figure.subplots(len(kinds), squeeze=False)[:, 0], strict=True):
-        results = [result for result in found["results"] if result["group"] == kind]
-        for operation in dict.fromkeys(result["operation"] for result in results):
-            of = [result for result in results if result["operation"] == operation]
-            axes.plot([r["size"] for r in of], [r["busbw"] for r in of], "o-", ms=3, lw=1.2, label=operation)
-        title = f"{kind}: {results[0]['ranks']} ranks, {found['backend']} on {found['device'].partition(':')[0]}"
-        axes.set(xscale="log", yscale="log", xlabel="size [bytes]", ylabel="busbw [GB/s]", title=title)
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(file)

@@ -157,11 +157,12 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
 
 RECORDS = """
 import torch
-from wordrun import compat, dist
+from wordrun import dist, flight_recorder
 with dist.session(device="cpu"):
     torch.distributed.all_reduce(torch.ones(3, 4))
-    (record,) = compat.flight_records()
-    print(record["op"], record["size"], record["seq"], record["pending"], compat.group_members()[record["group"]])
+    (record,) = flight_recorder.flight_records()
+    ranks = flight_recorder.group_members()[record["group"]]
+    print(record["op"], record["size"], record["seq"], record["pending"], ranks)
 """
 
 

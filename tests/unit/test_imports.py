@@ -47,7 +47,8 @@ MAY_USE: dict[str, set[str]] = {
     "project": {"errors"},
     "registry": {"errors", "project"},
     "parts": {"registry"},
-    "dist": BASE | {"registry", "compat"},
+    "flight_recorder": set(),
+    "dist": BASE | {"registry", "flight_recorder"},
     "sections": {"validation"},
     "config_images": {"sections", "validation"},
     "config": {"errors", "sections", "validation", "registry"},
@@ -68,8 +69,9 @@ MAY_USE: dict[str, set[str]] = {
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
     | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},
-    "bandwidth": PARALLEL | {"version", "compat"},
-    "test_dist": PARALLEL | {"bandwidth"},
+    "bandwidth": PARALLEL | {"version"},
+    "bandwidth_files": set(),
+    "test_dist": PARALLEL | {"bandwidth", "bandwidth_files"},
     "probe": PARALLEL,
     "arguments": {"errors", "registry", "config"},
     "new": {"errors", "files"},

@@ -293,16 +293,16 @@ def _collectives(size: int) -> tuple[dict[str, list[Sequence[int]]], list[dict[s
     """Return this rank's groups, its unfinished collectives and the number of its last one in each group."""
     if not is_joined():
         return {}, [], {}
-    from wordrun import compat
+    from wordrun import flight_recorder
 
-    records = compat.flight_records()
+    records = flight_recorder.flight_records()
     last: dict[str, int] = {}
     pending = []
     for record in records:
         last[record["group"]] = max(last.get(record["group"], 0), record["seq"])
         if record["pending"]:
             pending.append({name: record[name] for name in ("group", "seq", "op", "size")})
-    members = compat.group_members()
+    members = flight_recorder.group_members()
     groups = {group: _spans(members[group], size) for group in last if group in members}
     return groups, pending[:20], last
 
@@ -334,9 +334,9 @@ class Waits:
         """Return the longest time; 0: none is waiting."""
         if not is_joined():
             return 0.0
-        from wordrun import compat
+        from wordrun import flight_recorder
 
-        now, counts = time.monotonic(), compat.collective_counts()
+        now, counts = time.monotonic(), flight_recorder.collective_counts()
         self._seen = {
             group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
             for group, count in counts.items()

@@ -20,13 +20,14 @@ from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
+from wordrun.train.announce import announce, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, note, noted
-from wordrun.train.hints import by_launch, next_steps, relative, resume_command
+from wordrun.train.hints import by_launch, next_steps, relative
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.memory import MemoryCheck
-from wordrun.train.metrics import Meter, device_name
+from wordrun.train.metrics import Meter
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
@@ -257,7 +258,7 @@ class Trainer(Training):
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
-        facts = self._facts()
+        facts = start_facts(self)
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None
@@ -267,7 +268,7 @@ class Trainer(Training):
         try:
             if self.world.rank == 0:
                 log_file = self.log.add_file(self.run.path / "log.txt")
-                self._announce(facts)
+                announce(self, facts)
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
             with self.stop.listen(), self.profiler:
@@ -324,37 +325,6 @@ class Trainer(Training):
             kind = {"text": self.task.tokenizer_json is not None, "own": bool(part_of("model", self.cfg.model).origin)}
             if text := next_steps(self.run.path, command, self.world.size, most, finished=not error, **kind):
                 LOGGER.info(text)
-
-    def _facts(self) -> dict[str, Any]:
-        seed = self.cfg.train.seed
-        return {
-            **self.task.facts(), "device_name": device_name(self.backend.device),
-            "dtype": str(self.backend.dtype).removeprefix("torch."), "global_batch_size": self.examples_per_step,
-            "gradient_accumulation_steps": accumulation(self.cfg, self.layout.dp),
-            "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(self.cfg, 0)},
-        }  # fmt: skip
-
-    def _announce(self, facts: dict[str, Any]) -> None:
-        cfg, world = self.cfg, self.world
-        on = world.host + (f", {world.nodes} nodes" if world.nodes > 1 else "")
-        by = f"; launcher {world.launcher} ({world.source})" if world.launcher != "none" else ""
-        LOGGER.info("rank 0 of %d on %s%s", world.size, on, by)
-        LOGGER.info(
-            "model %s: %s parameters, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
-            facts["dtype"], facts["device_name"],
-        )  # fmt: skip
-        ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
-        LOGGER.info(
-            "batch: %d %s = %s x %d x %d accumulation%s", self.examples_per_step, self.task.unit, ranks,
-            cfg.model.batch_size, accumulation(cfg, self.layout.dp),
-            "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
-        )  # fmt: skip
-        gas = (accumulation(cfg, self.layout.dp, step) for step in range(cfg.train.max_iters))
-        self.task.announce(self.examples_of(sum(gas)))
-        LOGGER.info("run directory: %s", relative(self.run.path))
-        if self.start.source is None and (found := resume.unfinished(self)):
-            again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)
-            LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
 
     def __enter__(self) -> Trainer:
         return self

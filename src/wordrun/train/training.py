@@ -20,12 +20,12 @@ from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.log import LOGGER, LogHandle
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.metrics import Meter
-from wordrun.train.run import Run
+from wordrun.train.run import Run, Start
 from wordrun.train.state import TrainState
 
 
 class Task(Protocol):
-    """What checkpoints need from a task."""
+    """What checkpoints and the start of a run need from a task."""
 
     unit: str
     """What the examples are called."""
@@ -35,6 +35,12 @@ class Task(Protocol):
 
     def manifest(self, position: int) -> dict[str, Any]:
         """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what run.json says about the data and the model."""
+
+    def announce(self, examples: int) -> None:
+        """Log what the data are, given the number of examples to train on."""
 
 
 class Training(Protocol):
@@ -51,6 +57,9 @@ class Training(Protocol):
     task: Task
     backend: Backend
     state: TrainState
+    start: Start
+    command: Sequence[str]
+    """The command line that started each rank of this run; empty: it was started from Python."""
     run: Run
     log: LogHandle
     meter: Meter

@@ -1,0 +1,46 @@
+"""What a run says at its start: the facts in run.json, and the first lines of the log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wordrun.checks import accumulation
+from wordrun.log import LOGGER
+from wordrun.train import resume
+from wordrun.train.hints import relative, resume_command
+from wordrun.train.metrics import device_name
+from wordrun.train.training import Training
+
+
+def start_facts(trainer: Training) -> dict[str, Any]:
+    """Return the description of a run besides its config."""
+    seed = trainer.cfg.train.seed
+    return {
+        **trainer.task.facts(), "device_name": device_name(trainer.backend.device),
+        "dtype": str(trainer.backend.dtype).removeprefix("torch."), "global_batch_size": trainer.examples_per_step,
+        "gradient_accumulation_steps": accumulation(trainer.cfg, trainer.layout.dp),
+        "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(trainer.cfg, 0)},
+    }  # fmt: skip
+
+
+def announce(trainer: Training, facts: dict[str, Any]) -> None:
+    """Log where and what the run trains; on rank 0."""
+    cfg, world, dp = trainer.cfg, trainer.world, trainer.layout.dp
+    on = world.host + (f", {world.nodes} nodes" if world.nodes > 1 else "")
+    by = f"; launcher {world.launcher} ({world.source})" if world.launcher != "none" else ""
+    LOGGER.info("rank 0 of %d on %s%s", world.size, on, by)
+    LOGGER.info(
+        "model %s: %s parameters, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}", cfg.train.backend,
+        facts["dtype"], facts["device_name"],
+    )  # fmt: skip
+    ranks = f"{dp} {'data-parallel ' * (dp < world.size)}rank{'s' * (dp > 1)}"
+    LOGGER.info(
+        "batch: %d %s = %s x %d x %d accumulation%s", trainer.examples_per_step, trainer.task.unit, ranks,
+        cfg.model.batch_size, accumulation(cfg, dp),
+        "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
+    )  # fmt: skip
+    trainer.task.announce(trainer.examples_of(sum(accumulation(cfg, dp, step) for step in range(cfg.train.max_iters))))
+    LOGGER.info("run directory: %s", relative(trainer.run.path))
+    if trainer.start.source is None and (found := resume.unfinished(trainer)):
+        again = resume_command(found.path.parents[1], trainer.run.path, trainer.command, world.size)
+        LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
