@@ -18,7 +18,6 @@ from wordrun.config import Config, DataConfig, HookConfig, MetricConfig, ModelCo
 from wordrun.errors import ConfigError, PartError
 from wordrun.model import Model, materialise, new_model
 from wordrun.registry import Part, parts
-from wordrun.track import Tracker
 
 DIGITS = [
     "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6", "train.log_interval=1",
@@ -217,22 +216,6 @@ def test_a_part_that_fails_is_named_with_its_line_and_the_file_of_the_traceback(
     assert "Traceback" in Path("run/failures/rank-0.txt").read_text()
     log = Path("run/metrics.jsonl")
     assert not log.exists() or not log.read_text()  # before the first step
-
-
-class Tired(Tracker):
-    def log(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 2:
-            raise OSError("no paper")
-
-
-def test_a_tracker_that_fails_in_the_middle_costs_no_steps(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parts("tracker"), "broken", Part(OwnTracker, Tired, "tracker", "broken", "mine/parts.py:7"))
-    with pytest.raises(
-        PartError, match=r"^tracker=broken .*: Tired failed in log: OSError: no paper \(test_plain_model"
-    ):
-        trained(own(Net, "tracker=[broken,jsonl]"))
-    assert Path("run/checkpoints/step-00000002").is_dir()
-    assert '"step": 2' in Path("run/metrics.jsonl").read_text()
 
 
 def test_metrics_need_the_results_of_the_forward_pass(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:

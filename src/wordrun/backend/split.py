@@ -65,7 +65,7 @@ class Splitter:
                 self._fill(model, child, f"{name}.")
         self._fill(model, model, "", recurse=False)
         model.tie()
-        self._split(model, {name: style for name, style in outside.items() if hasattr(model, name)})
+        self._split(model, {name: style for name, style in outside.items() if hasattr(model, name.partition(".")[0])})
         model.tie()  # splitting untied the parameters
         prepare_rest(model, spec.cfg)
         if self.sharded:

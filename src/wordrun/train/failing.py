@@ -44,8 +44,8 @@ def note(error: Exception, run_dir: str, rank: int, step: int) -> None:
 class FailedHooks:
     """Ends a run after a hook has failed on some of the ranks, when all of them have saved a checkpoint together.
 
-    The same holds for a tracker. Until the ranks agree to stop, this one trains on without the hook. If that takes too
-    long, because the hook of another rank waits for this one, the job ends without a checkpoint.
+    Until they agree to stop, this rank trains on without the hook. If that takes too long, because the hook of another
+    rank waits for this one, the job ends without a checkpoint.
     """
 
     def __init__(self, trainer: Training) -> None:
@@ -55,13 +55,9 @@ class FailedHooks:
         self._is_noted = False
         self._ended = threading.Event()
 
-    @property
-    def _mine(self) -> Exception | None:
-        return self.trainer.hooks.failure or self.trainer.run.failure
-
     def seen(self) -> bool:
-        """Return whether a hook or a tracker has failed on this rank, and write its traceback to failures/, once."""
-        trainer, error = self.trainer, self._mine
+        """Return whether a hook has failed on this rank, and write its traceback to failures/, once."""
+        trainer, error = self.trainer, self.trainer.hooks.failure
         if error is not None and not self._is_noted:
             self._is_noted = True
             note(error, trainer.cfg.run_dir, trainer.world.rank, trainer.step)
@@ -72,9 +68,9 @@ class FailedHooks:
     def raise_first(self) -> None:
         """Raise the error of a hook that has failed on any rank; every rank must call this."""
         trainer = self.trainer
-        if not (trainer.hooks.has_others or trainer.run.has_others):
+        if not trainer.hooks.has_others:
             return
-        mine = self._mine if self.seen() else None
+        mine = trainer.hooks.failure if self.seen() else None
         found = gather_json(mine and str(mine), trainer.backend.device)
         self.together = any(found)
         if mine is not None:
@@ -98,6 +94,6 @@ class FailedHooks:
         if self._ended.wait(PATIENCE_S + PATIENCE_STEPS * (self.trainer.metrics.get("dt") or 0.0)):
             return
         world = self.trainer.world
-        message = f"[rank {world.rank}] {self._mine} (no checkpoint: other ranks do not respond)\n"
+        message = f"[rank {world.rank}] {self.trainer.hooks.failure} (no checkpoint: other ranks do not respond)\n"
         sys.stderr.write(message)
         dist.abort(world, 1)
