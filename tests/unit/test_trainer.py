@@ -95,7 +95,7 @@ def test_the_run_directory_has_these_files(learned: tuple[Path, Summary, Config]
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert {name for name in files if not name.startswith("checkpoints/")} == {
         "config.yaml", "run.json", "metrics.jsonl", "log.txt", "samples.txt", "plots/loss.png", "plots/throughput.png",
-        ".lock",
+        ".lock", "report.html",
     }  # fmt: skip
     assert "checkpoints/step-00000250/manifest.json" in files
 
