@@ -77,7 +77,7 @@ class Culprit(Hook):
             trainer.loader = Asleep(trainer.loader)
         if kind == "evaluation":
             watch._active[-1]._known.add("evaluation")  # as if it were not the first
-            trainer.validation = Asleep(trainer.validation)
+            trainer.evaluation.validation = Asleep(trainer.evaluation.validation)
     def tensors(self):
         if kind == "save" and dist.discover().rank == 1:
             time.sleep(1000)  # tensors

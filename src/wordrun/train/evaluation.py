@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from wordrun.backend import Backend
-from wordrun.config import Config
+from wordrun.config import Config, EarlyStopConfig
 from wordrun.errors import ConfigError, UserError, nearest
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.model import Model
@@ -35,19 +34,20 @@ class Evaluation:
                 LOGGER.warning("the metric %s is %s at step %d", name[4:], value, step, extra=FIRST_RANK)
         return found
 
-    def try_one_batch(self, wanted: Iterable[tuple[str, str]]) -> None:
+    def try_one_batch(self) -> None:
         """Evaluate one batch, before the first step, so that a metric that fails does not cost the steps until then.
-
-        Args:
-            wanted: pairs of an option and the metric that it names.
 
         Raises:
             ConfigError: evaluations do not report such a metric.
             UserError: a metric is not a value for each example.
             PartError: a metric failed.
         """
+        train, stop = self.cfg.train, self.cfg.hooks.get("early_stop")
+        wanted = [("train.best_metric", train.best_metric)]
+        if isinstance(stop, EarlyStopConfig):
+            wanted.append(("hooks.early_stop.metric", stop.metric))
         wanted = [(option, name) for option, name in wanted if name != "val_loss"]
-        if not (wanted or self.own or self.cfg.metrics):
+        if not train.eval_interval or not (wanted or self.own or self.cfg.metrics):
             return
         known = self._means(1)
         for option, name in wanted:

@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from wordrun import dist
+from wordrun import compat, dist
+from wordrun.config import TrainConfig
 from wordrun.dist.collectives import gather_json
-from wordrun.errors import PartError, UserError
+from wordrun.errors import PartError, UserError, first_line
+from wordrun.train import rng
 from wordrun.train.hints import relative
 from wordrun.train.run import note_failure
 from wordrun.train.training import Training
@@ -39,6 +41,22 @@ def note(error: Exception, run_dir: str, rank: int, step: int) -> None:
     file = note_failure(Path(run_dir), rank, step, "".join(traceback.format_exception(error)))
     if file and isinstance(error, PartError):
         error.note(relative(file.absolute()))
+
+
+@contextlib.contextmanager
+def explained(train: TrainConfig) -> Iterator[None]:
+    """Within the ``with`` block of a step, name the option of ``train`` that an error of torch's is due to."""
+    try:
+        yield
+    except Exception as error:
+        if train.deterministic and rng.has_no_deterministic_algorithm(error):
+            raise UserError(f"train.deterministic=true cannot train this model: {first_line(error)}") from error
+        if not (train.compile and compat.is_compile_error(error)):
+            raise
+        raise UserError(
+            f"train.compile=true: torch.compile failed to compile the model ({first_line(error)}): "
+            "install a C++ compiler (g++), or use train.compile=false"
+        ) from error
 
 
 class FailedHooks:

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from wordrun import backend, compat, dist, log
+from wordrun import backend, dist, log
 from wordrun.checks import accumulation, check
-from wordrun.config import Config, EarlyStopConfig
+from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist import watch
 from wordrun.errors import UserError, first_line
@@ -23,7 +23,7 @@ from wordrun.train import finite, profile, resume, rng
 from wordrun.train.announce import announce, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
-from wordrun.train.failing import FailedHooks, note, noted
+from wordrun.train.failing import FailedHooks, explained, note, noted
 from wordrun.train.hints import by_launch, next_steps, relative
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.memory import MemoryCheck
@@ -181,17 +181,8 @@ class Trainer(Training):
         self.meter.clock.lap("hooks")  # and whatever else happens between steps
         batches = self._micro_batches()
         self.meter.clock.lap("data")
-        try:
+        with explained(self.cfg.train):
             return self.backend.train_step(batches, lr, self.meter.clock)
-        except Exception as error:
-            if self.cfg.train.deterministic and rng.has_no_deterministic_algorithm(error):
-                raise UserError(f"train.deterministic=true cannot train this model: {first_line(error)}") from error
-            if not (self.cfg.train.compile and compat.is_compile_error(error)):
-                raise
-            raise UserError(
-                f"train.compile=true: torch.compile failed to compile the model ({first_line(error)}): "
-                "install a C++ compiler (g++), or use train.compile=false"
-            ) from error
 
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's examples, a batch for each micro-step.
@@ -272,7 +263,7 @@ class Trainer(Training):
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
             with self.stop.listen(), self.profiler:
-                self._try_evaluation()
+                self.evaluation.try_one_batch()
                 self.hooks.call("at_start", self)
                 yield
         except BaseException as error:
@@ -291,15 +282,6 @@ class Trainer(Training):
                 self.log.remove(log_file)
             self.failed_hooks.close()  # also after any other error
             self.failed_hooks.wait()
-
-    def _try_evaluation(self) -> None:
-        """Find before the first step what is wrong with the metrics, unless there are no evaluations."""
-        if self.cfg.train.eval_interval:
-            stop = self.cfg.hooks.get("early_stop")
-            wanted = {"train.best_metric": self.cfg.train.best_metric}
-            if isinstance(stop, EarlyStopConfig):
-                wanted["hooks.early_stop.metric"] = stop.metric
-            self.evaluation.try_one_batch(wanted.items())
 
     def _finish(self, error: str, *, failed: bool) -> None:
         """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
