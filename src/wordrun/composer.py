@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from wordrun import project
 from wordrun.checks import check
-from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ScheduleConfig, parts_in, schemas
+from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ModelConfig, ScheduleConfig, parts_in, schemas
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.part_source import PartSource, SearchPath
@@ -168,6 +168,7 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("run_id", lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True)
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
+    OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for plugin in (PartSource, SearchPath):
@@ -176,6 +177,13 @@ def register() -> None:
         content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
         for spelling in dict.fromkeys((backend, backend.lower())):
             store.store(group="train.backend", name=spelling, package="_global_", node=content)
+
+
+def by_depth(rate: float, otherwise: float | None, *, _root_: DictConfig) -> float | None:
+    """Return the learning rate for model.depth, given that for n_embd=768, or ``otherwise`` without this dial."""
+    model = OmegaConf.to_object(_root_.model)
+    factor = model.rate_factor() if isinstance(model, ModelConfig) else None
+    return otherwise if factor is None else rate * factor
 
 
 def data_home() -> str:

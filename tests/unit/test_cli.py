@@ -165,8 +165,8 @@ def test_a_file_that_is_not_there_is_a_mistake_in_the_options(
     assert "nothing" in err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train.max_iter=3"]])
-def test_help_and_errors_do_not_import_torch(words: list[str], command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["train.max_iter=3"], ["plan", "model=gpt2"]])
+def test_help_errors_and_the_plan_do_not_import_torch(words: list[str], command: Command, tmp_path: Path) -> None:
     script = f"""
 import sys
 from wordrun import cli

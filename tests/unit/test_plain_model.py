@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
+from wordrun.backend.split import check_shared
 from wordrun.config import Config, DataConfig, HookConfig, MetricConfig, ModelConfig, OptimizerConfig, TrackerConfig
 from wordrun.errors import ConfigError, PartError
 from wordrun.model import Model, materialise, new_model
 from wordrun.registry import Part, parts
-from wordrun.track import Tracker
 
 DIGITS = [
     "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6", "train.log_interval=1",
@@ -103,6 +103,12 @@ def test_it_is_resumed_bit_for_bit(own: Any) -> None:
     start = "train.resume=run/checkpoints/step-00000003"
     again = trained(own(Net, start, "hydra.run.dir=again"))
     assert [line["loss"] for line in again if "loss" in line] == [line["loss"] for line in whole if "loss" in line]
+
+
+def test_blocks_that_share_a_parameter_cannot_be_sharded_one_by_one(own: Any) -> None:
+    model = new_model(own(Net).model, shape=(1, 8, 8), classes=10)
+    with pytest.raises(ConfigError, match=r"Net.blocks.0.bias and blocks.1.bias are the same parameter"):
+        check_shared(model)
 
 
 class NoForward(nn.Module):
@@ -210,22 +216,6 @@ def test_a_part_that_fails_is_named_with_its_line_and_the_file_of_the_traceback(
     assert "Traceback" in Path("run/failures/rank-0.txt").read_text()
     log = Path("run/metrics.jsonl")
     assert not log.exists() or not log.read_text()  # before the first step
-
-
-class Tired(Tracker):
-    def log(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 2:
-            raise OSError("no paper")
-
-
-def test_a_tracker_that_fails_in_the_middle_costs_no_steps(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parts("tracker"), "broken", Part(OwnTracker, Tired, "tracker", "broken", "mine/parts.py:7"))
-    with pytest.raises(
-        PartError, match=r"^tracker=broken .*: Tired failed in log: OSError: no paper \(test_plain_model"
-    ):
-        trained(own(Net, "tracker=[broken,jsonl]"))
-    assert Path("run/checkpoints/step-00000002").is_dir()
-    assert '"step": 2' in Path("run/metrics.jsonl").read_text()
 
 
 def test_metrics_need_the_results_of_the_forward_pass(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
-from wordrun.backend.optimizer import Restored, parameter_of, set_learning_rate, tensors_of
+from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
 from wordrun.config import Config
@@ -48,13 +47,18 @@ class NativeBackend:
         self.unpadded_rows = {(name, p.shape): rows[name] for name, p in self.named_parameters() if name in rows}
         if spec.weights is not None:
             self._fill(spec.weights)
-        self.optimizer = spec.optimizer((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
+        self.optimizer = spec.optimizer(NamedParameters(trained, matrices, self.holders(), self.device))
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.skips = spec.cfg.train.on_nonfinite == "skip"
         self.on_gradients: list[Callable[[], None]] = []
         """Called with the complete gradients of each step, before they are clipped."""
+        self.clock: Stopwatch | None = None
+        """Measures the current step; None: there is none."""
+        self.alone = spec.world.size == 1
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
@@ -63,13 +67,21 @@ class NativeBackend:
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         losses = []
+        self.clock = clock
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
+            if not self.alone:  # what follows is waiting for other ranks
+                compat.after_gradients(loss, partial(clock.lap, "backward"))
             self.backward(self.scaler.scale(loss))
-            clock.lap("backward")
+            clock.lap("backward" if self.alone else "communication")
             losses.append(loss.detach())
+        self.clock = None
         return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock))
+
+    def timer(self) -> AbstractContextManager[None]:
+        """Return the context in which a collective is measured, if it is part of a training step."""
+        return nullcontext() if self.clock is None else self.clock.collective()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss``."""
@@ -78,6 +90,7 @@ class NativeBackend:
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
         """Clip the gradients, step the optimizer and return the gradient norm before clipping."""
         self.complete_gradients()
+        clock.lap("communication")
         self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
@@ -91,8 +104,11 @@ class NativeBackend:
         if self.device.type != "cpu" or norm > self.grad_clip:
             clip(self.parameters, norm, self.grad_clip)
         set_learning_rate(self.optimizer, learning_rate)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            compat.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         clock.lap("optimizer")
         return norm
@@ -147,6 +163,13 @@ class NativeBackend:
         """Yield this rank's persistent buffers by their names in the full model."""
         for part in self.parts if self.buffer_names else ():
             yield from ((name, buffer) for name, buffer in part.named_buffers() if name in self.buffer_names)
+
+    def holders(self) -> Any:
+        """Return the process group of the ranks that hold shards of the same parameters, or copies if there are none.
+
+        None: this rank has its parameters alone.
+        """
+        return dist.group.WORLD if self.layout.size > 1 else None
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""
@@ -247,12 +270,12 @@ class NativeBackend:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if compat.is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor; all ranks that hold shards of it must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
 
 
 def average(tensors: Sequence[Tensor], group: Any = None) -> None:

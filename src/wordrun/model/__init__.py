@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from wordrun.config import ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError
@@ -22,6 +23,8 @@ from wordrun.registry import part_of
 __all__ = ["GPT", "Llama", "LossesOf", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
 
 M = TypeVar("M", bound=Model)
+DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
+"""Functions that fill a tensor with random numbers."""
 
 
 def meta_model(
@@ -58,7 +61,7 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
             f"{part} does not fit the data: its constructor should take {', '.join(['cfg', *arguments])} ({error}). "
             "Choose another model or other data, or change the constructor"
         ) from None
-    with part.blamed(" on the meta device, where tensors have no values"), torch.device("meta"):
+    with part.blamed(" on the meta device, where tensors have no values"), torch.device("meta"), _WithoutReferences():
         model = make(cfg, **arguments)
     try:
         check_losses(model)
@@ -71,6 +74,21 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
     return model
 
 
+class _WithoutReferences(TorchFunctionMode):
+    """Does without functions that torch has on the meta device in Python only, and imports the compiler for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``function``, or what has the same effect."""
+        kwargs = kwargs or {}
+        if function in DRAWING:  # there is nothing to fill
+            return args[0] if args else kwargs["tensor"]
+        if function is torch.empty_like:
+            like = args[0]
+            device = kwargs.get("device") or like.device
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return function(*args, **kwargs)
+
+
 def build(cfg: TransformerConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
     """Return the model that ``cfg`` describes on ``device``, initialised with ``seed``."""
     return materialise(meta_model(cfg, vocab_size), seed, device)
@@ -78,7 +96,8 @@ def build(cfg: TransformerConfig, vocab_size: int, seed: int = 0, device: torch.
 
 def materialise(model: M, seed: int, device: torch.device | str) -> M:
     """Allocate a meta model on ``device`` and initialise it."""
-    model.to_empty(device=device)
+    with _WithoutReferences():
+        model.to_empty(device=device)
     model.tie()
     model.initialise(seed)
     return model

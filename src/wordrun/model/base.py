@@ -52,6 +52,14 @@ class LossesOf:
     """Where to append the outputs from which metrics are computed; None: they are not needed."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a hidden matrix divide into matrices: by head, and within a head by kind, such as q, k and v."""
+
+    heads: int = 1
+    kinds: int = 1
+
+
 class Model(nn.Module):
     """Base class of models: an ``nn.Module`` that computes its losses and initialises itself, module by module.
 
@@ -129,6 +137,17 @@ class Model(nn.Module):
     def initial_std(self, name: str) -> float:
         """Return the standard deviation of the initial values of the matrix ``name``."""
         return 0.02
+
+    def matrices(self) -> dict[str, Rows]:
+        """Return the hidden matrices, by the names of the parameters, for optimizers that treat them as such.
+
+        They map features to features: not embeddings, and neither the first layer nor the output layer. Without a
+        statement of the model's own, they are those of the blocks or, if it has none, all but the first and the last.
+        """
+        tables = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
+        found = {name: p for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in tables}
+        names = [name for name in found if name.startswith("blocks.")] if len(self.blocks) else list(found)[1:-1]
+        return dict.fromkeys(names, Rows())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what a checkpoint stores: parameters (shared ones once) and persistent buffers."""

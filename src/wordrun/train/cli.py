@@ -27,6 +27,7 @@ from wordrun import dist, log, project
 from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
+from wordrun.plan.comparison import refuse_before_torch
 from wordrun.train.help import changed_groups, options_of, overview
 from wordrun.train.hints import own_command
 from wordrun.version import __version__, versions
@@ -140,6 +141,7 @@ def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None
             from wordrun.prepare.sources import locate
 
             locate(cfg.text).files()  # a missing file is reported before torch is loaded
+        refuse_before_torch(cfg, world)
         return 0, cfg
     except UserError as error:
         print(error, file=sys.stderr, flush=True)

@@ -17,8 +17,8 @@ from wordrun.train.hints import relative
 from wordrun.train.run import note_failure
 from wordrun.train.training import Training
 
-# The ranks agree to stop about twice a second, or after the next step.
-PATIENCE_S = 60.0
+# The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
+PATIENCE_S = 300.0
 PATIENCE_STEPS = 20
 # A rank whose hook has failed reports that before the others.
 REPORT_S = 1.0
@@ -44,8 +44,8 @@ def note(error: Exception, run_dir: str, rank: int, step: int) -> None:
 class FailedHooks:
     """Ends a run after a hook has failed on some of the ranks, when all of them have saved a checkpoint together.
 
-    The same holds for a tracker. Until the ranks agree to stop, this one trains on without the hook. If that takes too
-    long, because the hook of another rank waits for this one, the job ends without a checkpoint.
+    Until they agree to stop, this rank trains on without the hook. If that takes too long, because the hook of another
+    rank waits for this one, the job ends without a checkpoint.
     """
 
     def __init__(self, trainer: Training) -> None:
@@ -55,13 +55,9 @@ class FailedHooks:
         self._is_noted = False
         self._ended = threading.Event()
 
-    @property
-    def _mine(self) -> Exception | None:
-        return self.trainer.hooks.failure or self.trainer.run.failure
-
     def seen(self) -> bool:
-        """Return whether a hook or a tracker has failed on this rank, and write its traceback to failures/, once."""
-        trainer, error = self.trainer, self._mine
+        """Return whether a hook has failed on this rank, and write its traceback to failures/, once."""
+        trainer, error = self.trainer, self.trainer.hooks.failure
         if error is not None and not self._is_noted:
             self._is_noted = True
             note(error, trainer.cfg.run_dir, trainer.world.rank, trainer.step)
@@ -72,11 +68,10 @@ class FailedHooks:
     def raise_first(self) -> None:
         """Raise the error of a hook that has failed on any rank; every rank must call this."""
         trainer = self.trainer
-        if not (trainer.hooks.has_others or trainer.run.has_others):
+        if not trainer.hooks.has_others:
             return
-        mine = self._mine if self.seen() else None
+        mine = trainer.hooks.failure if self.seen() else None
         found = gather_json(mine and str(mine), trainer.backend.device)
-        self.close()
         self.together = any(found)
         if mine is not None:
             raise mine
@@ -91,7 +86,7 @@ class FailedHooks:
             time.sleep(0.0 if self._is_noted else REPORT_S)
 
     def close(self) -> None:
-        """Stop watching the time."""
+        """Stop watching the time: the ranks have agreed, and a checkpoint may take long."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -99,6 +94,6 @@ class FailedHooks:
         if self._ended.wait(PATIENCE_S + PATIENCE_STEPS * (self.trainer.metrics.get("dt") or 0.0)):
             return
         world = self.trainer.world
-        message = f"[rank {world.rank}] {self._mine} (no checkpoint: other ranks do not respond)\n"
+        message = f"[rank {world.rank}] {self.trainer.hooks.failure} (no checkpoint: other ranks do not respond)\n"
         sys.stderr.write(message)
         dist.abort(world, 1)

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -25,9 +26,8 @@ from wordrun.checkpoint.folder import Folder
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError, PartError
+from wordrun.errors import ConfigError, first_line
 from wordrun.log import LOGGER
-from wordrun.registry import parts
 from wordrun.report import page
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
@@ -67,13 +67,12 @@ class Run:
         self.cfg, self.world = cfg, world
         self.path = Path(cfg.run_dir).resolve()
         self.trackers: dict[str, Tracker] = {}
+        """The trackers that record; one that fails is removed."""
+        self._states: dict[str, Any] = {}
+        """The last state of each tracker."""
         self.record: dict[str, Any] = {}
         """Contents of run.json."""
         self._lock: IO[str] | None = None
-        self.has_others = any(parts("tracker")[name].origin for name in cfg.tracker)
-        """Whether there are trackers besides wordrun's own."""
-        self.failure: PartError | None = None
-        """The first error of one of them during training."""
 
     def open(self, facts: dict[str, Any], start: Start) -> None:
         """Create the run directory, or take over an existing one to continue from ``start``.
@@ -120,8 +119,10 @@ class Run:
         self._write_record()
         try:
             # For trackers, a branch is a run of its own, which begins with the history of its origin.
-            info = RunInfo(self.cfg, self.path, facts, logged if continues else -1)
-            self.trackers = build(info, start.manifest.get("trackers", {}) if continues else {})
+            info = RunInfo(self.cfg, self.path, facts, logged if continues else -1, start.step)
+            self._states = dict(start.manifest.get("trackers", {})) if continues else {}
+            for name, tracker in build(info, self._states):
+                self.trackers[name] = tracker  # one by one, because ``finish`` closes them if the next one fails
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
                     tracker.replay(read(self.path))
@@ -136,32 +137,45 @@ class Run:
             TypeError: a metric is not a number.
         """
         if self.trackers:
-            self._tell("log", {name: _number(name, value) for name, value in metrics.items()})
+            metrics = {name: _number(name, value) for name, value in metrics.items()}
+        self._each("log", metrics)
 
     def sample(self, step: int, text: str) -> None:
         """Pass a generated text to the trackers."""
-        self._tell("sample", step, text)
-
-    def _tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of each tracker; one that is not wordrun's own and fails is not called again."""
-        for name, tracker in list(self.trackers.items()):
-            try:
-                with parts("tracker")[name].blamed(f" in {method}"):
-                    getattr(tracker, method)(*arguments)
-            except PartError as error:
-                del self.trackers[name]
-                self.failure = self.failure or error
+        self._each("sample", step, text)
 
     def rewind(self, step: int) -> None:
         """Return to ``step`` in all records: later steps will be repeated."""
         if self.trackers:
             logged = max((line["step"] for line in read(self.path)), default=-1)
-            for tracker in self.trackers.values():
-                tracker.rewind(step, logged)
+            self._each("rewind", step, logged)
 
     def tracker_states(self) -> dict[str, Any]:
         """Return what the trackers need to continue when the run is resumed, by name."""
-        return {name: state for name, tracker in self.trackers.items() if (state := tracker.state())}
+        self._states |= {name: state for name, state in self._each("state").items() if state}
+        return self._states
+
+    def _each(self, method: str, *values: Any) -> dict[str, Any]:
+        """Call a ``method`` of each tracker and return the results by name.
+
+        A tracker that fails is removed, so that the run continues, except for metrics.jsonl: resuming needs it.
+        """
+        results = {}
+        for name, tracker in list(self.trackers.items()):
+            try:
+                results[name] = getattr(tracker, method)(*values)
+            except Exception as error:
+                if name == "jsonl":
+                    raise
+                where = traceback.extract_tb(error.__traceback__)[:2][-1]  # the tracker's own line
+                LOGGER.warning(
+                    "tracker=%s failed (%s: %s, in %s:%d): the run continues without it; metrics.jsonl has all metrics",
+                    name, type(error).__name__, first_line(error), Path(where.filename).name, where.lineno,
+                )  # fmt: skip
+                del self.trackers[name]
+                with contextlib.suppress(Exception):
+                    tracker.abandon()
+        return results
 
     def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
         """Record how the run ended, close the trackers, draw the plots and write the report; return these files.
@@ -175,8 +189,7 @@ class Run:
         try:
             self.record |= {**summary, "exit_reason": error or "finished", "end": now()}
             self._write_record()
-            for tracker in self.trackers.values():
-                tracker.finish(summary, exit_status=1 if error else 0)
+            self._each("finish", summary, 1 if error else 0)
             cfg = self.cfg
             title = f"{cfg.data.name}: {cfg.model.name}, {cfg.train.backend}  ({self.path.name})"
             return [*draw(self.path, title), page.write(self.path)] if self.trackers else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
 from wordrun.config import Config, EarlyStopConfig
 from wordrun.data.batch import Batch
+from wordrun.dist import watch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.registry import part_of, parts
@@ -87,24 +89,28 @@ class Trainer(Training):
                 if log_handle is None:
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
+                closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s).close)
                 with noted(cfg.run_dir, self.world.rank):
                     self._build(hooks, closers)
             except BaseException:
                 self.close()
                 raise
 
+    @watch.phase("start-up", watch.SLOW)
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
         world = self.world
         task = task_of(self.cfg)
-        self.cfg, banner = task.settle(self.cfg, world)
+        with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
+            self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.memory = MemoryCheck(cfg, world, self.layout)
         self.memory.before_data(task.least_shapes(cfg))
-        self.task = task(cfg, world, self.layout, banner)
+        with watch.phase("preparing data", math.inf):
+            self.task = task(cfg, world, self.layout, banner)
         self.memory.before_model(self.task.shapes())
         # A checkpoint of LoRA has no frozen weights.
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
@@ -118,8 +124,8 @@ class Trainer(Training):
         count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
         self.evaluation = Evaluation(cfg, self.task, self.backend, self.task.validation_set(count))
         self.meter = Meter(
-            self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
-            self.task.tokens_per_example, self.task.flops_per_example,
+            self.backend.device, self.backend.dtype, world.size, self.task.tokens_per_example,
+            self.task.flops_per_example,
         )  # fmt: skip
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
@@ -144,29 +150,34 @@ class Trainer(Training):
             LOGGER.info("nothing to do at step %d: %s", self.step, why)
             return self.summary()
         cfg = self.cfg
-        with self._session(), rng.swapped(self.state.rng), self.memory.explained():
+        with self._session(), rng.swapped(self.state.rng), self.memory.explained(), watch.phase("training"):
+            self.meter.clock.start()
             while not self.done and not self.stop.agreed(
                 self.step, self.metrics.get("dt"), hook_failed=self.failed_hooks.seen()
             ):
+                watch.mark(self.step)
                 self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 lr = self.hooks.learning_rate(self, lr)
+                self.gas = accumulation(cfg, self.layout.dp, self.step)
                 self.result = self._train_step(lr)
-                self.state.take(self.examples_per_step)
+                self.state.take(self.examples_of(self.gas))
                 if not finite.counts(self, self.result):
                     continue
                 self.state.count_step()
-                self.meter.add(self.result, lr)
+                self.meter.add(self.result, lr, self.examples_of(self.gas))
                 self.hooks.call("after_step", self)
                 self.profiler.step()
+            self.failed_hooks.close()
             if not self.done:
                 self._save_and_stop()
-            self.hooks.call("at_end", self)
+            with watch.phase("the end of the run", watch.SLOW):
+                self.hooks.call("at_end", self)
             self.failed_hooks.raise_first()
         return self.summary()
 
     def _train_step(self, lr: float) -> backend.StepResult:
-        self.meter.clock.start()
+        self.meter.clock.lap("hooks")  # and whatever else happens between steps
         batches = self._micro_batches()
         self.meter.clock.lap("data")
         try:
@@ -186,7 +197,7 @@ class Trainer(Training):
 
         They depend only on ``state.position``, which is all that resuming needs.
         """
-        return self.loader.step(self.state.position // self.examples_per_step)
+        return self.loader.take(self.state.position, self.gas)
 
     def _save_and_stop(self) -> None:
         """Make a checkpoint of the last step, unless checkpoints are off, and end the run."""
@@ -201,6 +212,7 @@ class Trainer(Training):
         self.failed_hooks.raise_first()
         raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
+    @watch.phase("saving a checkpoint", watch.SLOW)
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
@@ -213,6 +225,7 @@ class Trainer(Training):
         """Return the mean loss over the fixed validation set; every rank must call this."""
         return self.measure()["val_loss"]
 
+    @watch.phase("evaluation")
     def measure(self) -> dict[str, float]:
         """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME.
 
@@ -220,6 +233,7 @@ class Trainer(Training):
         """
         return self.evaluation.measure(self.step)
 
+    @watch.phase("generating a sample", watch.SLOW)
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
         """Return ``prompt`` and its generated continuation; every rank must call this.
 
@@ -255,6 +269,7 @@ class Trainer(Training):
                 log_file = self.log.add_file(self.run.path / "log.txt")
                 self._announce(facts)
             self.state.start_clock()
+            self.profiler.watch(self.meter.clock)
             with self.stop.listen(), self.profiler:
                 self._try_evaluation()
                 self.hooks.call("at_start", self)
@@ -273,7 +288,7 @@ class Trainer(Training):
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
-            self.failed_hooks.close()
+            self.failed_hooks.close()  # also after any other error
             self.failed_hooks.wait()
 
     def _try_evaluation(self) -> None:
@@ -315,7 +330,7 @@ class Trainer(Training):
         return {
             **self.task.facts(), "device_name": device_name(self.backend.device),
             "dtype": str(self.backend.dtype).removeprefix("torch."), "global_batch_size": self.examples_per_step,
-            "gradient_accumulation_steps": self.gas,
+            "gradient_accumulation_steps": accumulation(self.cfg, self.layout.dp),
             "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(self.cfg, 0)},
         }  # fmt: skip
 
@@ -330,10 +345,12 @@ class Trainer(Training):
         )  # fmt: skip
         ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(
-            "batch: %d %s = %s x %d x %d accumulation", self.examples_per_step, self.task.unit, ranks,
-            cfg.model.batch_size, self.gas,
+            "batch: %d %s = %s x %d x %d accumulation%s", self.examples_per_step, self.task.unit, ranks,
+            cfg.model.batch_size, accumulation(cfg, self.layout.dp),
+            "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
         )  # fmt: skip
-        self.task.announce(cfg.train.max_iters * self.examples_per_step)
+        gas = (accumulation(cfg, self.layout.dp, step) for step in range(cfg.train.max_iters))
+        self.task.announce(self.examples_of(sum(gas)))
         LOGGER.info("run directory: %s", relative(self.run.path))
         if self.start.source is None and (found := resume.unfinished(self)):
             again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.native import NativeBackend
+from wordrun.checks import accumulation
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
@@ -46,7 +47,7 @@ class Training(Protocol):
     world: World
     layout: Layout
     gas: int
-    """Micro-steps of each optimizer step."""
+    """Micro-steps of the last optimizer step; before the first, of a step after train.batch_ramp."""
     task: Task
     backend: Backend
     state: TrainState
@@ -71,8 +72,12 @@ class Training(Protocol):
 
     @property
     def examples_per_step(self) -> int:
-        """Examples in one optimizer step over all ranks: the global batch size."""
-        return self.cfg.model.batch_size * self.layout.dp * self.gas
+        """Examples in one optimizer step over all ranks: the global batch size, after train.batch_ramp."""
+        return self.examples_of(accumulation(self.cfg, self.layout.dp))
+
+    def examples_of(self, gas: int) -> int:
+        """Return the number of examples over all ranks in a step of ``gas`` micro-steps."""
+        return self.cfg.model.batch_size * self.layout.dp * gas
 
     @property
     def stop_reason(self) -> str:
