@@ -50,10 +50,10 @@ def higher_is_better(metric: str, mode: str) -> bool | None:
 
 def metric_of(section: str, metric: str, mode: str, option: str) -> Iterator[str]:
     """Yield what is wrong with the ``metric`` that ``section`` names; the ``option`` for its direction is ``mode``."""
-    if not metric.startswith("val_"):
-        yield f"{section}={metric}: evaluations report metrics as val_NAME; did you mean 'val_{metric}'?"
     if wrong := one_of(option, mode, ("auto", "min", "max")):
         yield from wrong
+    elif not metric.startswith("val_"):
+        yield f"{section}={metric}: evaluations report metrics as val_NAME; did you mean 'val_{metric}'?"
     elif higher_is_better(metric, mode) is None:
         yield f"{option}=auto: {metric} is not known to be better when higher or lower: use {option}=max, or min"
 

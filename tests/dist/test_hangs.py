@@ -76,7 +76,7 @@ class Culprit(Hook):
         if kind == "data":
             trainer.loader = Asleep(trainer.loader)
         if kind == "evaluation":
-            trainer.validation = Asleep(trainer.validation)
+            trainer.evaluation.validation = Asleep(trainer.evaluation.validation)
     def tensors(self):
         if kind == "save" and dist.discover().rank == 1:
             time.sleep(1000)  # tensors

@@ -114,7 +114,7 @@ def _summary(record: RunRecord, metrics: Metrics) -> dict[str, str]:
         "parameters": run.get("parameters"),
         "loss": run.get("loss") or table.last("loss"),
         **{name: metrics.evaluation.last(name) for name in metrics.evaluation.columns if name != "step"},
-        f"best {run.get('best_metric', 'val_loss')}": run.get("best_value") or run.get("best_val_loss"),
+        f"best {run.get('best_metric', 'val_loss')}": run.get("best_value", run.get("best_val_loss")),
         unit: speed,
         "MFU [%]": mfu,
     }
