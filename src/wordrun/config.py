@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from wordrun.errors import UserError, nearest
 from wordrun.registry import Part, part_of, parts
 from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
-from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
+from wordrun.validation import above_zero, fractions, metric_of, not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -384,6 +384,11 @@ class TokenizerConfig(Section):
         """Return what is wrong with these options alone."""
         return one_of("tokenizer.name", self.name, parts("tokenizer"))
 
+    @property
+    def needs_text(self) -> bool:
+        """Whether the tokenizer is made from the text."""
+        return self.name == "char"
+
 
 @dataclass
 class GPT2TokenizerConfig(TokenizerConfig):
@@ -407,6 +412,11 @@ class BPETokenizerConfig(TokenizerConfig):
     """Maximum amount of text to train the tokenizer on, in MiB, sampled evenly from the source."""
     path: str | None = None
     """An existing tokenizer.json; null: train one."""
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the tokenizer is made from the text."""
+        return self.path is None
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -436,12 +446,26 @@ class HFTokenizerConfig(TokenizerConfig):
 class BackendConfig(Section):
     """Parallelization of the optimizer step."""
 
+    pipeline: ClassVar[bool] = False
+    """Whether the model's layers are divided into the stages of a pipeline."""
+    own_engine: ClassVar[bool] = False
+    """Whether a library's engine takes the steps, and flattens and shards the parameters."""
+
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout; -1: all remaining ranks, None: chosen for the job."""
         return {"replicate": -1}
+
+    @property
+    def zero_bubble(self) -> bool:
+        """Whether a pipeline computes gradients of weights later than those of activations."""
+        return False
+
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return into how many micro-batches a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
+        return 1
 
 
 @dataclass
@@ -516,6 +540,8 @@ class TPConfig(FSDPConfig):
 class PPConfig(FSDPConfig):
     """Pipeline parallel: each rank holds a stage of consecutive blocks, and micro-batches flow through the stages."""
 
+    pipeline: ClassVar[bool] = True
+
     name: str = "PP"
     """Name of the backend; set by train.backend."""
     pp: int | None = None
@@ -546,6 +572,10 @@ class PPConfig(FSDPConfig):
         """Whether gradients of weights are computed later than those of activations."""
         return self.schedule in ZERO_BUBBLE
 
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return the option, or one micro-batch per rank of the pipeline if possible."""
+        return self.microbatches or math.gcd(batch_size, pp)
+
 
 @dataclass
 class ThreeDConfig(PPConfig):
@@ -567,6 +597,8 @@ class ThreeDConfig(PPConfig):
 @dataclass
 class DeepSpeedConfig(BackendConfig):
     """DeepSpeed's engine: data parallel, with the training state sharded across ranks (ZeRO stages 0 to 3)."""
+
+    own_engine: ClassVar[bool] = True
 
     name: str = "deepspeed"
     """Name of the backend; set by train.backend."""
@@ -833,12 +865,19 @@ class TrainConfig(Section):
     """Refuse to start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
     """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
+    hang_s: int = 120
+    """Seconds without progress after which the run says where each rank is and for whom the others wait, and continues;
+    start-up, the first step, samples and saves may take five times as long; 0: never."""
     checkpoint_interval: int = 1000
     """Steps between checkpoints, in addition to one after the last step; 0: no checkpoints."""
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the best one."""
     save_best: bool = True
-    """Also write a checkpoint whenever the validation loss is the lowest so far."""
+    """Also write a checkpoint whenever train.best_metric is the best so far."""
+    best_metric: str = "val_loss"
+    """Metric of an evaluation by which checkpoints are compared, such as val_accuracy."""
+    best_mode: str = "auto"
+    """Which values of train.best_metric are better: min, max, or auto (known from its name)."""
     async_save: bool = True
     """Write checkpoints in the background: only the device-to-host copy blocks training."""
     on_save_error: str = "continue"
@@ -858,14 +897,15 @@ class TrainConfig(Section):
         yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
         yield from positive("train", self, "keep_checkpoints")
         yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
-        yield from not_negative("train", self, "checkpoint_interval")
+        yield from not_negative("train", self, "checkpoint_interval", "hang_s")
         yield from above_zero("train", self, "temperature")
-        for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
+        for name, most in (("seed", 2**62), ("timeout_s", 10**8), ("hang_s", 10**8)):
             if getattr(self, name) > most:
                 yield f"train.{name}={getattr(self, name)} should be at most {most}"
         yield from one_of("train.dtype", self.dtype, DTYPES)
         yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
         yield from one_of("train.compile_scope", self.compile_scope, ["blocks", "model"])
+        yield from metric_of("train.best_metric", self.best_metric, self.best_mode, "train.best_mode")
         yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
         yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing
@@ -923,22 +963,60 @@ class WandbConfig(TrackerConfig):
 
 
 @dataclass
+class TensorBoardConfig(TrackerConfig):
+    """TensorBoard's event files, in tensorboard/ in the run directory."""
+
+    flush_s: float = 10.0
+    """Seconds after which what has been logged is written to the file at the latest."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from not_negative("tracker.tensorboard", self, "flush_s")
+
+
+@dataclass
+class MlflowConfig(TrackerConfig):
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking server or database; null: $MLFLOW_TRACKING_URI, or MLflow's own default in the working directory."""
+    experiment: str = "wordrun"
+    """MLflow experiment."""
+
+
+@dataclass
+class TrackioConfig(TrackerConfig):
+    """Hugging Face's Trackio."""
+
+    project: str = "wordrun"
+    """Trackio project."""
+    space_id: str | None = None
+    """Hugging Face Space that shows the run, such as user/space; null: a database on this machine."""
+
+
+@dataclass
 class HookConfig(Section):
     """Options of a hook, which the trainer calls between steps."""
 
 
 @dataclass
 class EarlyStopConfig(HookConfig):
-    """End the run when the validation loss no longer improves."""
+    """End the run when a metric of the evaluations no longer improves."""
 
+    metric: str = "val_loss"
+    """Metric of an evaluation, such as val_accuracy."""
+    mode: str = "auto"
+    """Which values of the metric are better: min, max, or auto (known from its name)."""
     patience: int = 5
     """Number of consecutive evaluations without improvement after which the run ends."""
     min_delta: float = 0.0
-    """Smallest decrease in validation loss that counts as an improvement, in nats per token."""
+    """Smallest change of the metric that counts as an improvement; the loss of text is in nats per token."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return [*positive("hooks.early_stop", self, "patience"), *not_negative("hooks.early_stop", self, "min_delta")]
+        yield from positive("hooks.early_stop", self, "patience")
+        yield from not_negative("hooks.early_stop", self, "min_delta")
+        yield from metric_of("hooks.early_stop.metric", self.metric, self.mode, "hooks.early_stop.mode")
 
 
 @dataclass
@@ -950,7 +1028,7 @@ class EMAConfig(HookConfig):
     interval: int = 1
     """Steps between updates."""
     evaluate: bool = True
-    """Also evaluate the averaged weights, as ema_val_loss."""
+    """Also evaluate the averaged weights: ema_val_loss, and each metric as ema_val_NAME."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -1056,11 +1134,9 @@ class PyinstrumentConfig(ProfilerConfig):
 
 
 @dataclass
-class TorchProfilerConfig(ProfilerConfig):
-    """Chrome trace of operators and kernels over a few steps, by torch.profiler."""
+class ScheduledProfilerConfig(ProfilerConfig):
+    """Options of profilers that record a few steps."""
 
-    name: str = "torch"
-    """Name of the profiler."""
     wait: int = 10
     """Number of steps before the profiler starts."""
     warmup: int = 2
@@ -1073,6 +1149,52 @@ class TorchProfilerConfig(ProfilerConfig):
         yield from super().problems()
         yield from not_negative("profiler", self, "wait", "warmup")
         yield from positive("profiler", self, "active")
+
+
+@dataclass
+class TorchProfilerConfig(ScheduledProfilerConfig):
+    """Trace of operators and kernels over a few steps, by torch.profiler, and its summary as text and HTML."""
+
+    name: str = "torch"
+    """Name of the profiler."""
+    shapes: bool = False
+    """Also record the shapes of inputs."""
+    stacks: bool = False
+    """Also record the Python stacks, which slows the recorded steps down."""
+
+
+@dataclass
+class SpansProfilerConfig(ProfilerConfig):
+    """A timeline of all ranks: when each is in which phase of a step."""
+
+    name: str = "spans"
+    """Name of the profiler."""
+    ranks: list[int] = field(default_factory=list)
+    """Ranks in the timeline; []: all."""
+    wait: int = 10
+    """Number of steps before the first that is recorded, at least 1."""
+    active: int = 10
+    """Number of steps to record."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("profiler", self, "wait", "active")]
+
+
+@dataclass
+class MemoryProfilerConfig(ScheduledProfilerConfig):
+    """What allocates memory: on CUDA a snapshot, also when memory runs out; on CPUs a table of operations."""
+
+    name: str = "memory"
+    """Name of the profiler."""
+    entries: int = 100_000
+    """On CUDA: number of allocations and frees to keep, the last ones."""
+    rows: int = 30
+    """On CPUs: number of operations in the table."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("profiler", self, "entries", "rows")]
 
 
 @dataclass

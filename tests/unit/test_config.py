@@ -506,7 +506,7 @@ def test_the_trackers_mode_is_checked() -> None:
     cfg.tracker = {"jsonl": TrackerConfig(), "wandb": TrackerConfig(), "wadb": TrackerConfig()}
     assert complaints(lambda: check(cfg)) == [
         "tracker.wandb has the options of TrackerConfig: use WandbConfig",
-        "tracker=wadb should be one of jsonl, wandb; did you mean 'wandb'?",
+        "tracker=wadb should be one of jsonl, wandb, tensorboard, mlflow, trackio; did you mean 'wandb'?",
     ]
 
 

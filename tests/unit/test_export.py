@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from wordrun import interrupts
 from wordrun.checkpoint.saved import find
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.tokenizers.huggingface import letters, tokenizer_json
@@ -83,11 +84,8 @@ def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
 def test_ctrl_c_leaves_nothing_behind(save_run: SaveRun, monkeypatch: pytest.MonkeyPatch) -> None:
     save_run(Path("run"))
     monkeypatch.setattr("wordrun.export.write_weights", lambda folder, *rest: signal.raise_signal(signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as wordrun's commands do while they start
-    try:
+    with interrupts.ending_at_once():  # as wordrun's commands do while they start
         assert main(["run=run", "out=folder"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert [path.name for path in Path().iterdir()] == ["run"]
 
 

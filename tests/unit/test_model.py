@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from wordrun import model as models
 from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.data.batch import Batch
-from wordrun.model import Transformer
+from wordrun.model import Transformer, attention
 from wordrun.model.generate import generate
 from wordrun.model.llama import rotary_table, rotate
 from wordrun.model.modern import ngrams
@@ -65,8 +65,20 @@ def test_a_later_token_does_not_change_an_earlier_one(model: Transformer) -> Non
     assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-6
 
 
+def test_documents_that_are_long_need_no_mask() -> None:
+    documents = torch.tensor([0] * 100 + [1] * 28).repeat(2, 1)
+    documents[1] = 7  # the last document of one sequence is not the first one of the next
+    assert attention.document_mask(documents) == (100, 28, 128)
+    documents[0, 10:] += torch.arange(118)
+    assert attention.document_mask(documents).shape == (2, 1, 128, 128)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("long", [64, 1], ids=["one-mask", "each-by-itself"])
 @pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["fused", "by-hand"])
-def test_attention_can_be_kept_within_documents(model: Transformer, dropout: float) -> None:
+def test_attention_can_be_kept_within_documents(
+    model: Transformer, dropout: float, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "LONG", long)
     for block in model.blocks.values():
         block.attention.dropout = dropout  # with some, a CPU takes another way
     x = tokens()
@@ -85,6 +97,22 @@ def test_attention_can_be_kept_within_documents(model: Transformer, dropout: flo
     changed[0, :9] = (x[0, :9] + 1) % V
     torch.testing.assert_close(model.features(changed, documents=documents)[0, 9:], kept[0, 9:])
     assert not torch.allclose(model.features(changed)[0, 9:], whole[0, 9:], atol=1e-6)
+
+
+@ALL
+def test_documents_have_the_same_gradients_with_a_mask_and_without(
+    cfg: TransformerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = torch.zeros(3, 16, dtype=torch.long)
+    documents[0, 5:] += 1
+    documents[1, 1:] += 1
+    found = []
+    for long in (64, 1):
+        monkeypatch.setattr(attention, "LONG", long)
+        model = models.build(cfg, V, seed=1)
+        model(tokens(), documents=documents, targets=tokens(seed=1)).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_the_order_of_the_tokens_matters(model: Transformer) -> None:

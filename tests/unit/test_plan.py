@@ -34,7 +34,7 @@ from wordrun.devices import VARIANTS
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.launch import site_files as sites
-from wordrun.plan import show
+from wordrun.plan import shapes, show
 from wordrun.plan.activations import saved_tensors
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Estimate, Planner, Unavailable
@@ -135,6 +135,24 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert numel(read.stage(range(2))) == first.num_parameters()
     last = models.meta_model(cfg.model, 1000, layers=[cfg.model.n_layer - 1])
     assert numel(read.stage([cfg.model.n_layer - 1])) == last.num_parameters()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["model=nano"], ["model=nano", "model.bias=true"], ["model=gpt2"], ["model=llama_debug"], ["model=llama3_1b"],
+     ["model=qwen3_0_6b"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_shapes_by_arithmetic_are_those_of_the_model(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run that cannot fit is refused without importing torch."""
+    cfg = compose(words).model
+    assert not shapes.needs_torch(cfg)
+    found = shapes_of(cfg, 1000, 128)
+    monkeypatch.setattr(shapes, "needs_torch", lambda cfg: True)
+    model = shapes_of(cfg, 1000, 128)
+    for name in ("first", "block", "last", "tied"):
+        assert sorted(map(repr, getattr(found, name))) == sorted(map(repr, getattr(model, name)))
+    assert found.vocab_size == model.vocab_size
 
 
 def test_the_largest_shard_has_complete_rows() -> None:

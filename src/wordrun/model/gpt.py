@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
-from wordrun.model.attention import causal_attention
+from wordrun.model.attention import Mask, causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import LayerNorm
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
-from wordrun.model.attention import causal_attention
+from wordrun.model.attention import Mask, causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import RMSNorm
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.drop = Dropout(cfg.dropout)
 
     def forward(
-        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None, values: Tensor | None = None
+        self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, values: Tensor | None = None
     ) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape

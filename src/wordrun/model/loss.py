@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE = 2**24
-"""Number of logits above which ``cross_entropy`` is used; below, their memory does not matter."""
-CHUNK = 2**25
-"""Number of logits computed at once, unless compiled: the largest fp32 copy of them."""
+from wordrun import kernels
 
 
 def cross_entropy(
@@ -51,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float, dtype: torch.dtype,
         kernel: Callable[..., Tensor], keep: bool,
     ) -> Tensor:  # fmt: skip
-        rows = len(x) if kernel is not _softmax else max(1, CHUNK // len(weight))
+        rows = len(x) if kernel is not _softmax else max(1, kernels.CHUNK // len(weight))
         a, w = x.to(dtype), weight.to(dtype)
         logits = torch.empty(len(x) if keep else min(rows, len(x)), len(weight), dtype=dtype, device=x.device)
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, V vocabulary with padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wordrun import compat, kernels
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
-from wordrun.model.attention import document_mask
+from wordrun.model.attention import Mask, document_mask
 from wordrun.model.base import Model, Rows
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
@@ -30,15 +31,13 @@ class Block(nn.Module):
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
 
-    def forward(
-        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None, **additions: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Tensor) -> Tensor:
         """Return the residual stream after this block.
 
         Args:
             x: (B, T, C), like the result.
             cache: KV cache of earlier tokens; the keys and values of ``x`` are appended.
-            mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
+            mask: which tokens attend to which, from ``document_mask``; None: causal attention.
             additions: further arguments of this block's attention.
         """
         x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
@@ -240,7 +239,7 @@ class Transformer(Model):
         weight = self.head.weight
         # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
         plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
-        if not plain or targets.numel() * len(weight) <= loss.LARGE:
+        if not plain or targets.numel() * len(weight) <= kernels.LARGE:
             return self.criterion(self.output(x), targets)
         losses = loss.cross_entropy(
             x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, self.softcap, compiled=self.compiled_loss
@@ -264,16 +263,14 @@ class Transformer(Model):
         """Return further arguments for the attention of block ``layer``, computed from ``tokens`` (B, T)."""
         return {}
 
-    def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
+    def losses(self, batch: TokenBatch) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
+        losses: Tensor = self(batch.tokens, documents=batch.documents, targets=batch.targets)
         return scaled(losses, batch)
 
-    def losses_and_outputs(
-        self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def losses_and_outputs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
-        logits = (forward or self)(batch.tokens, documents=batch.documents)
+        logits = self(batch.tokens, documents=batch.documents)
         return scaled(self.criterion(logits, batch.targets), batch), logits
 
     @staticmethod
@@ -324,9 +321,7 @@ def in_compute_dtype(x: Tensor) -> Tensor:
 
 def unsharded(tensor: Tensor) -> Tensor:
     """Return the full tensor, on every tensor-parallel rank."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
@@ -335,9 +330,7 @@ def exclude(logits: Tensor, start: int) -> None:
 
     Autograd would copy the gradients of all logits to mask those that the softmax makes exactly 0 anyway.
     """
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(logits, DTensor):  # sharded by vocabulary, over the tensor-parallel ranks
+    if compat.is_sharded(logits):  # sharded by vocabulary, over the tensor-parallel ranks
         rank, logits = logits.device_mesh.get_local_rank(), logits.to_local()
         start -= rank * logits.shape[-1]
     logits[..., max(0, start) :] = -torch.inf

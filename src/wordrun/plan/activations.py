@@ -11,6 +11,7 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.kernels import CHUNK, LARGE, keeps_weights
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
 
@@ -116,8 +117,6 @@ def _attention(cfg: TransformerConfig, *, on_cpu: bool, bf16: bool) -> list[Save
     Fused attention stores no T x T matrix. Unfused attention (``keeps_weights``) saves the weights and, with dropout,
     also the mask and their product.
     """
-    from wordrun.model.attention import keeps_weights
-
     C, N, T = cfg.n_embd, cfg.n_head, cfg.block_size
     masks = [SavedTensor(C, dtype="compute" if on_cpu else "byte")] * 2 if cfg.dropout else []
     if on_cpu and keeps_weights(cfg.dropout, T, bf16=bf16):
@@ -137,8 +136,6 @@ def activation_memory(
         layers: indices of this stage's blocks.
         parts: number of micro-batches per micro-step.
     """
-    from wordrun.model.loss import CHUNK, LARGE  # here, because it imports torch
-
     cfg, tp, tokens = model.cfg, strategy.layout.tp, strategy.tokens / parts
     sizes = {"compute": strategy.compute, "stream": strategy.stream, "fp32": FP32, "byte": 1}
     autocast = strategy.stream != strategy.compute

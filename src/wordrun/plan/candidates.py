@@ -80,7 +80,7 @@ class Planner:
         mine = replace(cfg, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
         # A plan does not require DeepSpeed to be installed, so check the batch as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
-        checks.check(checked if isinstance(backend, DeepSpeedConfig) else mine, hardware.devices, hardware.per_node)
+        checks.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:
