@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +41,10 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (torch.cpu, "_is_amx_tile_supported", "cpu_is_fast_at_bf16"),
         (torch.ops.mkldnn, "_is_mkldnn_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch, "_foreach_mul_", "scale"),
+        (torch.autograd.Variable._execution_engine, "queue_callback", "after_gradients"),
+        (_fsdp_collectives, "DefaultAllGather", "time_collectives"),
+        (_fsdp_collectives, "DefaultReduceScatter", "time_collectives"),
+        (FSDPModule, "set_custom_reduce_scatter", "time_collectives"),
         *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],
 )
@@ -159,3 +165,33 @@ def test_torchvision_can_be_imported_beside_any_torch() -> None:
     if not importlib.util.find_spec("torchvision"):
         pytest.skip("needs torchvision: pip install 'wordrun[vision]'")
     assert compat.torchvision("models", "this test").resnet18
+
+
+def test_optimizers_find_the_compiler_once_it_is_imported(command: Command) -> None:
+    """Until then, making one, stepping and zeroing gradients do not import it; hooks of the step are called."""
+    script = """
+import sys
+import torch
+from wordrun import compat
+
+def make():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.register_step_post_hook(lambda *arguments: print("stepped", weight[0].item() < 1))
+    return weight, optimizer
+
+compat.spare_the_compiler()
+weight, optimizer = make()
+for loaded in (False, True):
+    if loaded:
+        import torch._dynamo
+    weight.square().sum().backward()
+    compat.step(optimizer)
+    optimizer.zero_grad()
+    print(weight.grad, "torch._dynamo" in sys.modules, optimizer.load_state_dict(optimizer.state_dict()))
+print(hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, compat.DISABLED), torch._dynamo.config.verbose)
+"""
+    done = command(sys.executable, "-c", script)
+    assert done.stdout.splitlines() == [
+        "stepped True", "None False None", "stepped True", "None True None", "True False",
+    ], done.stderr  # fmt: skip

@@ -48,6 +48,7 @@ def test_every_option_is_read() -> None:
         "--launcher",
         "hydra",
         "--oversubscribe",
+        "--prewarm",
         "--cpu-bind",
         "core",
         "--env",
@@ -68,7 +69,7 @@ def test_every_option_is_read() -> None:
     assert options == Options(
         np=4, nodes=1, ppn=4, hostfile="F", site="S", scheduler="none", launcher="hydra", oversubscribe=True,
         cpu_bind="core", env=(("A", "1"), ("B", "x=y"), ("C", "")), launcher_args=("-a", "b c"), dry_run=True,
-        json=True, info=True, idle_timeout=1.5, help=True, version=True, command=("run",),
+        prewarm=True, json=True, info=True, idle_timeout=1.5, help=True, version=True, command=("run",),
     )  # fmt: skip
 
 

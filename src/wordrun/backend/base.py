@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from wordrun import compat
 from wordrun.backend.optimizer import remember_ratios
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
@@ -57,6 +58,7 @@ class BackendSpec:
 
     def optimizer(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """Return the run's optimizer for the named ``parameters``."""
+        compat.spare_the_compiler()
         return remember_ratios(self.make_optimizer(parameters), self.cfg.optimizer.learning_rate)
 
     @cached_property

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
+from wordrun import compat
 from wordrun.backend import split
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
@@ -38,6 +39,10 @@ class FSDPBackend(NativeBackend):
         splitter = split.Splitter(spec, self.mesh, options)
         self.sharded = splitter.sharded
         super().__init__(spec, [splitter.build(layers) for layers in stages])
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    compat.time_collectives(module, self.timer)
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -23,7 +22,7 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
 from wordrun.config import Config
 from wordrun.errors import ConfigError
-from wordrun.model import Model
+from wordrun.model import LossesOf, Model
 
 
 class NativeBackend:
@@ -57,6 +56,9 @@ class NativeBackend:
         self.skips = spec.cfg.train.on_nonfinite == "skip"
         self.on_gradients: list[Callable[[], None]] = []
         """Called with the complete gradients of each step, before they are clipped."""
+        self.clock: Stopwatch | None = None
+        """Measures the current step; None: there is none."""
+        self.alone = spec.world.size == 1
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
@@ -65,13 +67,21 @@ class NativeBackend:
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         losses = []
+        self.clock = clock
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
+            if not self.alone:  # what follows is waiting for other ranks
+                compat.after_gradients(loss, partial(clock.lap, "backward"))
             self.backward(self.scaler.scale(loss))
-            clock.lap("backward")
+            clock.lap("backward" if self.alone else "communication")
             losses.append(loss.detach())
+        self.clock = None
         return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock))
+
+    def timer(self) -> AbstractContextManager[None]:
+        """Return the context in which a collective is measured, if it is part of a training step."""
+        return nullcontext() if self.clock is None else self.clock.collective()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss``."""
@@ -80,6 +90,7 @@ class NativeBackend:
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
         """Clip the gradients, step the optimizer and return the gradient norm before clipping."""
         self.complete_gradients()
+        clock.lap("communication")
         self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
@@ -93,8 +104,11 @@ class NativeBackend:
         if self.device.type != "cpu" or norm > self.grad_clip:
             clip(self.parameters, norm, self.grad_clip)
         set_learning_rate(self.optimizer, learning_rate)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            compat.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         clock.lap("optimizer")
         return norm
@@ -109,17 +123,18 @@ class NativeBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        if outputs is None:
-            return self.forward_losses(batch)
-        with self.forward_context():
-            losses, seen = self.parts[0].losses_and_outputs(batch)
-            outputs.append(full(seen))
-            return full(losses)
+        losses = self.forward_losses(batch, outputs=outputs)
+        if outputs:
+            outputs[-1] = full(outputs[-1])
+        return losses
 
-    def forward_losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,), calling the model through ``forward`` if given."""
+    def forward_losses(
+        self, batch: Any, wrapper: nn.Module | None = None, outputs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), as ``losses`` does, through the model's ``wrapper``."""
+        model = self.parts[0]
         with self.forward_context():
-            return full(checked(self.parts[0].losses(batch, forward), self.parts[0], self.device))
+            return full(checked((model if wrapper is None else wrapper)(LossesOf(batch, outputs)), model, self.device))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -255,12 +270,12 @@ class NativeBackend:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if compat.is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor; all ranks that hold shards of it must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
 
 
 def average(tensors: Sequence[Tensor], group: Any = None) -> None:
@@ -282,7 +297,7 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
 
 def prepare(model: Model, cfg: Config) -> None:
     """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
-    for number, block in enumerate(model.blocks.values()):
+    for number, block in enumerate(model.blocks.children()):
         prepare_block(block, number, cfg)
     prepare_rest(model, cfg)
 

@@ -17,7 +17,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from wordrun import compat
 from wordrun.checkpoint import index, torch_format
@@ -50,7 +49,7 @@ def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> TensorShard:
     """Return this rank's shard of ``tensor``, in the same memory; only of the first ``rows`` if the rest is padding."""
     tensor = tensor.detach()
     shape, offset, data = tensor.shape, (0,) * tensor.dim(), tensor
-    if isinstance(tensor, DTensor):
+    if compat.is_sharded(tensor):
         offset, data = compat.shard_offset(tensor), tensor.to_local()
     if rows is not None:
         shape, data = torch.Size((rows, *shape[1:])), data[: max(0, rows - offset[0])]
@@ -75,7 +74,7 @@ def to_write(
     largest_first = sorted(tensors.items(), key=lambda pair: -pair[1].numel())
     for name, tensor in largest_first:
         sharded: set[str] = set()
-        if isinstance(tensor, DTensor):
+        if compat.is_sharded(tensor):
             names = tensor.device_mesh.mesh_dim_names or ()
             sharded = {axis for axis, how in zip(names, tensor.placements, strict=True) if not how.is_replicate()}
         alike = tuple(axis for axis in sizes if axis not in sharded)

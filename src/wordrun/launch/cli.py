@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import look_around, make_plan
+from wordrun.launch.planner import look_around, make_plan, records_folder
 from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.version import __version__
@@ -53,6 +54,10 @@ def _launch(options: Options) -> int:
     if options.version:
         print(f"launch (wordrun) {__version__}")
         return 0
+    if options.stacks is not None:
+        from wordrun.launch import stacks
+
+        return stacks.main(options.stacks, records_folder((), os.environ))
     if not (options.command or options.info or options.doctor):
         print(f"{USAGE}\n(launch --help lists the options)", file=sys.stderr)
         return 2
@@ -91,6 +96,8 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         say(note)
     if plan.decided.run.resume:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
+    if options.prewarm and (status := _prewarm(options, plan)) > 128:  # by a signal
+        return status
     left_out: frozenset[str] = frozenset()
     retries, kills = options.retries, Kills()
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
@@ -121,6 +128,25 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         except UserError as error:
             say(f"cannot launch again: {error}")
             return status
+
+
+def _prewarm(options: Options, plan: LaunchPlan) -> int:
+    """Read the files of the command's Python on each node of ``plan``; return the status, other than 0 if it failed."""
+    from wordrun.launch import prewarm
+    from wordrun.launch.run import run
+    from wordrun.launch.supervisor import say
+
+    first = options.command[0]
+    python = first if re.fullmatch(r"python[\d.]*", os.path.basename(first)) else sys.executable
+    once = replace(
+        options, np=None, nodes=plan.ranks.nodes, ppn=1, cpu_bind=None, idle_timeout=None, walltime_margin=None,
+        command=(python, prewarm.__file__),
+    )  # fmt: skip
+    same = Identity(f"{plan.decided.run.run_id}-prewarm", "--prewarm")
+    status = run(make_plan(once, same=same)).status
+    if status:
+        say(f"--prewarm failed with status {status}")
+    return status
 
 
 def _info(options: Options) -> int:

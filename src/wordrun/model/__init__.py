@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from wordrun.config import ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError
-from wordrun.model.base import Model
+from wordrun.model.base import LossesOf, Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
+from wordrun.model.plain import adapt, check_losses
 from wordrun.model.transformer import Transformer
 from wordrun.registry import part_of
 
-__all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
+__all__ = ["GPT", "Llama", "LossesOf", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
 
 M = TypeVar("M", bound=Model)
+DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
+"""Functions that fill a tensor with random numbers."""
 
 
 def meta_model(
@@ -45,7 +50,7 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
         arguments: what else its constructor takes, which depends on the data.
 
     Raises:
-        ConfigError: the constructor does not take these arguments, or the class is not derived from ``Model``.
+        ConfigError: the constructor does not take these arguments or fails, or what it returns cannot be trained.
     """
     part = part_of("model", cfg)
     make = part.load()
@@ -56,16 +61,32 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
             f"{part} does not fit the data: its constructor should take {', '.join(['cfg', *arguments])} ({error}). "
             "Choose another model or other data, or change the constructor"
         ) from None
-    with torch.device("meta"):
-        model: Model = make(cfg, **arguments)
-    if not isinstance(model, Model):
-        raise ConfigError(
-            f"{part}: {type(model).__name__} should derive from wordrun.model.Model, which adds what backends need to "
-            "nn.Module, and define losses(batch, forward=None)"
-        )
+    with part.blamed(" on the meta device, where tensors have no values"), torch.device("meta"), _WithoutReferences():
+        model = make(cfg, **arguments)
+    try:
+        check_losses(model)
+        if not isinstance(model, Model):
+            model = adapt(model, partial(make, cfg, **arguments))
+    except ConfigError as error:
+        raise ConfigError(f"{part}: {error}") from None
     if not hasattr(model, "blocks"):  # it is sharded and compiled as a whole
         model.add_module("blocks", nn.ModuleDict())
     return model
+
+
+class _WithoutReferences(TorchFunctionMode):
+    """Does without functions that torch has on the meta device in Python only, and imports the compiler for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``function``, or what has the same effect."""
+        kwargs = kwargs or {}
+        if function in DRAWING:  # there is nothing to fill
+            return args[0] if args else kwargs["tensor"]
+        if function is torch.empty_like:
+            like = args[0]
+            device = kwargs.get("device") or like.device
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return function(*args, **kwargs)
 
 
 def build(cfg: TransformerConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
@@ -75,7 +96,8 @@ def build(cfg: TransformerConfig, vocab_size: int, seed: int = 0, device: torch.
 
 def materialise(model: M, seed: int, device: torch.device | str) -> M:
     """Allocate a meta model on ``device`` and initialise it."""
-    model.to_empty(device=device)
+    with _WithoutReferences():
+        model.to_empty(device=device)
     model.tie()
     model.initialise(seed)
     return model

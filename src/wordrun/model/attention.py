@@ -12,27 +12,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wordrun import compat
+from wordrun.kernels import keeps_weights
 from wordrun.model.dropout import dropout
 
-SHORT = 512
-"""Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
+Mask = Tensor | tuple[int, ...]
+"""Which tokens attend to which: (B, 1, T, T), True where they do; or the lengths of the documents of all sequences."""
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Return the causal attention mask within each of ``documents`` (B, T), as (B, 1, T, T) (Llama 3, section 3.2)."""
+def document_mask(documents: Tensor) -> Mask:
+    """Return the causal attention mask within each of ``documents`` (B, T) (Llama 3, section 3.2).
+
+    A CPU computes the attention of each document separately if they are long enough, which needs no T x T mask.
+    """
+    if documents.device.type == "cpu" and not torch.compiler.is_compiling():
+        ends = (documents.diff(dim=1, append=documents[:, -1:] + 1).flatten() != 0).nonzero().flatten() + 1
+        lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        if len(lengths) * LONG <= documents.numel():
+            return tuple(lengths)
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
-def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
-    """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
-
-    torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
-    longer to set up its many small products than to compute them, except for long sequences.
-    """
-    return p > 0 or (bf16 and tokens <= SHORT)
+LONG = 64
+"""Mean number of tokens in a document from which a CPU is faster with each document by itself (measured)."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | None = None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None) -> Tensor:
     """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and earlier tokens, (B, N, T, H).
 
     Args:
@@ -41,8 +45,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | N
             the last T of S tokens; dropout requires T = S.
         v: values, (B, M, S, H).
         p: dropout probability of the attention weights.
-        mask: (B, 1, T, T), True where a token attends to another; None: causal attention.
+        mask: see ``Mask``; None: causal attention.
     """
+    if isinstance(mask, tuple):
+        return _by_document(q, k, v, p, mask)
     by_hand = (
         keeps_weights(p, q.shape[2], bf16=q.dtype == torch.bfloat16)
         and q.device.type == "cpu" and q.shape[2] == k.shape[2] and not torch.compiler.is_compiling()
@@ -67,6 +73,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | N
     if p > 0:
         weights = dropout(weights, p)
     return (weights @ v.reshape(B * N, T, H)).view(B, N, T, H)
+
+
+def _by_document(q: Tensor, k: Tensor, v: Tensor, p: float, lengths: tuple[int, ...]) -> Tensor:
+    """Return the attention of each document by itself; ``lengths`` are those of the documents, in order."""
+    # Split rather than sliced: the gradient of a slice has the size of the whole.
+    parts = (torch.split(x.transpose(1, 2).flatten(0, 1), list(lengths)) for x in (q, k, v))
+    found = []
+    for tokens in zip(*parts, strict=True):
+        one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in tokens)
+        found.append(causal_attention(one_q, one_k, one_v, p)[0].transpose(0, 1))
+    return torch.cat(found).view(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
 
 
 def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:

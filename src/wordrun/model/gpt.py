@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
-from wordrun.model.attention import causal_attention
+from wordrun.model.attention import Mask, causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, LayerNorm, Transformer
+from wordrun.model.norms import LayerNorm
+from wordrun.model.transformer import Block, Transformer
 
 
 class Attention(nn.Module):
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
@@ -81,8 +82,9 @@ class GPT(Transformer):
         """Return a norm."""
         return LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+    def embed(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the sum of token and position embeddings, (B, T, C)."""
+        start = cache.length if cache else 0
         positions = self.positions(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
 

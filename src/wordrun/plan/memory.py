@@ -15,7 +15,7 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun import config
-from wordrun.checks import microbatches, vocab_multiple
+from wordrun.checks import vocab_multiple
 from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
@@ -188,7 +188,7 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
 def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
     """One rank of a pipeline; a step runs the schedule once over all micro-batches."""
     at, stages = strategy.layout, stages_of(strategy, options, pp_rank)
-    parts = microbatches(strategy.cfg, options, at.pp)
+    parts = options.microbatches_of(strategy.cfg.model.batch_size, at.pp)
     count = parts * strategy.gas
     flying = in_flight(options.schedule, at.pp, pp_rank, count, len(stages))
     each = [activation_memory(model, strategy, checkpointing, layers, parts) for layers in stages]

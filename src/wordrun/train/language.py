@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from wordrun import dist, files
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
-from wordrun.config import Config
+from wordrun.config import Config, DDPConfig
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
@@ -87,11 +88,11 @@ class LanguageTask(Task):
     @classmethod
     def least_shapes(cls, cfg: Config) -> ModelShapes:
         """Return the shapes of the model with a vocabulary of one token."""
-        return shapes_of(cfg.transformer, 1)
+        return shapes_of(cfg.transformer, 1, split=not isinstance(cfg.backend, DDPConfig))
 
     def shapes(self) -> ModelShapes:
         """Return the shapes of the run's model."""
-        return shapes_of(self.cfg.transformer, self.vocab_size)
+        return shapes_of(self.cfg.transformer, self.vocab_size, split=not isinstance(self.cfg.backend, DDPConfig))
 
     def _check_vocabulary(self) -> None:
         data, size = self.cfg.data.name, self.cfg.transformer.vocab_size or self.vocab_size
@@ -193,7 +194,8 @@ class LanguageTask(Task):
             return backend.logits(tokens)[:, : self.meta_model.vocab_size]
 
         # Without compilation, which would run again for each length of the growing text.
-        with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager") if train.compile else nullcontext()
+        with evaluation_mode(backend), eager:
             text = generate(
                 logits_of, tokens, length, block_size=self.cfg.transformer.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,

@@ -25,7 +25,7 @@ def learning_rate(
     warmup, end = optimizer.warmup_iters, optimizer.lr_decay_iters or max_iters
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    return float(part_of("schedule", schedule).load()(schedule, step - warmup, max(1, end - warmup), peak, lowest))
+    return float(part_of("schedule", schedule).build(schedule, step - warmup, max(1, end - warmup), peak, lowest))
 
 
 def cosine(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
