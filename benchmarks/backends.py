@@ -28,10 +28,10 @@ import wordrun
 from memory_peak import peak
 from wordrun import dist
 from wordrun.backend.native import full, local
-from wordrun.backend.pipeline import blocks_of
 from wordrun.backend.split import reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import AdamWConfig
+from wordrun.dist.mesh import blocks_of
 from wordrun.model import Transformer, materialise, meta_model
 from wordrun.plan.candidates import Planner
 from wordrun.plan.memory import memory

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import wordrun
 from wordrun import dist
-from wordrun.checks import microbatches, stages
+from wordrun.checks import stages
 from wordrun.config import SCHEDULES, PPConfig
 from wordrun.train.hooks import Hook, Training
 
@@ -111,7 +111,7 @@ def record(world: dist.World, schedule: str, overrides: list[str], folder: str) 
     steps.sort(key=lambda passes: idle_fraction(passes, world.size))
     assert isinstance(cfg.backend, PPConfig)
     fractions = [idle_fraction(passes, world.size) for passes in steps]
-    parts = microbatches(cfg, cfg.backend, pp)
+    parts = cfg.backend.microbatches_of(cfg.model.batch_size, pp)
     return steps[len(steps) // 2], statistics.median(fractions), stages(cfg.backend, pp) // pp, parts
 
 

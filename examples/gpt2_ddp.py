@@ -46,47 +46,37 @@ class GPT(nn.Module):
         return self.norm(x) @ self.token.weight.T
 
 
-def load_sequences():
-    """Return sequences of BLOCK + 1 bytes, (N, BLOCK + 1): to train on, and 32 to evaluate with."""
-    text = torch.frombuffer(bytearray(sample_text(60_000).encode()), dtype=torch.uint8).long()
-    sequences = text.unfold(0, BLOCK + 1, BLOCK)
-    return sequences[:-32], sequences[-32:]
-
-
 def next_token_loss(model, tokens):
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def main():
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
-    dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    train_data, test_data = load_sequences()
-    micro_batches = train_data.split(MICRO_BATCH_SIZE)
-    model = DistributedDataParallel(GPT().to(device))
-    optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=STEPS)
-    mine = range(rank, MICRO_BATCHES, world_size)
-    for step in range(STEPS):
-        step_loss = torch.zeros((), device=device)
-        for micro in mine:
-            with nullcontext() if micro == mine[-1] else model.no_sync():
-                loss = next_token_loss(model, micro_batches[step * MICRO_BATCHES + micro].to(device)) / len(mine)
-                loss.backward()
-            step_loss += loss.detach()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        dist.all_reduce(step_loss)
-        if step % 10 == 0 and rank == 0:
-            print(f"step {step}: loss {step_loss.item() / world_size:.5f}")
-    test_loss = next_token_loss(model, test_data.to(device)).item()
-    print(f"rank {rank} of {world_size} on {device.type}: test loss {test_loss:.5f}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+if device.type != "cpu":
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+text = torch.frombuffer(bytearray(sample_text(60_000).encode()), dtype=torch.uint8).long()
+sequences = text.unfold(0, BLOCK + 1, BLOCK)  # of BLOCK + 1 bytes each
+train_data, test_data = sequences[:-32], sequences[-32:]
+micro_batches = train_data.split(MICRO_BATCH_SIZE)
+model = DistributedDataParallel(GPT().to(device))
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=STEPS)
+mine = range(rank, MICRO_BATCHES, world_size)
+for step in range(STEPS):
+    step_loss = torch.zeros((), device=device)
+    for micro in mine:
+        with nullcontext() if micro == mine[-1] else model.no_sync():
+            loss = next_token_loss(model, micro_batches[step * MICRO_BATCHES + micro].to(device)) / len(mine)
+            loss.backward()
+        step_loss += loss.detach()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    dist.all_reduce(step_loss)
+    if step % 10 == 0 and rank == 0:
+        print(f"step {step}: loss {step_loss.item() / world_size:.5f}")
+test_loss = next_token_loss(model, test_data.to(device)).item()
+print(f"rank {rank} of {world_size} on {device.type}: test loss {test_loss:.5f}")
+dist.destroy_process_group()

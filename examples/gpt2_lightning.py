@@ -58,32 +58,22 @@ class GPT(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def load_sequences():
-    """Return sequences of BLOCK + 1 bytes, (N, BLOCK + 1): to train on, and 32 to evaluate with."""
-    text = torch.frombuffer(bytearray(sample_text(60_000).encode()), dtype=torch.uint8).long()
-    sequences = text.unfold(0, BLOCK + 1, BLOCK)
-    return sequences[:-32], sequences[-32:]
-
-
 def next_token_loss(model, tokens):
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def main():
-    world_size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    lightning.seed_everything(0, verbose=False)
-    train_data, test_data = load_sequences()
-    model = GPT()
-    trainer = lightning.Trainer(
-        devices=per_node, num_nodes=world_size // per_node, strategy="ddp", plugins=TorchElasticEnvironment(),
-        max_steps=STEPS, accumulate_grad_batches=MICRO_BATCHES // world_size,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, DataLoader(train_data, MICRO_BATCH_SIZE))
-    (result,) = trainer.test(model, DataLoader(test_data, len(test_data)), verbose=False)
-    name = model.device.type
-    print(f"rank {trainer.global_rank} of {trainer.world_size} on {name}: test loss {result['test_loss']:.5f}")
-
-
-if __name__ == "__main__":
-    main()
+world_size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+lightning.seed_everything(0, verbose=False)
+text = torch.frombuffer(bytearray(sample_text(60_000).encode()), dtype=torch.uint8).long()
+sequences = text.unfold(0, BLOCK + 1, BLOCK)  # of BLOCK + 1 bytes each
+train_data, test_data = sequences[:-32], sequences[-32:]
+model = GPT()
+trainer = lightning.Trainer(
+    devices=per_node, num_nodes=world_size // per_node, strategy="ddp", plugins=TorchElasticEnvironment(),
+    max_steps=STEPS, accumulate_grad_batches=MICRO_BATCHES // world_size,
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)  # fmt: skip
+trainer.fit(model, DataLoader(train_data, MICRO_BATCH_SIZE))
+(result,) = trainer.test(model, DataLoader(test_data, len(test_data)), verbose=False)
+name = model.device.type
+print(f"rank {trainer.global_rank} of {trainer.world_size} on {name}: test loss {result['test_loss']:.5f}")

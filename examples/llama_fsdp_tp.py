@@ -53,46 +53,35 @@ def rotate(x):
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
 
-class Llama(nn.Sequential):
-    def __init__(self):
-        blocks = (Block() for _ in range(LAYERS))
-        super().__init__(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
-
-    def forward(self, tokens):
-        return cross_entropy(super().forward(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def main():
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
-    dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    tp_size = min(TP_SIZE, world_size)
-    mesh = init_device_mesh(device.type, (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh["dp"], mesh["tp"]
-    torch.manual_seed(0)
-    model = Llama().to(device)
-    for block in list(model)[1 : 1 + LAYERS]:
-        columns = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
-        parallelize_module(block, tp, columns | {name: RowwiseParallel() for name in ("out", "down")})
-        fully_shard(block, mesh=dp)
-    fully_shard(model, mesh=dp)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    batch = torch.randint(VOCABULARY, (BATCH_SIZE, LENGTH + 1))  # the same in each step, to be learned by heart
-    own = batch.chunk(dp.size())[dp.get_local_rank()].to(device)
-    for step in range(STEPS):
-        loss = model(own)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        dist.all_reduce(mean := loss.detach() / world_size)
-        if rank == 0 and step in (0, STEPS - 1):
-            print(f"step {step}: loss {mean.item():.5f}")
-    shape = tuple(model[1].q.weight.to_local().shape)
-    print(f"rank {rank} of {world_size} on {device.type}: holds {shape} of the {WIDTH} x {WIDTH} weights of q")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+if device.type != "cpu":
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
+rank, world_size = dist.get_rank(), dist.get_world_size()
+tp_size = min(TP_SIZE, world_size)
+mesh = init_device_mesh(device.type, (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
+dp, tp = mesh["dp"], mesh["tp"]
+torch.manual_seed(0)
+blocks = [Block() for _ in range(LAYERS)]
+model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+model.to(device)
+columns = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+rows = {name: RowwiseParallel() for name in ("out", "down")}
+for block in blocks:
+    parallelize_module(block, tp, columns | rows)
+    fully_shard(block, mesh=dp)
+fully_shard(model, mesh=dp)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+batch = torch.randint(VOCABULARY, (BATCH_SIZE, LENGTH + 1))  # the same in each step, to be learned by heart
+own = batch.chunk(dp.size())[dp.get_local_rank()].to(device)
+for step in range(STEPS):
+    loss = cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    dist.all_reduce(mean := loss.detach() / world_size)
+    if rank == 0 and step in (0, STEPS - 1):
+        print(f"step {step}: loss {mean.item():.5f}")
+shape = tuple(model[1].q.weight.to_local().shape)
+print(f"rank {rank} of {world_size} on {device.type}: holds {shape} of the {WIDTH} x {WIDTH} weights of q")
+dist.destroy_process_group()

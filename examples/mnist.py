@@ -39,23 +39,18 @@ def test(model, data, device):
     return cross_entropy(outputs, labels).item(), (outputs.argmax(1) == labels).float().mean().item()
 
 
-def main():
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    torch.manual_seed(0)
-    train_data, test_data = load_data()
-    loader = DataLoader(train_data, BATCH_SIZE, shuffle=True)
-    model = ConvNet().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    before, _ = test(model, test_data, device)
-    for _epoch in range(EPOCHS):
-        for images, labels in loader:
-            loss = cross_entropy(model(images.to(device)), labels.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    after, accuracy = test(model, test_data, device)
-    print(f"{device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
-
-
-if __name__ == "__main__":
-    main()
+device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+torch.manual_seed(0)
+train_data, test_data = load_data()
+loader = DataLoader(train_data, BATCH_SIZE, shuffle=True)
+model = ConvNet().to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+before, _ = test(model, test_data, device)
+for _epoch in range(EPOCHS):
+    for images, labels in loader:
+        loss = cross_entropy(model(images.to(device)), labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+after, accuracy = test(model, test_data, device)
+print(f"{device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")

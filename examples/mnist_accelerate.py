@@ -44,26 +44,21 @@ def test(model, data, device):
     return cross_entropy(outputs, labels).item(), (outputs.argmax(1) == labels).float().mean().item()
 
 
-def main():
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
-    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    torch.manual_seed(0)
-    train_data, test_data = load_data()
-    loader = DataLoader(train_data, BATCH_SIZE, shuffle=True)
-    model = ConvNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    before, _ = test(model, test_data, device)
-    for _epoch in range(EPOCHS):
-        for images, labels in loader:
-            loss = cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
-    after, accuracy = test(model, test_data, device)
-    print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
-    accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+torch.manual_seed(0)
+train_data, test_data = load_data()
+loader = DataLoader(train_data, BATCH_SIZE, shuffle=True)
+model = ConvNet()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+before, _ = test(model, test_data, device)
+for _epoch in range(EPOCHS):
+    for images, labels in loader:
+        loss = cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+after, accuracy = test(model, test_data, device)
+print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
+accelerator.end_training()

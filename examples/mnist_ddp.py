@@ -47,30 +47,25 @@ def test(model, data, device):
     return cross_entropy(outputs, labels).item(), (outputs.argmax(1) == labels).float().mean().item()
 
 
-def main():
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
-    dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    train_data, test_data = load_data()
-    sampler = DistributedSampler(train_data)
-    loader = DataLoader(train_data, BATCH_SIZE // world_size, sampler=sampler)
-    model = DistributedDataParallel(ConvNet().to(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    before, _ = test(model, test_data, device)
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # another order in each epoch
-        for images, labels in loader:
-            loss = cross_entropy(model(images.to(device)), labels.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    after, accuracy = test(model, test_data, device)
-    print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+if device.type != "cpu":
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+train_data, test_data = load_data()
+sampler = DistributedSampler(train_data)
+loader = DataLoader(train_data, BATCH_SIZE // world_size, sampler=sampler)
+model = DistributedDataParallel(ConvNet().to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+before, _ = test(model, test_data, device)
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)  # another order in each epoch
+    for images, labels in loader:
+        loss = cross_entropy(model(images.to(device)), labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+after, accuracy = test(model, test_data, device)
+print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
+dist.destroy_process_group()

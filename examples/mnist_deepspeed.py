@@ -52,36 +52,31 @@ def test(model, data, device):
     return cross_entropy(outputs, labels).item(), (outputs.argmax(1) == labels).float().mean().item()
 
 
-def main():
-    quiet_deepspeed()  # on CPUs it would spend a minute on compiling an operation that it can do without
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-    torch.manual_seed(0)
-    train_data, test_data = load_data()
-    sampler = DistributedSampler(train_data)
-    loader = DataLoader(train_data, BATCH_SIZE // world_size, sampler=sampler)
-    model = ConvNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    settings = {
-        "train_batch_size": BATCH_SIZE,
-        "gradient_clipping": 0.0,  # none; the default is 1
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,  # SGD is not on DeepSpeed's list
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    device, name = engine.device, engine.device.type
-    before, _ = test(engine, test_data, device)
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # another order in each epoch
-        for images, labels in loader:
-            loss = cross_entropy(engine(images.to(device)), labels.to(device))
-            engine.backward(loss)
-            engine.step()
-    after, accuracy = test(engine, test_data, device)
-    print(f"rank {rank} of {world_size} on {name}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
-    engine.destroy()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+quiet_deepspeed()  # on CPUs it would spend a minute on compiling an operation that it can do without
+deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+torch.manual_seed(0)
+train_data, test_data = load_data()
+sampler = DistributedSampler(train_data)
+loader = DataLoader(train_data, BATCH_SIZE // world_size, sampler=sampler)
+model = ConvNet()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+settings = {
+    "train_batch_size": BATCH_SIZE,
+    "gradient_clipping": 0.0,  # none; the default is 1
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,  # SGD is not on DeepSpeed's list
+}
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+device = engine.device
+before, _ = test(engine, test_data, device)
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)  # another order in each epoch
+    for images, labels in loader:
+        loss = cross_entropy(engine(images.to(device)), labels.to(device))
+        engine.backward(loss)
+        engine.step()
+after, accuracy = test(engine, test_data, device)
+print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
+engine.destroy()
+torch.distributed.destroy_process_group()

@@ -1,8 +1,9 @@
-"""A conversation with a model on a terminal."""
+"""A conversation with a model on a terminal, and how others can hold one with an exported model."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,25 @@ class Chat:
     def _written(self, text: str) -> tuple[str, str]:
         """Return what the model sees of a turn before the answer, and after it."""
         return self.data.turn(text) if self.data.kind == "pairs" else (f"{text}\n", "")
+
+
+def chat_template(data: TextConfig, end: str) -> str:
+    """Return the Jinja template with which transformers writes messages as the pairs of ``data`` were written.
+
+    Args:
+        data: the pairs that the model was trained on.
+        end: how a text contains the end-of-text token, which precedes each pair; empty: no text contains it.
+    """
+    before, _, after = data.template.partition("{answer}")
+    # A JSON string is a Jinja string, too.
+    before, after = (json.dumps(text, ensure_ascii=False) for text in (end + before, after))
+    return (
+        "{% for message in messages %}"
+        "{% if message['role'] == 'user' %}{{ " + before + ".replace('{prompt}', message['content']) }}"
+        "{% elif message['role'] == 'assistant' %}{{ message['content'] + " + after + " }}"
+        "{% else %}{{ raise_exception('the model knows only messages of a user and an assistant') }}{% endif %}"
+        "{% endfor %}"
+    )
 
 
 def converse(chat: Chat) -> None:

@@ -56,14 +56,14 @@ def _check_several(cfg: Config) -> Iterator[str]:
             if name in known and not known[name].configures(options):
                 wanted = known[name].options
                 yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
-    if cfg.metrics and isinstance(cfg.backend, PPConfig):
+    if cfg.metrics and cfg.backend.pipeline:
         names = ",".join(cfg.metrics)
         yield f"metrics=[{names}] needs the model's outputs, which a pipeline leaves on its last stage: use metrics=[]"
     yield from _check_hooks(cfg)
 
 
 def _check_hooks(cfg: Config) -> Iterator[str]:
-    train, engine = cfg.train, isinstance(cfg.backend, DeepSpeedConfig)
+    train, engine = cfg.train, cfg.backend.own_engine
     if "early_stop" in cfg.hooks and not train.eval_interval:
         yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
     if "ema" in cfg.hooks and engine:
@@ -85,11 +85,12 @@ def _check_hooks(cfg: Config) -> Iterator[str]:
             )
     test = cfg.hooks.get("lr_range")
     if isinstance(test, config.LRRangeConfig):
-        if train.checkpoint_interval:
-            yield (
-                "hooks=[lr_range] trains until the model diverges, which should not be saved: use "
-                "train.checkpoint_interval=0"
-            )
+        for option, what in (("checkpoint_interval", "saved"), ("eval_interval", "evaluated")):
+            if getattr(train, option):  # the hook's file sets 0, which an experiment overrides
+                yield (
+                    f"hooks=[lr_range] trains until the model diverges, which should not be {what}: use "
+                    f"train.{option}=0"
+                )
         if test.steps > train.max_iters:
             yield (
                 f"hooks.lr_range.steps={test.steps} is more than train.max_iters={train.max_iters}: raise "
@@ -132,6 +133,11 @@ def _check_choice(cfg: Config) -> Iterator[str]:
                 f"model.lora_rank={cfg.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "
                 "weights: use train.backend=FSDP or DDP"
             )
+        if isinstance(cfg.optimizer, config.MuonConfig):
+            yield (
+                "optimizer=muon needs whole matrices, but train.backend=deepspeed flattens and shards them inside its "
+                "engine: use train.backend=FSDP or DDP"
+            )
         if train.on_nonfinite == "skip":
             yield (
                 "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
@@ -149,10 +155,17 @@ def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
     return resolve(ranks, per_node, backend.axes())
 
 
-def accumulation(cfg: Config, dp: int) -> int:
-    """Return the number of micro-steps per optimizer step for ``dp`` data-parallel ranks."""
+def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
+    """Return the number of micro-steps of an optimizer step for ``dp`` data-parallel ranks.
+
+    ``step`` counts from 0; None: after train.batch_ramp.
+    """
+    for until, sequences in cfg.train.ramp():
+        if step is not None and step < until:
+            return sequences // (cfg.model.batch_size * dp)
     if cfg.train.global_batch_size is None:
-        return cfg.optimizer.gas or 1
+        suits = cfg.model.sequences_per_step() or 0
+        return cfg.optimizer.gas or max(1, round(suits / (cfg.model.batch_size * dp)))
     return cfg.train.global_batch_size // (cfg.model.batch_size * dp)
 
 
@@ -163,18 +176,13 @@ def stages(backend: PPConfig, pp: int) -> int:
     return pp * backend.stages_per_rank if backend.schedule in config.INTERLEAVED else pp
 
 
-def microbatches(cfg: Config, backend: PPConfig, pp: int) -> int:
-    """Return the number of pipeline micro-batches per micro-step."""
-    return backend.microbatches or math.gcd(cfg.model.batch_size, pp)
-
-
 def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
     """Return the number whose multiple the vocabulary is padded to; 1: no padding.
 
     Tensor parallelism divides the vocabulary by ``tp``, and accelerators prefer multiples of ``ALIGNED``. It is not
     padded if model.vocab_size sets it, nor for DeepSpeed, whose checkpoints would contain the padding.
     """
-    if cfg.transformer.vocab_size is not None or isinstance(cfg.backend, DeepSpeedConfig):
+    if cfg.transformer.vocab_size is not None or cfg.backend.own_engine:
         return 1
     return math.lcm(tp, 1 if on_cpu else ALIGNED)
 
@@ -190,6 +198,7 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
             f"x {dp} data-parallel ranks = {per_micro_step}: use {fits}, or another model.batch_size"
         )
         return
+    yield from _check_ramp(cfg, per_micro_step)
     gas = accumulation(cfg, dp)
     if batch is not None and cfg.optimizer.gas not in (None, gas):
         yield (
@@ -203,9 +212,33 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
         )
 
 
+def _check_ramp(cfg: Config, per_micro_step: int) -> Iterator[str]:
+    """Check the batch sizes of train.batch_ramp; one micro-step of all ranks takes ``per_micro_step`` sequences."""
+    try:
+        sizes = [size for _, size in cfg.train.ramp()]
+    except ValueError:
+        return  # reported with the options of the section
+    for size in sizes:
+        if size < 1 or size % per_micro_step:
+            fits = max(1, round(size / per_micro_step)) * per_micro_step
+            yield (
+                f"train.batch_ramp=[{','.join(cfg.train.batch_ramp)}]: {size} sequences are not a multiple of "
+                f"model.batch_size={cfg.model.batch_size} x the data-parallel ranks = {per_micro_step}: use {fits}, or "
+                "another model.batch_size"
+            )
+    if sizes and isinstance(cfg.backend, DeepSpeedConfig | PPConfig):
+        what = "an engine" if isinstance(cfg.backend, DeepSpeedConfig) else "a pipeline"
+        yield (
+            f"train.batch_ramp needs steps of different numbers of micro-steps, and train.backend={cfg.train.backend} "
+            f"builds {what} for one number: use train.backend=FSDP, TP or DDP"
+        )
+    if sizes and isinstance(cfg.backend, config.DDPConfig) and cfg.backend.static_graph:
+        yield "train.batch_ramp accumulates gradients, which backend.static_graph=true does not allow: use false"
+
+
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     """Check the model and the batch against the layout of the ranks."""
-    wanted = {"tp": at.tp > 1, "pp": isinstance(cfg.backend, PPConfig)}
+    wanted = {"tp": at.tp > 1, "pp": cfg.backend.pipeline}
     missing = [axis for axis, is_wanted in wanted.items() if is_wanted and axis not in cfg.model.divides]
     for axis in missing:
         what = {"tp": "its matrices can be divided among", "pp": "its layers can be divided into stages for"}[axis]
@@ -254,7 +287,7 @@ def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:
 
 
 def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]:
-    count, parts = stages(backend, at.pp), microbatches(cfg, backend, at.pp)
+    count, parts = stages(backend, at.pp), backend.microbatches_of(cfg.model.batch_size, at.pp)
     if count > cfg.transformer.n_layer:
         yield (
             f"a pipeline of {count} stages (backend.pp={at.pp}, backend.schedule={backend.schedule}) needs as many "

@@ -10,12 +10,14 @@ import contextlib
 import functools
 import importlib
 import inspect
+import json
 import logging
 import sys
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -100,6 +102,11 @@ def zbv_runs_on_cpus() -> bool:
     return torch.__version__ >= "2.12"
 
 
+def has_fused_adamw(device: torch.device) -> bool:
+    """Return whether torch's AdamW has a fused kernel for ``device``."""
+    return device.type in ("cpu", "cuda", "xpu", "mps")
+
+
 def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply ``tensors`` in place by ``factor``, all on one device. No fallback: torch's optimizers use the name."""
     torch._foreach_mul_(tensors, factor)
@@ -162,6 +169,36 @@ def without_buffer_broadcast() -> dict[str, Any]:
     """Return the argument that keeps DistributedDataParallel from broadcasting buffers: torch 2.13 renamed it."""
     names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+
+
+def after_gradients(loss: torch.Tensor, call: Callable[[], None]) -> None:
+    """Call ``call`` when this rank's gradients are complete in the backward pass of ``loss``.
+
+    DDP and ``fully_shard`` wait for other ranks in callbacks at the end of the backward pass. Callbacks run in the
+    order in which they are queued, and the gradient of ``loss`` comes first. Without the name, nothing is called.
+    """
+    queue = getattr(torch.autograd.Variable._execution_engine, "queue_callback", None)
+    if queue is not None:
+        loss.register_hook(lambda gradient: queue(call))  # type: ignore[no-untyped-call]
+
+
+def time_collectives(module: Any, timer: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Run the collectives of a module of ``fully_shard`` within ``timer()``; without the names, they are not timed."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    except ImportError:
+        return
+
+    def timed(kind: type[Any]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with timer():
+                return kind.__call__(self, *args, **kwargs)
+
+        return type(kind.__name__, (kind,), {"__call__": call})()
+
+    if hasattr(module, "set_custom_all_gather"):
+        module.set_custom_all_gather(timed(DefaultAllGather))
+        module.set_custom_reduce_scatter(timed(DefaultReduceScatter))
 
 
 @contextlib.contextmanager
@@ -299,6 +336,55 @@ _declared: list[torch.library.Library] = []
 """The operators of torchvision that ``torchvision`` has declared; they exist as long as this object."""
 
 
+def _flight_recorder(*, collectives: bool) -> list[dict[str, Any]]:
+    """Return the content of torch's Flight Recorders: gloo's, and NCCL's where it is a separate one."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [json.loads(dump(collectives, False)) for name in names if (dump := getattr(module, name, None))]
+
+
+def collective_counts() -> dict[str, tuple[int, int]]:
+    """Return how many collectives of each group have begun and ended; empty for versions without Flight Recorder."""
+    return {
+        group: (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
+        for recorder in _flight_recorder(collectives=False)
+        for group, each in recorder.get("pg_status", {}).items()
+    }
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return the last collectives in torch's Flight Recorder, oldest first; empty for versions without it.
+
+    gloo's are in it from torch 2.8 on if ``TORCH_FR_BUFFER_SIZE`` was set before the process group was made, and later
+    in any case. Each has group (p2p: between two ranks), seq (its number in the group), op, size and pending.
+    """
+    found = [each for recorder in _flight_recorder(collectives=True) for each in recorder.get("entries", [])]
+    return [
+        {
+            "group": "p2p" if each["is_p2p"] else each["process_group"][0],
+            "seq": each["p2p_seq_id" if each["is_p2p"] else "collective_seq_id"],
+            "op": each["profiling_name"].partition(":")[2] or each["profiling_name"],
+            "size": _sizes(each["input_dtypes"], each["input_sizes"]), "pending": not each["retired"],
+        }
+        for each in found
+    ]  # fmt: skip
+
+
+def _sizes(types: list[str], sizes: list[list[int]]) -> str:
+    if not sizes:
+        return ""
+    known = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32"}
+    first = f"{known.get(types[0], types[0].lower()) if types else ''} {sizes[0]}".strip()
+    return first if len(sizes) == 1 else f"{len(sizes)} tensors, the first {first}"
+
+
+def group_members() -> dict[str, list[int]]:
+    """Return the ranks of each of this process's groups, by the Flight Recorder's names; empty if it is unknown."""
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    members, names = getattr(world, "pg_group_ranks", {}), getattr(world, "pg_names", {})
+    return {names[group]: sorted(ranks) for group, ranks in members.items() if group in names}
+
+
 def all_gather_single() -> Callable[..., Any]:
     """Return torch's all-gather into one tensor, which 2.13 calls ``all_gather_single``."""
     return getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
@@ -307,3 +393,15 @@ def all_gather_single() -> Callable[..., Any]:
 def reduce_scatter_single() -> Callable[..., Any]:
     """Return torch's reduce-scatter of one tensor, which 2.13 calls ``reduce_scatter_single``."""
     return getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+
+
+def record_memory(entries: int) -> None:
+    """Begin to record CUDA's allocations, the last ``entries`` of them; 0 ends it. Without the name, nothing is."""
+    if record := getattr(torch.cuda.memory, "_record_memory_history", None):
+        record(max_entries=entries) if entries else record(enabled=None)
+
+
+def dump_memory(file: Path) -> None:
+    """Write what ``record_memory`` has recorded as a pickle for pytorch.org/memory_viz; torch has no other format."""
+    if dump := getattr(torch.cuda.memory, "_dump_snapshot", None):
+        dump(str(file))

@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from wordrun import project
 from wordrun.checks import check
-from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ScheduleConfig, parts_in, schemas
+from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ModelConfig, ScheduleConfig, parts_in, schemas
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.part_source import PartSource, SearchPath
@@ -47,8 +47,9 @@ class Tree:
 
 
 def compose(
-    overrides: Sequence[str] = (), *, tree: Tree | None = None, ranks: int | None = None, per_node: int | None = None
-) -> Config:
+    overrides: Sequence[str] = (), *, tree: Tree | None = None, ranks: int | None = None, per_node: int | None = None,
+    checked: bool = True,
+) -> Config:  # fmt: skip
     """Return the validated Config for command-line ``overrides``.
 
     Args:
@@ -56,6 +57,7 @@ def compose(
         tree: the root of the configuration tree; None: wordrun's own.
         ranks: number of ranks, for checks that depend on it; None skips them, as a Trainer runs them itself.
         per_node: ranks per node; None: all on one node.
+        checked: False accepts a config that cannot be trained, such as a model without its data, to show its options.
 
     Raises:
         ConfigError: if the config is invalid; the message names every problem.
@@ -66,6 +68,12 @@ def compose(
             raise ConfigError(f"{flag} {folder} is not a folder")
     if taken := [problem for folder in (project.here().conf, tree.extra_dir) for problem in _taken(folder)]:
         raise ConfigError("\n".join(taken))
+    for conf in (project.here().conf, tree.extra_dir):
+        if conf and (root := Path(conf) / f"{tree.name}.yaml").is_file() and not tree.path:
+            LOGGER.warning(
+                "%s is not read, because wordrun's own %s is the root of the config: move its settings to "
+                "%s/experiment/NAME.yaml, and choose them with experiment=NAME", root, root.name, conf,
+            )  # fmt: skip
     for override in overrides:
         if (old := _name(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
@@ -79,8 +87,9 @@ def compose(
     except REFUSALS as error:
         raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, ranks, per_node))) from None
     # A resumed run stays in its directory unless another one is given.
-    moves = any(_name(override) == "hydra.run.dir" for override in overrides)
-    return to_config(composed, run_dir=None if moves else _run_to_continue(composed), ranks=ranks, per_node=per_node)
+    stays = checked and not any(_name(override) == "hydra.run.dir" for override in overrides)
+    run_dir = _run_to_continue(composed) if stays else None
+    return to_config(composed, run_dir=run_dir, ranks=ranks, per_node=per_node, checked=checked)
 
 
 def _taken(folder: str | Path | None) -> Iterator[str]:
@@ -116,9 +125,10 @@ def _run_to_continue(composed: DictConfig) -> str | None:
 
 
 def to_config(
-    composed: DictConfig, *, run_dir: str | None = None, ranks: int | None = None, per_node: int | None = None
-) -> Config:
-    """Return the validated Config of a composed tree; ``run_dir`` defaults to ``hydra.run.dir``.
+    composed: DictConfig, *, run_dir: str | None = None, ranks: int | None = None, per_node: int | None = None,
+    checked: bool = True,
+) -> Config:  # fmt: skip
+    """Return the Config of a composed tree, validated if ``checked``; ``run_dir`` defaults to ``hydra.run.dir``.
 
     Raises:
         ConfigError: if there are unknown keys or invalid values; the message names all of them.
@@ -135,11 +145,12 @@ def to_config(
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
         cfg.run_dir = directory
-        check(cfg, ranks, per_node)
+        if checked:
+            check(cfg, ranks, per_node)
         if not cfg.optimizer.decay_lr:
             LOGGER.warning("optimizer.decay_lr=false is now schedule=constant; it is accepted until the next release")
             cfg.schedule = ScheduleConfig("constant")
-        cfg.train.dtype = DTYPES[cfg.train.dtype]
+        cfg.train.dtype = DTYPES.get(cfg.train.dtype, cfg.train.dtype)
         if not problems:
             return cfg
     except ConfigError as error:
@@ -157,6 +168,7 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("run_id", lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True)
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
+    OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for plugin in (PartSource, SearchPath):
@@ -165,6 +177,13 @@ def register() -> None:
         content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
         for spelling in dict.fromkeys((backend, backend.lower())):
             store.store(group="train.backend", name=spelling, package="_global_", node=content)
+
+
+def by_depth(rate: float, otherwise: float | None, *, _root_: DictConfig) -> float | None:
+    """Return the learning rate for model.depth, given that for n_embd=768, or ``otherwise`` without this dial."""
+    model = OmegaConf.to_object(_root_.model)
+    factor = model.rate_factor() if isinstance(model, ModelConfig) else None
+    return otherwise if factor is None else rate * factor
 
 
 def data_home() -> str:
@@ -265,7 +284,8 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
     if unknown and unknown[1] in SEVERAL:
         offered = list(parts(unknown[1]))
-        return f"{override}: unknown {unknown[1]} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
+        kind = unknown[1].removesuffix("s")
+        return f"{override}: unknown {kind} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
     if name in SEVERAL and isinstance(error, TypeError):
         return f"{override} should be a list of names: {', '.join(schemas(name))}"
     if name in GROUPS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from wordrun.errors import UserError, nearest
 from wordrun.registry import Part, part_of, parts
 from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
-from wordrun.validation import above_zero, fractions, not_negative, one_of, positive
+from wordrun.validation import above_zero, fractions, metric_of, not_negative, one_of, positive
 
 DTYPES = {
     "auto": "auto",
@@ -82,6 +82,14 @@ class TransformerConfig(ModelConfig):
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
+
+    def layers_with_values(self) -> set[int]:
+        """Return the numbers of the blocks with value embeddings."""
+        return set()
+
+    def one_block(self) -> TransformerConfig:
+        """Return the options of a model with one of the blocks, with value embeddings if any block has them."""
+        return replace(self, n_layer=1)
 
 
 @dataclass
@@ -152,6 +160,102 @@ class LlamaConfig(TransformerConfig):
     def attention_width(self) -> int:
         """Return the number of elements of all query heads together."""
         return self.n_head * self.head_size if self.head_size else self.n_embd
+
+    @property
+    def norm_weights(self) -> bool:
+        """Whether norms have weights."""
+        return True
+
+
+@dataclass
+class ModernConfig(LlamaConfig):
+    """A GPT with rotary embedding, QK norm, squared ReLU, value embeddings and more; one dial, depth, sizes it."""
+
+    name: str = "modern"
+    """Name of the preset; part of the run directory."""
+    depth: int | None = None
+    """One dial for the size, as in nanochat: with depth blocks, n_embd = 64 depth (rounded up to a multiple of 128),
+    heads of 128 elements, a batch of 2^19 (depth / 12)^1.15 tokens (rounded to a power of two, then to whole
+    micro-steps), and with optimizer=muon the learning rates 0.004 sqrt(768 / n_embd). Each applies unless it is set by
+    itself. null: 4 blocks, 4 heads, n_embd=128."""
+    n_layer: int = 0
+    """Number of transformer blocks; 0: depth."""
+    n_head: int = 0
+    """Number of attention heads, which must divide n_embd; 0: from depth."""
+    n_embd: int = 0
+    """Width of the residual stream; 0: from depth."""
+    n_hidden: int = 0
+    """Hidden size of the MLP; 0: 4 n_embd."""
+    mlp: str = "relu2"
+    """Activation in the MLP: relu2 (the square of ReLU), gelu, or swiglu (gated as in LLaMA: with the same n_hidden,
+    half as many weights more)."""
+    qk_norm: bool = True
+    """Normalize each query and key head."""
+    norm_weights: bool = False
+    """Whether norms have weights."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    embed_norm: bool = True
+    """Normalize the embedding, the input of the first block."""
+    zero_init: bool = True
+    """Start with projections into the residual stream, and an untied output layer, of zeros."""
+    softcap: float = 15.0
+    """Bound of the logits: z becomes softcap tanh(z / softcap); 0: none."""
+    value_layers: list[int] = field(default_factory=lambda: [0, -1])
+    """Blocks with value embeddings, a vector of each token that is added to its values; -1: the last block."""
+    ngram_rows: list[int] = field(default_factory=list)
+    """Rows of embeddings of the last 2, 3, ... tokens together, which are added to the token's: [1000, 2000] for 2 and
+    3 tokens; a hash assigns the rows; []: none."""
+
+    def __post_init__(self) -> None:
+        """Fill in what depth determines."""
+        depth = self.depth if self._sized else None
+        self.n_layer = self.n_layer or depth or 4
+        self.n_embd = self.n_embd or 128 * math.ceil((depth or 2) / 2)
+        self.n_head = self.n_head or (max(1, self.n_embd // 128) if depth else 4)
+        self.n_hidden = self.n_hidden or 4 * self.n_embd
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from positive("model", self, "depth")
+        yield from not_negative("model", self, "softcap")
+        if min(self.ngram_rows, default=1) < 1:
+            yield f"model.ngram_rows={self.ngram_rows} should be numbers of at least 1"
+        yield from one_of("model.mlp", self.mlp, ["relu2", "gelu", "swiglu"])
+        for layer in self.value_layers:
+            if not -self.n_layer <= layer < self.n_layer:
+                where = f"model.value_layers={self.value_layers} has {layer}"
+                yield f"{where}, but model.n_layer={self.n_layer}: use numbers below it"
+
+    def sequences_per_step(self) -> int | None:
+        """Return the number of sequences of an optimizer step for this depth.
+
+        The best batch grows with the tokens to train on as D^0.383 (Bergsma et al. 2025), and these grow with the
+        parameters, as depth^3.
+        """
+        if not self._sized:
+            return None
+        assert self.depth is not None
+        tokens: int = 2 ** round(19 + 3 * 0.383 * math.log2(self.depth / 12))
+        return max(1, tokens // self.block_size)
+
+    def rate_factor(self) -> float | None:
+        """Return the learning rates for this depth, divided by those for n_embd=768."""
+        return math.sqrt(768 / self.n_embd) if self._sized and self.n_embd > 0 else None
+
+    @property
+    def _sized(self) -> bool:
+        """Whether depth sets what is not set by itself."""
+        return self.depth is not None and self.depth > 0
+
+    def layers_with_values(self) -> set[int]:
+        """Return the numbers of the blocks with value embeddings."""
+        return {layer % self.n_layer for layer in self.value_layers}
+
+    def one_block(self) -> TransformerConfig:
+        """Return the options of a model with one of the blocks, with value embeddings if any block has them."""
+        return replace(self, n_layer=1, value_layers=[0] if self.value_layers else [])
 
 
 @dataclass
@@ -280,6 +384,11 @@ class TokenizerConfig(Section):
         """Return what is wrong with these options alone."""
         return one_of("tokenizer.name", self.name, parts("tokenizer"))
 
+    @property
+    def needs_text(self) -> bool:
+        """Whether the tokenizer is made from the text."""
+        return self.name == "char"
+
 
 @dataclass
 class GPT2TokenizerConfig(TokenizerConfig):
@@ -303,6 +412,11 @@ class BPETokenizerConfig(TokenizerConfig):
     """Maximum amount of text to train the tokenizer on, in MiB, sampled evenly from the source."""
     path: str | None = None
     """An existing tokenizer.json; null: train one."""
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the tokenizer is made from the text."""
+        return self.path is None
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -332,12 +446,26 @@ class HFTokenizerConfig(TokenizerConfig):
 class BackendConfig(Section):
     """Parallelization of the optimizer step."""
 
+    pipeline: ClassVar[bool] = False
+    """Whether the model's layers are divided into the stages of a pipeline."""
+    own_engine: ClassVar[bool] = False
+    """Whether a library's engine takes the steps, and flattens and shards the parameters."""
+
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout; -1: all remaining ranks, None: chosen for the job."""
         return {"replicate": -1}
+
+    @property
+    def zero_bubble(self) -> bool:
+        """Whether a pipeline computes gradients of weights later than those of activations."""
+        return False
+
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return into how many micro-batches a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
+        return 1
 
 
 @dataclass
@@ -412,6 +540,8 @@ class TPConfig(FSDPConfig):
 class PPConfig(FSDPConfig):
     """Pipeline parallel: each rank holds a stage of consecutive blocks, and micro-batches flow through the stages."""
 
+    pipeline: ClassVar[bool] = True
+
     name: str = "PP"
     """Name of the backend; set by train.backend."""
     pp: int | None = None
@@ -442,6 +572,10 @@ class PPConfig(FSDPConfig):
         """Whether gradients of weights are computed later than those of activations."""
         return self.schedule in ZERO_BUBBLE
 
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return the option, or one micro-batch per rank of the pipeline if possible."""
+        return self.microbatches or math.gcd(batch_size, pp)
+
 
 @dataclass
 class ThreeDConfig(PPConfig):
@@ -463,6 +597,8 @@ class ThreeDConfig(PPConfig):
 @dataclass
 class DeepSpeedConfig(BackendConfig):
     """DeepSpeed's engine: data parallel, with the training state sharded across ranks (ZeRO stages 0 to 3)."""
+
+    own_engine: ClassVar[bool] = True
 
     name: str = "deepspeed"
     """Name of the backend; set by train.backend."""
@@ -505,7 +641,7 @@ class OptimizerConfig(Section):
     """Options of every optimizer."""
 
     name: str = "adamw"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up; the schedule determines the rest."""
     weight_decay: float = 0.1
@@ -554,7 +690,7 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent."""
 
     name: str = "sgd"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     momentum: float = 0.9
     """Momentum factor; 0: no momentum."""
     nesterov: bool = False
@@ -573,7 +709,7 @@ class LionConfig(OptimizerConfig):
     """Lion: each step has the sign of a mean of the gradients, and so the same size for all parameters."""
 
     name: str = "lion"
-    """Name of the optimizer: adamw, sgd or lion."""
+    """Name of the optimizer: adamw, muon, sgd or lion."""
     learning_rate: float = 2e-4
     """Peak learning rate, reached at the end of the warm-up; a third to a tenth of AdamW's."""
     weight_decay: float = 0.5
@@ -586,6 +722,65 @@ class LionConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al. 2024): hidden matrices take orthogonal steps, computed from a running mean of the gradients.
+
+    AdamW updates the embeddings, the output layer, norms and biases.
+    """
+
+    name: str = "muon"
+    """Name of the optimizer: adamw, muon, sgd or lion."""
+    adamw_lr: float | None = None
+    """Peak learning rate of AdamW; follows the same schedule as learning_rate. null: learning_rate."""
+    adamw_weight_decay: float = 0.0
+    """Weight decay of the embeddings and the output layer; weight_decay is that of the hidden matrices."""
+    beta1: float = 0.9
+    """AdamW's decay rate of the running mean of the gradients."""
+    beta2: float = 0.99
+    """AdamW's decay rate of the running mean of the squared gradients."""
+    momentum: float = 0.95
+    """Decay rate of Muon's running mean of the gradients."""
+    momentum_start: float = 0.85
+    """Momentum of the first step, if momentum_warmup is set."""
+    momentum_warmup: int = 0
+    """Number of steps over which the momentum grows linearly from momentum_start."""
+    nesterov: bool = True
+    """Use Nesterov momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations of each step; more make the matrices closer to orthogonal."""
+    ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
+    """Coefficients a, b, c of a Newton-Schulz iteration, a X + b (X X') X + c (X X')^2 X: three numbers for all
+    iterations, or three for each."""
+    precision: str = "auto"
+    """Precision of the Newton-Schulz iterations: fp32, bf16, or auto (bf16 on accelerators, fp32 on CPUs)."""
+    split: str = "qkv"
+    """What is orthogonalized where a matrix holds several: qkv (queries, keys and values separately), heads (also each
+    head) or none (the matrix as it is stored)."""
+    scale: str = "adamw"
+    """Factor of the steps of a matrix of n rows and m columns: adamw (0.2 sqrt(max(n, m)), as large as AdamW's typical
+    steps, so that its learning rates can be kept) or spectral (sqrt(max(1, n / m)), for learning rates about 0.02)."""
+    cautious: bool = False
+    """Decay only those weights of hidden matrices that the step moves towards 0."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from fractions("optimizer", self, "beta1", "beta2", "momentum", "momentum_start")
+        yield from positive("optimizer", self, "ns_steps")
+        yield from not_negative("optimizer", self, "momentum_warmup", "adamw_weight_decay")
+        if self.adamw_lr is not None:
+            yield from above_zero("optimizer", self, "adamw_lr")
+        yield from one_of("optimizer.precision", self.precision, ["auto", "fp32", "bf16"])
+        yield from one_of("optimizer.split", self.split, ["qkv", "heads", "none"])
+        yield from one_of("optimizer.scale", self.scale, ["adamw", "spectral"])
+        if len(self.ns_coefficients) not in (3, 3 * self.ns_steps):
+            yield (
+                f"optimizer.ns_coefficients has {len(self.ns_coefficients)} numbers: use 3, or 3 for each of the "
+                f"optimizer.ns_steps={self.ns_steps} iterations"
+            )
 
 
 @dataclass
@@ -603,11 +798,20 @@ class LinearScheduleConfig(ScheduleConfig):
     name: str = "linear"
     """Name of the schedule: cosine, linear or constant."""
     decay_iters: int | None = None
-    """Number of decay steps; null: all steps after the warm-up."""
+    """Number of decay steps; null: all steps after the warm-up, or decay_share of them."""
+    decay_share: float | None = None
+    """Share of the steps after the warm-up in which the learning rate decays, instead of decay_iters."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return positive("schedule", self, "decay_iters")
+        yield from positive("schedule", self, "decay_iters")
+        if self.decay_share is not None and not 0 < self.decay_share <= 1:
+            yield f"schedule.decay_share={self.decay_share} should be above 0 and at most 1"
+        if None not in (self.decay_iters, self.decay_share):
+            yield (
+                f"schedule.decay_iters={self.decay_iters} and schedule.decay_share={self.decay_share} both set the "
+                "decay: omit one"
+            )
 
 
 @dataclass
@@ -620,6 +824,9 @@ class TrainConfig(Section):
     """Number of optimizer steps."""
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; sets optimizer.gas."""
+    batch_ramp: list[str] = field(default_factory=list)
+    """Other global batch sizes at the start, as STEP:SEQUENCES: [100:16,300:32] takes 16 sequences per step until step
+    100, then 32 until step 300, then global_batch_size."""
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
@@ -658,12 +865,19 @@ class TrainConfig(Section):
     """Refuse to start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
     """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
+    hang_s: int = 120
+    """Seconds without progress after which the run says where each rank is and for whom the others wait, and continues;
+    start-up, the first step, samples and saves may take five times as long; 0: never."""
     checkpoint_interval: int = 1000
     """Steps between checkpoints, in addition to one after the last step; 0: no checkpoints."""
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the best one."""
     save_best: bool = True
-    """Also write a checkpoint whenever the validation loss is the lowest so far."""
+    """Also write a checkpoint whenever train.best_metric is the best so far."""
+    best_metric: str = "val_loss"
+    """Metric of an evaluation by which checkpoints are compared, such as val_accuracy."""
+    best_mode: str = "auto"
+    """Which values of train.best_metric are better: min, max, or auto (known from its name)."""
     async_save: bool = True
     """Write checkpoints in the background: only the device-to-host copy blocks training."""
     on_save_error: str = "continue"
@@ -683,23 +897,41 @@ class TrainConfig(Section):
         yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
         yield from positive("train", self, "keep_checkpoints")
         yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
-        yield from not_negative("train", self, "checkpoint_interval")
+        yield from not_negative("train", self, "checkpoint_interval", "hang_s")
         yield from above_zero("train", self, "temperature")
-        for name, most in (("seed", 2**62), ("timeout_s", 10**8)):
+        for name, most in (("seed", 2**62), ("timeout_s", 10**8), ("hang_s", 10**8)):
             if getattr(self, name) > most:
                 yield f"train.{name}={getattr(self, name)} should be at most {most}"
         yield from one_of("train.dtype", self.dtype, DTYPES)
         yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
         yield from one_of("train.compile_scope", self.compile_scope, ["blocks", "model"])
+        yield from metric_of("train.best_metric", self.best_metric, self.best_mode, "train.best_mode")
         yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
         yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing
         if not (checkpointing.isdecimal() and int(checkpointing)):
             yield from one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
+        ramp = ",".join(self.batch_ramp)
+        try:
+            steps = [step for step, _ in self.ramp()]
+        except ValueError:
+            yield f"train.batch_ramp=[{ramp}] should be a list of STEP:SEQUENCES, such as [100:16,300:32]"
+        else:
+            if steps != sorted(set(steps)) or min(steps, default=1) < 1:
+                yield f"train.batch_ramp=[{ramp}] should have rising steps, from 1 up"
         if not self.sample_prompt:
             yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
             yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
+
+    def ramp(self) -> list[tuple[int, int]]:
+        """Return the entries of batch_ramp: until which step, how many sequences.
+
+        Raises:
+            ValueError: an entry is not STEP:SEQUENCES.
+        """
+        pairs = [entry.split(":") for entry in self.batch_ramp]
+        return [(int(step), int(sequences)) for step, sequences in pairs]
 
 
 @dataclass
@@ -731,22 +963,60 @@ class WandbConfig(TrackerConfig):
 
 
 @dataclass
+class TensorBoardConfig(TrackerConfig):
+    """TensorBoard's event files, in tensorboard/ in the run directory."""
+
+    flush_s: float = 10.0
+    """Seconds after which what has been logged is written to the file at the latest."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from not_negative("tracker.tensorboard", self, "flush_s")
+
+
+@dataclass
+class MlflowConfig(TrackerConfig):
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking server or database; null: $MLFLOW_TRACKING_URI, or MLflow's own default in the working directory."""
+    experiment: str = "wordrun"
+    """MLflow experiment."""
+
+
+@dataclass
+class TrackioConfig(TrackerConfig):
+    """Hugging Face's Trackio."""
+
+    project: str = "wordrun"
+    """Trackio project."""
+    space_id: str | None = None
+    """Hugging Face Space that shows the run, such as user/space; null: a database on this machine."""
+
+
+@dataclass
 class HookConfig(Section):
     """Options of a hook, which the trainer calls between steps."""
 
 
 @dataclass
 class EarlyStopConfig(HookConfig):
-    """End the run when the validation loss no longer improves."""
+    """End the run when a metric of the evaluations no longer improves."""
 
+    metric: str = "val_loss"
+    """Metric of an evaluation, such as val_accuracy."""
+    mode: str = "auto"
+    """Which values of the metric are better: min, max, or auto (known from its name)."""
     patience: int = 5
     """Number of consecutive evaluations without improvement after which the run ends."""
     min_delta: float = 0.0
-    """Smallest decrease in validation loss that counts as an improvement, in nats per token."""
+    """Smallest change of the metric that counts as an improvement; the loss of text is in nats per token."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return [*positive("hooks.early_stop", self, "patience"), *not_negative("hooks.early_stop", self, "min_delta")]
+        yield from positive("hooks.early_stop", self, "patience")
+        yield from not_negative("hooks.early_stop", self, "min_delta")
+        yield from metric_of("hooks.early_stop.metric", self.metric, self.mode, "hooks.early_stop.mode")
 
 
 @dataclass
@@ -758,7 +1028,7 @@ class EMAConfig(HookConfig):
     interval: int = 1
     """Steps between updates."""
     evaluate: bool = True
-    """Also evaluate the averaged weights, as ema_val_loss."""
+    """Also evaluate the averaged weights: ema_val_loss, and each metric as ema_val_NAME."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -864,11 +1134,9 @@ class PyinstrumentConfig(ProfilerConfig):
 
 
 @dataclass
-class TorchProfilerConfig(ProfilerConfig):
-    """Chrome trace of operators and kernels over a few steps, by torch.profiler."""
+class ScheduledProfilerConfig(ProfilerConfig):
+    """Options of profilers that record a few steps."""
 
-    name: str = "torch"
-    """Name of the profiler."""
     wait: int = 10
     """Number of steps before the profiler starts."""
     warmup: int = 2
@@ -881,6 +1149,52 @@ class TorchProfilerConfig(ProfilerConfig):
         yield from super().problems()
         yield from not_negative("profiler", self, "wait", "warmup")
         yield from positive("profiler", self, "active")
+
+
+@dataclass
+class TorchProfilerConfig(ScheduledProfilerConfig):
+    """Trace of operators and kernels over a few steps, by torch.profiler, and its summary as text and HTML."""
+
+    name: str = "torch"
+    """Name of the profiler."""
+    shapes: bool = False
+    """Also record the shapes of inputs."""
+    stacks: bool = False
+    """Also record the Python stacks, which slows the recorded steps down."""
+
+
+@dataclass
+class SpansProfilerConfig(ProfilerConfig):
+    """A timeline of all ranks: when each is in which phase of a step."""
+
+    name: str = "spans"
+    """Name of the profiler."""
+    ranks: list[int] = field(default_factory=list)
+    """Ranks in the timeline; []: all."""
+    wait: int = 10
+    """Number of steps before the first that is recorded, at least 1."""
+    active: int = 10
+    """Number of steps to record."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("profiler", self, "wait", "active")]
+
+
+@dataclass
+class MemoryProfilerConfig(ScheduledProfilerConfig):
+    """What allocates memory: on CUDA a snapshot, also when memory runs out; on CPUs a table of operations."""
+
+    name: str = "memory"
+    """Name of the profiler."""
+    entries: int = 100_000
+    """On CUDA: number of allocations and frees to keep, the last ones."""
+    rows: int = 30
+    """On CPUs: number of operations in the table."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("profiler", self, "entries", "rows")]
 
 
 @dataclass

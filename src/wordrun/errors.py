@@ -1,7 +1,11 @@
 """User errors: shown as one message without a traceback, each kind with its own exit status."""
 
+import inspect
 import re
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
@@ -23,6 +27,27 @@ class WorldError(UserError):
     """The launcher's variables, MPI and the machine do not agree on who the ranks are."""
 
     exit_status = 2
+
+
+class PartError(UserError, RuntimeError):
+    """The code of a part raised an exception, which is the cause; the message names the part."""
+
+    def __init__(self, what: str, error: BaseException, code: Any) -> None:
+        """Say that ``what`` failed with ``error``, and in which line of the file that defines ``code``."""
+        try:
+            file = inspect.getsourcefile(code) or ""
+        except (TypeError, OSError):  # it has no file
+            file = ""
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f" ({Path(file).name}{f':{lines[-1]}' if lines else ''})" if file else ""
+        super().__init__(f"{what}: {type(error).__name__}: {first_line(error)}{where}")
+        self.__cause__ = error
+        self.file: Path | None = None
+
+    def note(self, file: Path) -> None:
+        """Add to the message, once, that the traceback is in ``file``."""
+        if self.file is None:
+            self.file, self.args = file, (f"{self}; traceback: {file}",)
 
 
 def short_lines(message: str, width: int = 120) -> list[str]:

@@ -150,6 +150,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
 def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and, unless the vocabulary is missing, the tokenizer files."""
     from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.chat import chat_template
     from wordrun.data.tokenizers import from_checkpoint
     from wordrun.data.tokenizers.huggingface import tokenizer_json
     from wordrun.model.huggingface import huggingface_config
@@ -163,10 +164,14 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
         print(f"exported without its tokenizer: {ours.missing}", file=sys.stderr)
         return
     _write_json(folder / "tokenizer.json", tokenizer)
-    _write_json(folder / "tokenizer_config.json", {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
         "clean_up_tokenization_spaces": False,  # a space before a comma is part of the text
-    })  # fmt: skip
+    }  # fmt: skip
+    if (data := saved.config.text).kind == "pairs":
+        text = next((token["content"] for token in tokenizer.get("added_tokens", []) if token["id"] == end), "")
+        settings["chat_template"] = chat_template(data, text)
+    _write_json(folder / "tokenizer_config.json", settings)
 
 
 def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:

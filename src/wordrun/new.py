@@ -30,7 +30,7 @@ A model and data of its own for [wordrun](https://pypi.org/project/wordrun), wit
 ```console
 launch -n 2 wordrun experiment=first                      # on this machine
 launch -n 2 wordrun experiment=first train.backend=FSDP   # any backend
-wordrun --help model={name} data={name}                   # the options of both
+wordrun --help experiment=first                           # its options, with their meaning
 wordrun generate run=outputs/latest prompt="12+34="
 python -m pytest                                          # tests
 sbatch job.sh                                             # or qsub job.sh; `launch --submit` writes one for your site

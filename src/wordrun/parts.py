@@ -4,6 +4,7 @@ from wordrun.registry import register
 
 register("model", "gpt", "wordrun.config:GPTConfig", "wordrun.model.gpt:GPT")
 register("model", "llama", "wordrun.config:LlamaConfig", "wordrun.model.llama:Llama")
+register("model", "modern", "wordrun.config:ModernConfig", "wordrun.model.modern:Modern")
 register("model", "convnet", "wordrun.config_images:ConvNetConfig", "wordrun.model.images:ConvNet")
 register("model", "resnet", "wordrun.config_images:ResNetConfig", "wordrun.model.images:ResNet")
 
@@ -33,6 +34,7 @@ register("backend", "3D", "wordrun.config:ThreeDConfig", "wordrun.backend.pipeli
 register("backend", "deepspeed", "wordrun.config:DeepSpeedConfig", "wordrun.backend.deepspeed:DeepSpeedBackend")
 
 register("optimizer", "adamw", "wordrun.config:AdamWConfig", "wordrun.train.optim:adamw")
+register("optimizer", "muon", "wordrun.config:MuonConfig", "wordrun.train.muon:Muon")
 register("optimizer", "sgd", "wordrun.config:SGDConfig", "wordrun.train.optim:sgd")
 register("optimizer", "lion", "wordrun.config:LionConfig", "wordrun.train.optim:Lion")
 
@@ -42,10 +44,15 @@ register("schedule", "constant", "wordrun.config:ScheduleConfig", "wordrun.train
 
 register("tracker", "jsonl", "wordrun.config:TrackerConfig", "wordrun.track.jsonl:JsonlTracker")
 register("tracker", "wandb", "wordrun.config:WandbConfig", "wordrun.track.wandb:WandbTracker")
+register("tracker", "tensorboard", "wordrun.config:TensorBoardConfig", "wordrun.track.tensorboard:TensorBoardTracker")
+register("tracker", "mlflow", "wordrun.config:MlflowConfig", "wordrun.track.mlflow:MlflowTracker")
+register("tracker", "trackio", "wordrun.config:TrackioConfig", "wordrun.track.trackio:TrackioTracker")
 
 register("profiler", "none", "wordrun.config:ProfilerConfig", "wordrun.train.profile:Profiler")
 register("profiler", "pyinstrument", "wordrun.config:PyinstrumentConfig", "wordrun.train.profile:PyinstrumentProfiler")
 register("profiler", "torch", "wordrun.config:TorchProfilerConfig", "wordrun.train.profile:TorchProfiler")
+register("profiler", "spans", "wordrun.config:SpansProfilerConfig", "wordrun.train.profile:SpansProfiler")
+register("profiler", "memory", "wordrun.config:MemoryProfilerConfig", "wordrun.train.profile:MemoryProfiler")
 
 register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")
 register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures:top_k")
@@ -55,6 +62,3 @@ register("hooks", "ema", "wordrun.config:EMAConfig", "wordrun.train.hooks.ema:EM
 register("hooks", "statistics", "wordrun.config:StatisticsConfig", "wordrun.train.hooks.statistics:Statistics")
 register("hooks", "spikes", "wordrun.config:SpikesConfig", "wordrun.train.hooks.spikes:Spikes")
 register("hooks", "lr_range", "wordrun.config:LRRangeConfig", "wordrun.train.hooks.lr_range:LRRange")
-
-register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")
-register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures:top_k")

@@ -1,11 +1,12 @@
-"""Where parts from outside wordrun come from: installed packages, and the project in the working directory.
+"""Where parts from outside wordrun come from: installed packages, and the project of the working directory.
 
-A project is a folder with ``wordrun.yaml``, or with the table ``[tool.wordrun]`` in ``pyproject.toml``. ``module`` in
-either names the module that registers the project's parts.
+A project is a folder with ``wordrun.yaml``, or with the table ``[tool.wordrun]`` in ``pyproject.toml``: the working
+directory, or the nearest one above it. ``module`` in either names the module that registers the project's parts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Project:
 
 
 def here() -> Project:
-    """Return the project in the working directory; its folder and ``src/`` are on ``sys.path`` from then on.
+    """Return the project of the working directory; its folder and ``src/`` are on ``sys.path`` from then on.
 
     Raises:
         ConfigError: the file that declares it is not valid.
@@ -53,6 +54,15 @@ def here() -> Project:
 
 @cache
 def _project(folder: Path) -> Project:
+    for each in (folder, *folder.parents):
+        with contextlib.suppress(PermissionError):
+            if found := _declared(each):
+                return found
+    return Project(folder)
+
+
+def _declared(folder: Path) -> Project | None:
+    """Return the project that ``folder`` is, if a file in it says so."""
     for source, settings in _declarations(folder):
         if unknown := [key for key in settings if key not in SETTINGS]:
             known = f"{nearest(str(unknown[0]), SETTINGS)} ({', '.join(SETTINGS)})"
@@ -65,7 +75,7 @@ def _project(folder: Path) -> Project:
             if os.path.isdir(path) and path not in sys.path:
                 sys.path.insert(0, path)
         return Project(folder, source, module)
-    return Project(folder)
+    return None
 
 
 def _declarations(folder: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -7,13 +7,14 @@ A part is named by strings and imported when it is chosen, so listing the parts 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import project
-from wordrun.errors import ConfigError, first_line, nearest
+from wordrun.errors import ConfigError, PartError, UserError, first_line, nearest
 
 KINDS: Mapping[str, str] = {
     "model": "ModelConfig",
@@ -63,6 +64,34 @@ class Part:
         """
         return self._import(self.implementation)
 
+    def build(self, *arguments: Any) -> Any:
+        """Return the result of calling the class or function that the options configure.
+
+        Raises:
+            PartError: it is not wordrun's own, and failed.
+        """
+        make = self.load()
+        with self.blamed():
+            return make(*arguments)
+
+    @contextlib.contextmanager
+    def blamed(self, hint: str = "") -> Iterator[None]:
+        """Name this part, unless it is wordrun's own, in an exception that its code raises within the ``with`` block.
+
+        Args:
+            hint: added to the message.
+
+        Raises:
+            PartError: an exception that is not a UserError was raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UserError) or not self.origin:
+                raise
+            name = getattr(self.load(), "__name__", str(self.implementation))
+            raise PartError(f"{self}: {name} failed{hint}", error, self.load()) from error
+
     @cached_property
     def options(self) -> type[Any]:
         """The dataclass of the options, whose module is imported on first access.
@@ -100,6 +129,8 @@ class Part:
 _parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
 _registered: set[str] = set()
 """The modules whose parts are registered."""
+_problems: list[str] | None = None
+"""What is wrong with the parts of the module that is being imported; None: none is."""
 
 
 def register(kind: str, name: str, options: type[Any] | str, implementation: Any) -> None:
@@ -120,23 +151,35 @@ def register(kind: str, name: str, options: type[Any] | str, implementation: Any
     assert caller is not None
     own = caller.f_globals["__name__"] == "wordrun.parts"
     part = Part(options, implementation, kind, name, "" if own else f"{caller.f_code.co_filename}:{caller.f_lineno}")
+    problem = _problem_with(part)
+    if not problem:
+        _parts[kind][name.lower()] = part
+    elif _problems is None:
+        raise ConfigError(problem)
+    else:
+        _problems.append(problem)
+
+
+def _problem_with(part: Part) -> str:
+    """Return why ``part`` cannot be registered; empty: it can."""
+    kind, name = part.kind, part.name
     if kind not in KINDS:
-        raise ConfigError(f"{part}: unknown kind of part{nearest(kind, KINDS)} ({', '.join(KINDS)})")
+        return f"{part}: unknown kind of part{nearest(kind, KINDS)} ({', '.join(KINDS)})"
     pattern = r"\w+" if kind == "backend" else r"[a-z][a-z0-9_]*"
     if not re.fullmatch(pattern, name) or name.lower() in WORDS:
-        raise ConfigError(
+        return (
             f"{part}: use lower-case letters, digits and underscores as a name, beginning with a letter, and no word "
             f"that YAML or Hydra reads as a value ({', '.join(WORDS)})"
         )
-    for what in (options, implementation):
+    for what in (part.declared, part.implementation):
         if isinstance(what, str) and not re.fullmatch(r"\w+(\.\w+)*:\w+", what):
-            raise ConfigError(f"{part}: {what!r} should be 'package.module:Name'")
+            return f"{part}: {what!r} should be 'package.module:Name'"
     taken = _parts[kind].get(name.lower())
     if taken and (_spelled(taken.declared), _spelled(taken.implementation)) != (
-        _spelled(options), _spelled(implementation)
+        _spelled(part.declared), _spelled(part.implementation)
     ):  # fmt: skip
-        raise ConfigError(f"{part}: the name is taken by {taken}; choose another")
-    _parts[kind][name.lower()] = part
+        return f"{part}: the name is taken by {taken}; choose another"
+    return ""
 
 
 def _spelled(what: Any) -> str:
@@ -154,11 +197,28 @@ def parts(kind: str) -> dict[str, Part]:
         if module not in _registered:
             _registered.add(module)  # now, because it may itself look up parts
             try:
-                import_named(module, whose)
+                _import_parts(module, whose)
             except ConfigError:
                 _registered.discard(module)
                 raise
     return _parts[kind]
+
+
+def _import_parts(module: str, whose: str) -> None:
+    """Import a ``module`` that registers parts.
+
+    Raises:
+        ConfigError: it cannot be imported, or registers parts with mistakes; the message names all of them.
+    """
+    global _problems
+    outer, _problems = _problems, []
+    try:
+        import_named(module, whose)
+        if _problems:
+            sys.modules.pop(module, None)  # it registers them again when it is imported again
+            raise ConfigError("\n".join(_problems))
+    finally:
+        _problems = outer
 
 
 def backends() -> list[str]:

@@ -44,6 +44,14 @@ class ModelConfig(Section):
         """Return the options whose values backend.tp must divide."""
         return []
 
+    def sequences_per_step(self) -> int | None:
+        """Return the number of examples of an optimizer step that suits the model's size; None: any."""
+        return None
+
+    def rate_factor(self) -> float | None:
+        """Return by what the model's size multiplies the learning rates in conf/optimizer; None: it has no say."""
+        return None
+
 
 @dataclass
 class DataConfig(Section):

@@ -10,6 +10,12 @@ from wordrun.errors import ConfigError
 
 ITEM = re.compile(r"((?:[^,\[\]\s]+|\[[^\[\]]*\])+)(,|$)")
 
+# To SLURM's pmi2, such an MPICH (PyPI's, for one) speaks PMI-1, of which SLURM (22.05 to 26.05) reads at most 1024
+# bytes per line. UCX's addresses take lines of up to 1080 bytes, depending on what their padding contains; then
+# MPI_Init hangs or fails. Addresses of libfabric (ofi) take 70 bytes.
+EITHER_NETWORK = r"MPICH Device:\s*ch4:(ucx[ ,]+ofi|ofi[ ,]+ucx)\b"
+NETWORK = "MPIR_CVAR_CH4_NETMOD"
+
 # Steps with these ids or higher have no tasks: extern, batch and interactive steps (slurm/slurm.h, SLURM_*_SCRIPT).
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -18,6 +24,11 @@ def is_task(env: Mapping[str, str]) -> bool:
     """Return whether the process with ``env`` is a task of srun rather than a job's batch or interactive shell."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in env
+
+
+def network(library: str, env: Mapping[str, str]) -> str:
+    """Return the value of ``NETWORK`` that an MPI ``library`` needs with pmi2; empty: none, or ``env`` has one."""
+    return "ofi" if NETWORK not in env and re.search(EITHER_NETWORK, library) else ""
 
 
 def expand_hosts(text: str, name: str = "host list") -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Checks shared by the config sections; each returns error messages."""
 
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from wordrun.errors import nearest
@@ -31,6 +32,30 @@ def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
     """Return a message if ``value`` of the option ``key`` is not in ``known``."""
     known = list(known)
     return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
+
+
+UP = re.compile(r"(^|_)(accuracy|top\d+|precision|recall|f1|auc|bleu|rouge|score)($|_)")
+DOWN = re.compile(r"(^|_)(loss|perplexity|error|bits)($|_)")
+
+
+def higher_is_better(metric: str, mode: str) -> bool | None:
+    """Return whether higher values of ``metric`` are better: what ``mode`` (min, max, auto) says, or else its name.
+
+    None: the name does not say.
+    """
+    if mode != "auto":
+        return mode == "max"
+    return True if UP.search(metric) else False if DOWN.search(metric) else None
+
+
+def metric_of(section: str, metric: str, mode: str, option: str) -> Iterator[str]:
+    """Yield what is wrong with the ``metric`` that ``section`` names; the ``option`` for its direction is ``mode``."""
+    if not metric.startswith("val_"):
+        yield f"{section}={metric}: evaluations report metrics as val_NAME; did you mean 'val_{metric}'?"
+    if wrong := one_of(option, mode, ("auto", "min", "max")):
+        yield from wrong
+    elif higher_is_better(metric, mode) is None:
+        yield f"{option}=auto: {metric} is not known to be better when higher or lower: use {option}=max, or min"
 
 
 def _unless(is_valid: Callable[[Any], bool], section: str, node: Any, names: tuple[str, ...], what: str) -> list[str]:

@@ -15,12 +15,21 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
-MOST = {"squared": 40, "sums": 25, "rmsprop": 20, "csv_file": 20, "target": 15, "plain": 40}
+MOST = {
+    "squared": 40, "mlp": 30, "sums": 25, "alphabet": 30, "rmsprop": 20, "stairs": 12, "sure": 10, "csv_file": 20,
+    "target": 15, "durations": 20, "plain": 40,
+}  # fmt: skip
 """Lines, blank ones not counted, that each part may take."""
 SMALL = [
-    "train=smoke", "data=sums", "tokenizer=byte", "tracker=csv", "train.dtype=fp32", "train.device=cpu",
+    "train=smoke", "data=sums", "tokenizer=alphabet", "tracker=csv", "train.dtype=fp32", "train.device=cpu",
     "train.log_interval=1", "train.max_iters=4", "train.eval_interval=2", "train.global_batch_size=48", "model=squared",
     "model.n_layer=1", "optimizer=rmsprop", "hooks=[target]", "hooks.target.val_loss=0.1", "train.sample_tokens=4",
+    "schedule=stairs", "optimizer.warmup_iters=0", "metrics=[sure]", "metrics.sure.least=0.1", "profiler=durations",
+]  # fmt: skip
+MLP = [
+    "data=digits", "model=mlp", "metrics=[sure]", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
+    "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
+    "train.global_batch_size=16", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 SCRIPT = """
 import json, sys
@@ -58,7 +67,12 @@ def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
         ["train.backend=TP", "hydra.run.dir=tp"],
         ["train.backend=DDP", "train.resume=auto", "hydra.run.dir=ddp", "train.max_iters=9", "hooks.target.val_loss=9"],
     )
-    done = ranks(2, page / "script.py", json.dumps([[*SMALL, *run] for run in runs]))
+    divided = (
+        ["train.backend=DDP", "model.batch_size=8", "hydra.run.dir=mlp-ddp"],
+        ["train.backend=TP", "model.batch_size=16", "hydra.run.dir=mlp-tp"],
+    )
+    words = [*([*SMALL, *run] for run in runs), *([*MLP, *run] for run in divided)]
+    done = ranks(2, page / "script.py", json.dumps(words))
     assert done.returncode == 0, done.stdout + done.stderr
     plain = figures(page / "plain")
     assert len(plain) == 10
@@ -69,12 +83,24 @@ def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
     steps = [line.split(",")[0] for line in (page / "longer" / "losses.csv").read_text().splitlines()]
     assert steps == ["1", "2", "2", "3", "4", "4", "5", "6", "6"]  # the tracker gets the lines before the branch, too
     assert "expansion: 4" in (page / "plain" / "config.yaml").read_text()
+    rates = [line["lr"] / 1e-3 for line in lines_of(page / "plain") if "lr" in line]
+    assert rates == pytest.approx([1, 0.5, 0.25, 0.125])
+    assert all(0 < line["val_sure"] <= 1 for line in lines_of(page / "plain") if "val_loss" in line)
+    seconds = (page / "plain" / "profile" / "durations.txt").read_text()
+    assert re.fullmatch(r"(\d\.\d{6} s\n){4}", seconds)
+    saved = json.loads((page / "plain" / "checkpoints" / "step-00000004" / "tokenizer.json").read_text())
+    assert saved == {"kind": "alphabet", "characters": "\n+0123456789="}
+    assert figures(page / "mlp-tp") == pytest.approx(figures(page / "mlp-ddp"), rel=1e-5)
+    assert len(figures(page / "mlp-tp")) == 10
+
+
+def lines_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def figures(run: Path) -> list[float]:
     """Return losses and gradient norms of a run."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line]
+    return [line[key] for line in lines_of(run) for key in ("loss", "grad_norm", "val_loss") if key in line]
 
 
 def test_the_parts_are_short() -> None:
@@ -86,7 +112,8 @@ def test_the_parts_are_short() -> None:
 def test_the_command_line_knows_them(command: Command, page: Path) -> None:
     wordrun = (sys.executable, "-m", "wordrun")
     shown = command(*wordrun, "--help")
-    assert {"squared", "big", "sums", "rmsprop", "csv", "target", "plain"} <= set(shown.stdout.split())
+    ours = {"squared", "big", "mlp", "sums", "alphabet", "rmsprop", "stairs", "sure", "durations", "csv", "target"}
+    assert {*ours, "plain"} <= set(shown.stdout.split())
     shown = command(*wordrun, "--help", "model=big")
     assert "model.expansion=6" in shown.stdout
     assert "Hidden units of an MLP" in shown.stdout

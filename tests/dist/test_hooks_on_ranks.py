@@ -120,11 +120,48 @@ def test_a_hook_that_raises_on_one_rank_ends_all_and_is_named(ranks: Any, tmp_pa
     words = ["train.checkpoint_interval=2", "train.async_save=false", "hydra.run.dir=run"]
     done = ranks(2, "script.py", *SMALL, *FSDP, *words, under="fork", timeout=100)
     assert done.returncode == 1
-    assert "[rank 1] the hook Watch failed in after_step after 4 steps: ValueError: nothing to see" in done.stderr
+    message = (
+        "the hook Watch failed in after_step after 4 steps: ValueError: nothing to see (script.py:10); traceback: "
+    )
+    assert f"[rank 1] {message}run/failures/rank-1.txt" in done.stderr
     assert "Traceback" not in done.stderr
     assert "raise ValueError" in (tmp_path / "run/failures/rank-1.txt").read_text()
-    assert [each.step for each in folders.all_in(tmp_path / "run")] == [2]
-    assert find(tmp_path / "run").step == 2
+    assert f"ERROR UserError: rank 1: {message}" in (tmp_path / "run/log.txt").read_text()
+    saved = [each.step for each in folders.all_in(tmp_path / "run")]
+    assert saved[-1] >= 4  # the ranks agree to stop a few steps later
+    assert find(tmp_path / "run").step == saved[-1]
+
+
+WAITING = """
+import sys
+import torch
+import wordrun
+from wordrun import dist
+from wordrun.train import failing
+from wordrun.train.hooks import Hook
+
+failing.PATIENCE_S, failing.PATIENCE_STEPS = 2.0, 0
+
+class Sum(Hook):
+    def after_step(self, trainer):
+        if trainer.step == 2:
+            if trainer.world.rank == 1:
+                raise ValueError("nothing to add")
+            torch.distributed.recv(torch.zeros(3), src=1)
+
+with dist.session() as world:
+    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    wordrun.Trainer(cfg, world, hooks=[Sum()]).train()
+"""
+
+
+def test_ranks_that_wait_in_a_hook_that_has_failed_on_another_do_not_wait_for_ever(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(WAITING)
+    done = ranks(2, "script.py", *SMALL, *FSDP, "hydra.run.dir=run", under="fork", timeout=100)
+    assert done.returncode == 1
+    assert "[rank 1] the hook Sum failed in after_step after 2 steps: ValueError: nothing to add" in done.stderr
+    assert "(no checkpoint: other ranks do not respond)" in done.stderr
 
 
 def test_hooks_see_one_model_under_every_layout(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ SMALL = [
 ]  # fmt: skip
 GPT = ["model.bias=true"]
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56"]
+MODERN = ["model=modern", "model.n_hidden=56", "model.ngram_rows=[30,20]", "model.value_layers=[0,3]"]
 # wordrun refuses these with an older torch, as test_compat.py shows.
 ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
 TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
@@ -32,7 +33,10 @@ RUNS = {
         [*GPT, "train.backend=FSDP"],
         [*LLAMA, "train.backend=FSDP"],
         [*LLAMA, "train.backend=TP"],
+        [*GPT, "train.backend=FSDP", "optimizer=muon"],
         [*GPT, "train.backend=PP"],
+        [*MODERN, "train.backend=TP"],
+        [*MODERN, "train.backend=PP"],
         [*LLAMA, "train.backend=PP", f"backend.schedule={ZBV}"],
     ],
     4: [
@@ -61,6 +65,7 @@ with dist.guard(world):
 
             def count(*_):
                 states = [t for state in backend.optimizer.state.values() for t in state.values()]
+                states = [t for t in states if hasattr(t, "numel")]
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 found.update(gradients=size(gradients), optimizer=size(states))
 

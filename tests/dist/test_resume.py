@@ -79,6 +79,7 @@ SAME = {
     # Of 128 rows, the second rank has padding only.
     "aligned": ["train.backend=FSDP", "model.batch_size=4", *LLAMA],
     "tp": ["train.backend=TP", "model.batch_size=8"],
+    "muon": ["train.backend=FSDP", "model.batch_size=4", "optimizer=muon", "optimizer.momentum_warmup=9"],
     "pp": ["train.backend=PP", "model.batch_size=8"],
     "zero-bubble": ["train.backend=PP", "model.batch_size=8", f"backend.schedule={ZBV}"],
 }
@@ -188,17 +189,20 @@ def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch:
     """1 -> 2 -> 4 -> 1 ranks: DDP, padded FSDP, 3D, DDP; and from 1 straight into every other backend."""
     monkeypatch.chdir(tmp_path)
     models = {"gpt": GPT, "llama": LLAMA}
+    muon = ["optimizer=muon", "optimizer.momentum_warmup=9"]
 
     def runs(name: str, source: str, step: int, backend: str, size: int, *more: str) -> dict[str, list[str]]:
         """Return a run of each model that goes on from the run ``source`` after ``step`` steps."""
         words = [f"train.backend={backend}", f"model.batch_size={size}", *more]
         return {f"{m}-{name}": [*model, *words, resume(f"{m}-{source}", step)] for m, model in models.items()}
 
-    train(ranks, 1, {f"{m}-whole": [*model, "model.batch_size=8"] for m, model in models.items()}, tmp_path)
+    whole = {f"{m}-whole": [*model, "model.batch_size=8"] for m, model in models.items()}
+    train(ranks, 1, whole | {"muon-whole": ["model.batch_size=8", *muon]}, tmp_path)
     # 31 characters, padded to 32 and 128 rows, of which a checkpoint has none.
     schedule = f"backend.schedule={ZBV}"
     two = runs("tp", "whole", 3, "TP", 8) | runs("aligned", "whole", 3, "FSDP", 4) | runs("pp", "whole", 3, "PP", 8)
     two |= runs("zero-bubble", "whole", 3, "PP", 8, schedule)
+    two["muon-tp"] = ["train.backend=TP", "model.batch_size=8", *muon, resume("muon-whole", 3)]
     train(ranks, 2, two, tmp_path)
     four = runs("3d", "aligned", 6, "3D", 4 * TP, f"backend.tp={TP}")
     train(ranks, 4, four, tmp_path)

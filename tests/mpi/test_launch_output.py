@@ -258,13 +258,14 @@ def test_ctrl_c_at_any_moment_is_one_line(launcher: str, after_s: float, start: 
     job = start("launch", "--launcher", launcher, "-n", "2", *words, start_new_session=True)
     status, lines = interrupted(job, after_s)
     own = [line for line in lines if line.startswith("launch: Ctrl-C: forwarded; ")]
-    assert status in (130, -signal.SIGINT)
+    early = lines == ["interrupted; nothing was started"]
+    assert status == 130
     assert "Traceback" not in "\n".join(lines)
     assert not [line for line in lines if line.startswith(("[mpiexec", "W1", "Abort", "="))]
-    assert len(own) == (status == 130), lines
+    assert early or len(own) == 1, lines
 
 
-def test_ctrl_c_while_torch_is_imported_is_silent(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_while_torch_is_imported_is_one_line(start: Start, tmp_path: Path) -> None:
     """A KeyboardInterrupt in there may become any other exception."""
     fake = "try:\n    print('importing', flush=True)\n    import time\n    time.sleep(60)\n"
     (tmp_path / "torch.py").write_text(f"{fake}except BaseException:\n    raise ImportError('broken') from None\n")
@@ -273,4 +274,4 @@ def test_ctrl_c_while_torch_is_imported_is_silent(start: Start, tmp_path: Path) 
     assert job.stdout
     while "importing" not in (line := job.stdout.readline()):
         assert line, "the job ended"
-    assert interrupted(job, 0.2) == (-signal.SIGINT, [])
+    assert interrupted(job, 0.2) == (130, ["interrupted; nothing to save"])

@@ -47,10 +47,7 @@ while time.time() < end and not set(asked) & {signal.SIGINT, signal.SIGTERM}:
 time.sleep(0.5)
 print(f"rank {os.environ['RANK']} finished", flush=True)
 """
-# Ranks that meet, at a port of their own if one is named.
 MEET = """
-import os, sys
-os.environ.update({"MASTER_PORT": port for port in sys.argv[1:]})
 import torch.distributed
 torch.distributed.init_process_group("gloo")
 torch.distributed.barrier()
@@ -66,12 +63,11 @@ APART = "launch: the 2 ranks never connected to each other, so COMMAND ran 2 tim
         ("hydra", ["hostname"], ""),
         ("hydra", [sys.executable, "-c", "import torch, time; time.sleep(1)"], f"{APART}. To work together"),
         ("hydra", [sys.executable, "meet.py"], ""),
-        ("hydra", [sys.executable, "meet.py", "23457"], ""),
         ("hydra", [sys.executable, "-c", MPI], ""),
         ("torchrun", [sys.executable, "meet.py"], ""),
         ("torchrun", [sys.executable, "-c", MPI], f"{APART}: each was rank 0 of 1 for its MPI library"),
     ],
-    ids=["no library", "torch apart", "torch", "a port of its own", "MPI", "torchrun", "MPI under torchrun"],
+    ids=["no library", "torch apart", "torch", "MPI", "torchrun", "MPI under torchrun"],
 )
 def test_separate_runs_that_look_like_one_are_named(
     command: Command, tmp_path: Path, launcher: str, words: list[str], line: str

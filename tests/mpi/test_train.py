@@ -198,6 +198,7 @@ def test_progress_bar_where_a_person_watches(ranks: Any) -> None:
     assert watched.returncode == 0, watched.stdout + watched.stderr
     assert re.search(r"training .*4/4", watched.stdout)
     assert "\x1b[" in watched.stdout
+    assert re.search("[\u2801-\u28ff]", watched.stdout), "the loss curve"
 
 
 def test_warnings_of_other_ranks_carry_their_rank(ranks: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 
 from wordrun import bandwidth
+from wordrun.dist import World
 from wordrun.errors import ConfigError
 
 
@@ -48,3 +49,36 @@ def test_every_pair_of_nodes_meets_once(nodes: int) -> None:
         assert all(partners[other] == node for node, other in partners.items())
         met += [pair for pair in partners.items() if pair[0] < pair[1]]
     assert sorted(met) == list(combinations(range(nodes), 2))
+
+
+HOSTS = ["a", "a", "b", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (0, {"all ranks": (0, 1, 2, 3, 4), "within a node": (0, 1), "across nodes": (0, 2)}),
+        (3, {"all ranks": (0, 1, 2, 3, 4), "within a node": (2, 3, 4), "across nodes": (1, 3)}),
+    ],
+)
+def test_groups_within_and_across_nodes(
+    rank: int, expected: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = []
+
+    def new_group(ranks: list[int]) -> str:
+        created.append(ranks)
+        return f"group of {ranks}"
+
+    monkeypatch.setattr(bandwidth.td, "new_group", new_group)
+    world = World(rank=rank, size=5, nodes=2)
+    found = list(bandwidth.groups(world, HOSTS, None))
+    assert {group.name: group.ranks for group in found} == expected
+    assert [group.handle for group in found] == [None, *(f"group of {list(group.ranks)}" for group in found[1:])]
+    assert created == [[0, 1], [2, 3, 4], [0, 2], [1, 3]]  # the same on every rank
+
+
+def test_a_rank_without_a_peer_on_another_node_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth.td, "new_group", list)
+    last = list(bandwidth.groups(World(rank=4, size=5, nodes=2), HOSTS, None))[-1]
+    assert (last.name, last.handle) == ("across nodes", bandwidth.td.GroupMember.NON_GROUP_MEMBER)

@@ -138,7 +138,7 @@ def test_weights_are_found_by_one_process(whole: Path, small: Words, tmp_path: P
 
 def test_the_last_and_the_best_are_kept(small: Words, tmp_path: Path) -> None:
     words = small(*SAVING, "train.keep_checkpoints=1", "train.save_best=true", "train.eval_interval=5")
-    train(words, tmp_path / "run", Act(5, lambda trainer: trainer.state.record_evaluation(0.0)))
+    train(words, tmp_path / "run", Act(5, lambda trainer: trainer.state.record_evaluation({"val_loss": 0.0})))
     assert steps(tmp_path / "run") == [5, 12]
     assert (tmp_path / "run/checkpoints/best").resolve().name == "step-00000005"
     assert find(tmp_path / "run", "best").step == 5

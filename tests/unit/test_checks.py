@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import wordrun
-from wordrun.checks import layout, microbatches, stages
+from wordrun.checks import layout, stages
 from wordrun.config import PPConfig
 from wordrun.errors import ConfigError
 
@@ -102,7 +102,7 @@ def test_stages_and_micro_batches() -> None:
         8,
     ]
     cfg = wordrun.compose(["data=sample", "train.backend=PP", "model.batch_size=12"], ranks=4)
-    assert microbatches(cfg, PPConfig(), 4) == 4
-    assert microbatches(cfg, PPConfig(microbatches=6), 4) == 6
+    assert PPConfig().microbatches_of(cfg.model.batch_size, 4) == 4
+    assert PPConfig(microbatches=6).microbatches_of(cfg.model.batch_size, 4) == 6
     cfg.model.batch_size = 6
-    assert microbatches(cfg, PPConfig(), 4) == 2
+    assert PPConfig().microbatches_of(cfg.model.batch_size, 4) == 2

@@ -91,6 +91,23 @@ def test_help_shows_the_values_of_the_command_line() -> None:
     assert "optimizer.learning_rate" not in text
 
 
+def test_help_shows_choices_that_are_not_a_run_yet() -> None:
+    assert "model.channels=32 " in printed("--help", "model=convnet")  # without data of images
+    assert "data.path=null " in printed("--help", "data=imagefolder")  # which a run would need
+    assert "model.batch_size=64 " not in printed("--help", "train.backend=FSDP")
+    shown = printed("--help", "experiment=digits")
+    assert shown.startswith("experiment=digits: A small network")
+    for option in (
+        "model.batch_size=32 ",
+        "data.name=digits ",
+        "optimizer.learning_rate=0.002 ",
+        "train.max_iters=300 ",
+    ):
+        assert option in shown
+    assert "experiment=quickstart" not in shown
+    assert "tokenizer." not in shown
+
+
 def test_help_lists_the_users_own_files(tmp_path: Path) -> None:
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "tiny.yaml").write_text("defaults: [/schema/model/gpt@_here_]\nn_layer: 3\n")
@@ -148,8 +165,8 @@ def test_a_file_that_is_not_there_is_a_mistake_in_the_options(
     assert "nothing" in err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train.max_iter=3"]])
-def test_help_and_errors_do_not_import_torch(words: list[str], command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["train.max_iter=3"], ["plan", "model=gpt2"]])
+def test_help_errors_and_the_plan_do_not_import_torch(words: list[str], command: Command, tmp_path: Path) -> None:
     script = f"""
 import sys
 from wordrun import cli

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +41,10 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (torch.cpu, "_is_amx_tile_supported", "cpu_is_fast_at_bf16"),
         (torch.ops.mkldnn, "_is_mkldnn_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch, "_foreach_mul_", "scale"),
+        (torch.autograd.Variable._execution_engine, "queue_callback", "after_gradients"),
+        (_fsdp_collectives, "DefaultAllGather", "time_collectives"),
+        (_fsdp_collectives, "DefaultReduceScatter", "time_collectives"),
+        (FSDPModule, "set_custom_reduce_scatter", "time_collectives"),
         *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],
 )

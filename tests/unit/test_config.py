@@ -30,6 +30,7 @@ from wordrun.config import (
     GPTConfig,
     HFTokenizerConfig,
     LlamaConfig,
+    MuonConfig,
     TextConfig,
     TPConfig,
     TrackerConfig,
@@ -120,8 +121,9 @@ def test_every_choice_composes_and_converts(round_: int) -> None:
         chosen |= {"model": "nano"}
     if backend in ("pp", "3d"):  # a model's outputs stay on the last stage
         del chosen["metrics"]
-    if backend == "deepspeed" and chosen["hooks"] == "ema":
-        chosen |= {"hooks": "spikes"}
+    if backend == "deepspeed":
+        chosen |= {"hooks": "spikes"} if chosen["hooks"] == "ema" else {}
+        chosen |= {"optimizer": "sgd"} if chosen["optimizer"] == "muon" else {}
     needed = [word for choice in chosen.items() for word in NEEDED.get(choice, [])]
     cfg = compose([f"train.backend={backend}", *(f"{g}={name}" for g, name in chosen.items()), *needed])
     assert isinstance(cfg, Config)
@@ -151,9 +153,10 @@ def test_files_hold_only_differences(group: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES["experiment"])
-def test_experiments_hold_only_differences(name: str, plain: Config) -> None:
+def test_experiments_hold_only_differences(name: str) -> None:
     content = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
-    del content["defaults"]
+    chosen = [choice for each in content.pop("defaults") for choice in each.items()]
+    plain = compose([f"{group.removeprefix('override /')}={choice}" for group, choice in chosen])
     repeated = [
         f"{section}.{key}"
         for section, options in content.items()
@@ -503,7 +506,7 @@ def test_the_trackers_mode_is_checked() -> None:
     cfg.tracker = {"jsonl": TrackerConfig(), "wandb": TrackerConfig(), "wadb": TrackerConfig()}
     assert complaints(lambda: check(cfg)) == [
         "tracker.wandb has the options of TrackerConfig: use WandbConfig",
-        "tracker=wadb should be one of jsonl, wandb; did you mean 'wandb'?",
+        "tracker=wadb should be one of jsonl, wandb, tensorboard, mlflow, trackio; did you mean 'wandb'?",
     ]
 
 
@@ -561,3 +564,19 @@ def test_a_list_of_values_without_m_is_explained() -> None:
 def test_a_list_of_parts_takes_names_only(words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{words} should be a list of names: ")):
         compose([words])
+
+
+def test_depth_sets_rates_and_batch_unless_they_are_set() -> None:
+    words = ["model=modern", "model.depth=3", "optimizer=muon"]
+    cfg = compose(words)
+    assert isinstance(cfg.optimizer, MuonConfig)
+    assert cfg.optimizer.learning_rate == cfg.optimizer.adamw_lr == pytest.approx(0.004 * math.sqrt(768 / 256))
+    assert accumulation(cfg, 2) == round(2**17 / 64 / (2 * cfg.model.batch_size))
+    cfg = compose([*words, "optimizer.learning_rate=0.01", "train.global_batch_size=24"])
+    assert isinstance(cfg.optimizer, MuonConfig)
+    assert cfg.optimizer.learning_rate == 0.01
+    assert cfg.optimizer.adamw_lr == pytest.approx(0.004 * math.sqrt(768 / 256))
+    assert accumulation(cfg, 2) == 1
+    cfg = compose(["model=modern", "optimizer=muon"])
+    assert isinstance(cfg.optimizer, MuonConfig)
+    assert (cfg.optimizer.learning_rate, cfg.optimizer.adamw_lr, accumulation(cfg, 2)) == (1e-3, None, 1)

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wordrun.model.attention import SHORT, causal_attention
+from wordrun.kernels import SHORT
+from wordrun.model.attention import causal_attention
 from wordrun.model.dropout import Dropout, dropout, keep_mask
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 import wordrun
 from wordrun import export, generate
 from wordrun.checks import check
-from wordrun.config import Config, DataConfig, MetricConfig, ModelConfig
+from wordrun.config import Config, DataConfig, EarlyStopConfig, MetricConfig, ModelConfig
 from wordrun.config_images import ConvNetConfig
 from wordrun.data import images
 from wordrun.data.examples import ExampleOrder, Reader, Splits
@@ -62,7 +63,7 @@ def test_metrics_of_text_are_means_over_tokens(small: Any) -> None:
     with wordrun.Trainer(wordrun.compose(small("metrics=[accuracy,top5]", "hydra.run.dir=run"))) as trainer:
         trainer.train()
         found = trainer.measure()
-        model, validation = trainer.backend.parts[0].eval(), trainer.validation
+        model, validation = trainer.backend.parts[0].eval(), trainer.evaluation.validation
         batches = [validation[i][0] for i in range(len(validation))]
         hits = torch.cat([model(batch.tokens).argmax(-1) == batch.targets for batch in batches])
     assert found["val_accuracy"] == pytest.approx(hits.float().mean().item())
@@ -253,8 +254,12 @@ def test_losses_and_metrics_of_the_wrong_shape_are_refused(own: Config, monkeypa
     monkeypatch.setattr(Line, "losses", right)
     own.run_dir = "second"
     monkeypatch.setattr(sys.modules[__name__], "absolute_error", lambda options, outputs, batch: outputs.sum())
-    with wordrun.Trainer(own) as trainer, pytest.raises(UserError, match=r"absolute_error of a batch has the shape"):
+    wrong = (
+        r"metrics=absolute_error .*should return a value for each example, a tensor of shape \[16\], not .* shape \[\]"
+    )
+    with wordrun.Trainer(own) as trainer, pytest.raises(UserError, match=wrong):
         trainer.train()
+    assert not Path("second/metrics.jsonl").read_text()  # before the first step
 
 
 def test_a_metric_that_is_not_finite_is_reported_and_recorded(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +280,50 @@ def test_a_label_out_of_range_is_refused() -> None:
         ExampleOrder(reader, 1).fill(0, reader.empty(4))
 
 
+def test_the_best_checkpoint_and_early_stopping_follow_any_metric(own: Config) -> None:
+    own.train.best_metric, own.train.best_mode, own.train.eval_interval = "val_absolute_error", "max", 1
+    own.train.max_iters, own.train.checkpoint_interval = 6, 3
+    own.hooks = {"early_stop": EarlyStopConfig("val_absolute_error", "max", patience=4)}
+    with wordrun.Trainer(own) as trainer:
+        trainer.train()
+    errors = {line["step"]: line["val_absolute_error"] for line in lines() if "val_loss" in line}
+    assert list(errors) == [1, 2, 3, 4, 5]  # it falls from the first evaluation on
+    record = json.loads(Path("run/run.json").read_text())
+    assert (record["best_metric"], record["best_value"], record["best_step"]) == ("val_absolute_error", errors[1], 1)
+    assert record["best_val_loss"] == min(line["val_loss"] for line in lines() if "val_loss" in line)
+    assert os.readlink("run/checkpoints/best") == "step-00000001"
+    assert f"best val_absolute_error {errors[1]:.4f}" in Path("run/log.txt").read_text()
+    for metric, best in (("val_absolute_error", 1), ("val_loss", 5)):  # kept by a resumed run, unless it is another
+        own.run_dir, own.train.resume, own.train.best_metric = metric, "run/checkpoints/step-00000003", metric
+        own.train.best_mode = "max" if best == 1 else "auto"
+        with wordrun.Trainer(own) as trainer:
+            assert trainer.train().best_step == best
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.best_metric=acuracy"], r"train.best_metric=acuracy: evaluations report .*did you mean 'val_acuracy'"),
+        (
+            ["hooks=[early_stop]", "hooks.early_stop.metric=val_share"],
+            "hooks.early_stop.mode=auto: val_share is not known",
+        ),
+        (["train.best_mode=up"], r"train.best_mode=up should be one of auto, min, max"),
+    ],
+)
+def test_a_metric_that_cannot_be_compared_is_refused_at_once(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wordrun.compose(["data=digits", "model=convnet", *words])
+
+
+def test_an_unknown_metric_is_refused_before_the_first_step() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train.best_metric=val_acuracy: .*did you mean 'val_accuracy'\? \(val_loss, "
+    ):
+        train("train.best_metric=val_acuracy", "train.best_mode=max")
+    assert not Path("run/metrics.jsonl").read_text()
+
+
 class Plain(nn.Module):
     def __init__(self, cfg: LineConfig, inputs: int) -> None:
         super().__init__()
@@ -282,7 +331,9 @@ class Plain(nn.Module):
 
 def test_a_model_that_is_none_is_named(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(parts("model"), "line", Part(LineConfig, f"{__name__}:Plain", "model", "line", "mine.py:3"))
-    with pytest.raises(ConfigError, match=r"model=line \(mine.py:3\): Plain should derive from wordrun.model.Model"):
+    with pytest.raises(
+        ConfigError, match=r"model=line \(mine.py:3\): Plain should be an nn.Module with a method losses"
+    ):
         wordrun.Trainer(own)
 
 

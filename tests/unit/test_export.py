@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from wordrun import interrupts
 from wordrun.checkpoint.saved import find
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.tokenizers.huggingface import letters, tokenizer_json
@@ -57,14 +58,34 @@ def test_transformers_computes_the_same(words: tuple[str, ...], shard_gb: float,
     assert all(again[name].equal(state[name]) for name in state)
 
 
+def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
+    save_run: SaveRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {
+        "mlp": "swiglu", "norm_weights": "true", "embed_norm": "false", "softcap": "0.0", "value_layers": "[]",
+        "ngram_rows": "[]",
+    }  # fmt: skip
+    save_run(Path("modern"), "model=modern", "model.ngram_rows=[9]", text=TEXT)
+    assert main(["run=modern", "out=folder"]) == 1
+    words = " ".join(f"model.{key}={value}" for key, value in plain.items())
+    assert "with the parts of model=modern: form=checkpoint exports it, and as a LL" in (
+        said := capsys.readouterr().err
+    )
+    assert said.endswith(f"only a model trained with {words}\n")
+    assert main(["run=modern", "out=folder", "form=checkpoint"]) == 0
+    ours = save_run(Path("plain"), "model=modern", *words.split(), text=TEXT)
+    assert main(["run=plain", "out=theirs"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("theirs").eval()
+    tokens = torch.from_numpy(CharTokenizer(TEXT).encode(TEXT))[None, : ours.cfg.block_size]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
+
+
 def test_ctrl_c_leaves_nothing_behind(save_run: SaveRun, monkeypatch: pytest.MonkeyPatch) -> None:
     save_run(Path("run"))
     monkeypatch.setattr("wordrun.export.write_weights", lambda folder, *rest: signal.raise_signal(signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as wordrun's commands do while they start
-    try:
+    with interrupts.ending_at_once():  # as wordrun's commands do while they start
         assert main(["run=run", "out=folder"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert [path.name for path in Path().iterdir()] == ["run"]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from wordrun import model as models
 from wordrun.checkpoint.saved import Saved
-from wordrun.config import Config, GPTConfig, LlamaConfig, TransformerConfig
+from wordrun.config import Config, GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.generate import Screen, _training, main
 from wordrun.model import Transformer
@@ -30,6 +30,7 @@ BLOCK = 16
 CONFIGS: dict[str, TransformerConfig] = {
     "gpt": GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=BLOCK, bias=True),
     "llama": LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=BLOCK),
+    "modern": ModernConfig(n_layer=2, n_head=4, n_embd=32, block_size=BLOCK, ngram_rows=[40, 40], zero_init=False),
 }
 
 
@@ -98,7 +99,7 @@ def test_each_stage_of_a_pipeline_has_caches_of_its_own(model: Transformer) -> N
     x, caches = tokens(T=9), [[KVCache()], [KVCache()]]
     for start, end in ((0, 5), (5, 6), (6, 9)):
         hidden = parts[0](x[:, start:end], caches=caches[0])
-        logits = parts[1](hidden, at=-1, caches=caches[1])
+        logits = parts[1](hidden, at=-1, caches=caches[1], **model.in_every_stage(x[:, start:end]))
         torch.testing.assert_close(logits, model(x[:, :end], at=-1), rtol=1e-5, atol=1e-5)
 
 

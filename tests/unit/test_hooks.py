@@ -328,7 +328,7 @@ def test_the_state_of_version_0_1_has_the_name_of_the_class(small: Words, tmp_pa
     folder = folders.all_in(tmp_path / "run")[0]
     seal(folder.path, hooks={"EarlyStop": {"best": 0.5, "waited": 2}})
     trainer = train([*words, f"train.resume={folder.path}"], tmp_path / "on")
-    assert trainer.hooks["early_stop"].state() == {"best": 0.5, "waited": 3}
+    assert trainer.hooks["early_stop"].state() == {"metric": "val_loss", "best": 0.5, "waited": 3}
 
 
 # Failures
@@ -351,6 +351,17 @@ class Break(Hook):
     def before_step(self, trainer: Any) -> None:
         self._raise("before_step")
 
+    def learning_rate(self, trainer: Any, scheduled: float) -> float:
+        self._raise("learning_rate")
+        return scheduled
+
+    def stop_reason(self) -> str:
+        self._raise("stop_reason")
+        return ""
+
+    def at_end(self, trainer: Any) -> None:
+        self._raise("at_end")
+
     def state(self) -> dict[str, Any]:
         self._raise("state")
         return {"value": {1}} if self.event == "set" else {}
@@ -363,22 +374,25 @@ class Break(Hook):
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        ("after_step", r"the hook Break failed in after_step after 4 steps: ValueError: not today \(test_hooks"),
+        ("after_step", r"the hook Break failed in after_step after 4 steps: ValueError: not today \(test_hooks.py:\d"),
         ("before_step", r"the hook Break failed in before_step: ValueError: not today"),
+        ("learning_rate", r"the hook Break failed in learning_rate after 0 steps: ValueError: not today"),
+        ("stop_reason", r"the hook Break failed in stop_reason: ValueError: not today"),
         ("state", r"the hook Break failed in state: ValueError: not today"),
         ("set", r"the hook Break failed in state: TypeError: Object of type set is not JSON serializable"),
+        ("at_end", r"the hook Break failed in at_end after 8 steps: ValueError: not today"),
     ],
 )  # fmt: skip
-def test_a_hook_that_raises_is_named_and_nothing_is_saved(
-    small: Words, tmp_path: Path, event: str, message: str
-) -> None:
+def test_a_hook_that_raises_is_named_and_costs_no_steps(small: Words, tmp_path: Path, event: str, message: str) -> None:
     hook, after = Break(event), Break("")
-    with pytest.raises(HookError, match=message):
+    with pytest.raises(HookError, match=message + r".*; traceback: .*run/failures/rank-0.txt"):
         train(small(*STEPS), tmp_path / "run", hook, after)
     assert (hook.closed, after.closed) == (True, True)
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["exit_reason"].startswith("HookError: the hook Break failed in")
-    assert folders.all_in(tmp_path / "run") == []
+    reached = {"before_step": 1, "learning_rate": 1, "at_end": 8, "stop_reason": 0}.get(event, 4)
+    assert [each.step for each in folders.all_in(tmp_path / "run")][-1:] == [reached]
+    assert "ERROR HookError: the hook Break failed in" in (tmp_path / "run/log.txt").read_text()
     assert "in _raise" in (tmp_path / "run/failures/rank-0.txt").read_text() or event == "set"
 
 
@@ -433,6 +447,7 @@ def test_a_state_that_a_hook_cannot_load_names_it() -> None:
         (["hooks=[spikes]", "hooks.spikes.window=1"], "hooks.spikes.window=1 should be at least 2"),
         (["hooks=[lr_range]", "hooks.lr_range.lowest=2"], "hooks.lr_range.lowest=2 should be below"),
         (["hooks=[lr_range]", "train.checkpoint_interval=5"], "use train.checkpoint_interval=0"),
+        (["hooks=[lr_range]", "experiment=digits"], "should not be evaluated: use train.eval_interval=0"),
         (["hooks=[lr_range]", "train.max_iters=50"], "hooks.lr_range.steps=100 is more than train.max_iters=50"),
         (["hooks.ema.decay=0.9"], "hooks.ema.decay=0.9 has no effect without hooks=ema: add it"),
     ],

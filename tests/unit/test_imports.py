@@ -24,7 +24,7 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"version", "errors", "files", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
+BASE = {"version", "errors", "files", "reports", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "checks",
     "composer",
@@ -34,9 +34,11 @@ MAY_USE: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "files": set(),
+    "reports": set(),
     "cgroup": {"files"},
     "interrupts": set(),
     "devices": set(),
+    "kernels": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
     "ports": set(),
@@ -45,7 +47,7 @@ MAY_USE: dict[str, set[str]] = {
     "project": {"errors"},
     "registry": {"errors", "project"},
     "parts": {"registry"},
-    "dist": BASE | {"registry"},
+    "dist": BASE | {"registry", "compat"},
     "sections": {"validation"},
     "config_images": {"sections", "validation"},
     "config": {"errors", "sections", "validation", "registry"},
@@ -55,7 +57,7 @@ MAY_USE: dict[str, set[str]] = {
     "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG | {"compat"},
-    "model": CONFIG | {"compat"},
+    "model": CONFIG | {"compat", "kernels"},
     "track": CONFIG,
     "runs": {"errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
@@ -74,7 +76,7 @@ MAY_USE: dict[str, set[str]] = {
     "generate": PARALLEL | {"arguments", "checkpoint", "backend", "chat"},
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
-    "plan": PARALLEL | {"arguments", "backend", "launch", "devices"},
+    "plan": PARALLEL | {"arguments", "backend", "launch", "devices", "kernels"},
     "cli": {"errors", "dist", "interrupts", "version"},
     "__main__": {"cli", "interrupts"},
     "": {"composer", "registry", "train", "version"},
@@ -203,9 +205,9 @@ print([key for key in before if before[key] != after[key]])
 
 # Set on objects of libraries, which offer no other way, and on configs, before anybody else sees them.
 OF_LIBRARIES = {
-    "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "environ",
-    "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
-    "dtypes", "fill_uninitialized_memory", "benchmark", "_dynamo",
+    "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
+    "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
+    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo",
 }  # fmt: skip
 OF_CONFIGS = {"composer", "plan.cli", "model.pretrained", "backend.native"}  # the last one: a model's compiled_loss
 

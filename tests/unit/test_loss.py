@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from wordrun import kernels
 from wordrun.model import loss
 
 N, C, V, TOKENS = 60, 16, 128, 100
 
 
-def both(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def both(dtype: torch.dtype, softcap: float = 0.0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return losses and gradients of torch's cross entropy and of ours, with a weight for each token."""
     torch.manual_seed(0)
     x, weight = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
@@ -22,24 +23,30 @@ def both(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     for ours in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             if ours:
-                losses = loss.cross_entropy(x, weight, targets, TOKENS)
+                losses = loss.cross_entropy(x, weight, targets, TOKENS, softcap)
             else:
-                losses = F.cross_entropy((x @ weight.t())[:, :TOKENS].float(), targets, reduction="none")
+                logits = (x @ weight.t())[:, :TOKENS].float()
+                logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+                losses = F.cross_entropy(logits, targets, reduction="none")
         gradients = torch.autograd.grad((losses * weights).sum(), [x, weight])
         results.append([losses.detach(), *gradients])
     return results[0], results[1]
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_losses_and_gradients_are_torchs(dtype: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "CHUNK", 7 * V)  # chunks of 7 tokens, the last of 4
-    for theirs, ours in zip(*both(dtype), strict=True):
+def test_losses_and_gradients_are_torchs(
+    dtype: torch.dtype, near: float, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", 7 * V)  # chunks of 7 tokens, the last of 4
+    for theirs, ours in zip(*both(dtype, softcap), strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).norm() < near * theirs.norm()
 
 
-def test_the_padding_gets_no_gradient() -> None:
-    _, (_, _, of_weight) = both(torch.float32)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_the_padding_gets_no_gradient(softcap: float) -> None:
+    _, (_, _, of_weight) = both(torch.float32, softcap)
     assert not of_weight[TOKENS:].any()
     assert of_weight[:TOKENS].any(1).all()
 
@@ -47,7 +54,7 @@ def test_the_padding_gets_no_gradient() -> None:
 def test_without_gradients_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from memory_peak import peak
 
-    monkeypatch.setattr(loss, "CHUNK", 2**14)
+    monkeypatch.setattr(kernels, "CHUNK", 2**14)
     x, weight, targets = torch.randn(4096, C), torch.randn(V, C), torch.randint(V, (4096,))
     with torch.no_grad():
         assert peak(lambda: loss.cross_entropy(x, weight, targets, V)) < 4 * 4096 * V / 2
@@ -61,7 +68,7 @@ def test_a_model_uses_it_for_many_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     model = models.build(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, batch_size=4), 50)
     tokens = torch.randint(50, (4, 8))
     usual = model.losses(Batch(tokens, tokens))
-    monkeypatch.setattr(loss, "LARGE", 100)
+    monkeypatch.setattr(kernels, "LARGE", 100)
     found = model.losses(Batch(tokens, tokens))
     steps = [found.grad_fn]
     while "_CrossEntropy" not in str(steps[-1]):
@@ -85,8 +92,8 @@ def test_compiling_the_model_leaves_the_loss_to_its_own_kernel(monkeypatch: pyte
 
     cfg = Config(model=GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, batch_size=4))
     cfg.train.compile, cfg.train.compile_scope = True, "model"
-    monkeypatch.setattr(loss, "LARGE", 100)
-    monkeypatch.setattr(loss, "CHUNK", 100)
+    monkeypatch.setattr(kernels, "LARGE", 100)
+    monkeypatch.setattr(kernels, "CHUNK", 100)
     monkeypatch.setattr(loss, "_compiled", lambda: kernel)
     whole = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: whole(module, backend="eager"))

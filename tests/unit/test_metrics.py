@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +17,7 @@ from wordrun.backend.base import StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.devices import DEVICES
 from wordrun.track import LEGEND
-from wordrun.train.metrics import Meter, device_name, one_line, peak_flops
+from wordrun.train.metrics import BINS, Meter, device_name, one_line, peak_flops
 from wordrun.train.state import TrainState
 
 CPU = torch.device("cpu")
@@ -61,7 +66,7 @@ def test_half_precision_is_faster_than_single() -> None:
 
 
 def meter(ranks: int = 1) -> Meter:
-    return Meter(CPU, torch.float32, ranks, 24, tokens_per_example=64, flops_per_example=64 * 1000)
+    return Meter(CPU, torch.float32, ranks, tokens_per_example=64, flops_per_example=64 * 1000)
 
 
 @pytest.fixture
@@ -82,7 +87,7 @@ def two_steps(figures: Meter) -> dict[str, float]:
         figures.clock.lap("forward")
         time.sleep(0.02)
         figures.clock.lap("backward")
-        figures.add(RESULT, 0.001)
+        figures.add(RESULT, 0.001, 24)
     return figures.line(state)
 
 
@@ -117,7 +122,7 @@ def test_mfu_is_the_share_of_all_devices_peaks() -> None:
     figures.peak = 1e9
     line = two_steps(figures)
     assert line["mfu"] == pytest.approx(100 * line["tps"] * 1000 / (4 * 1e9))
-    assert one_line(line, 10).endswith(f"tokens/s  MFU {line['mfu']:.1f} %")
+    assert f"tokens/s  MFU {line['mfu']:.1f} %  " in one_line(line, 10)
 
 
 @pytest.mark.usefixtures("alone")
@@ -127,8 +132,68 @@ def test_a_line_starts_a_new_mean() -> None:
     figures.clock.start()
     for label in ("forward", "backward"):
         figures.clock.lap(label)
-    figures.add(RESULT, 0.001)
+    figures.add(RESULT, 0.001, 24)
     assert figures.line(TrainState(step=8))["dt"] < 0.01
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_phases_of_a_step_add_up() -> None:
+    figures = meter()
+    times = {"hooks": 0.04, "data": 0.01, "forward": 0.02, "backward": 0.01, "communication": 0.02, "optimizer": 0.01}
+    figures.clock.start()
+    for label, seconds in times.items():
+        with figures.clock.collective() if label in ("forward", "communication") else contextlib.nullcontext():
+            time.sleep(seconds)
+        figures.clock.lap(label)
+    figures.add(RESULT, 0.001)
+    line = figures.line(TrainState(step=1))
+    assert line["dt_hooks"] >= 0.04
+    assert line["dt_data"] >= 0.01
+    assert line["dt_optimizer"] >= 0.01
+    # The collective within the forward pass, and the phase, of which the other collective is a part.
+    assert 0.04 <= line["dt_comm"] < 0.06 + line["dtf"]
+    assert line["dtf"] < 0.02
+    assert line["dtb"] >= 0.01
+    parts = ("dt_data", "dtf", "dtb", "dt_comm", "dt_optimizer")
+    assert line["dt"] == pytest.approx(sum(line[name] for name in parts), rel=1e-5)
+    assert (line["slowest_rank"], line["slowest_by"]) == (None, None)
+
+
+@pytest.mark.parametrize("own", [[0.5, 0.2], [0.1, 0.1, 0.1], [0.3, 0.1, 0.2, 9.0], [0.01 * n for n in range(101)]])
+def test_the_slowest_rank_is_compared_with_the_median(own: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread is a rank."""
+    mine, together, sizes = threading.local(), threading.Barrier(len(own), timeout=60), set()
+    sent = [torch.empty(0)] * len(own)
+
+    def reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def collective(values: torch.Tensor) -> torch.Tensor:
+            sent[mine.rank] = values
+            sizes.add((values.dtype, len(values)))
+            together.wait()
+            result = combine(torch.stack(sent))
+            together.wait()
+            return result
+
+        return collective
+
+    def reduce(rank: int) -> Any:
+        mine.rank = rank
+        return meter()._reduce([1.0, rank], own[rank], [0.25, rank, 0])
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: len(own))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: mine.rank)
+    monkeypatch.setattr("wordrun.train.metrics.all_max", reduction(lambda values: values.amax(0)))
+    monkeypatch.setattr("wordrun.train.metrics.all_sum", reduction(lambda values: values.sum(0)))
+    with ThreadPoolExecutor(len(own)) as pool:
+        found = list(pool.map(reduce, range(len(own))))
+    assert all(each == found[0] for each in found)
+    means, (*most, slowest, behind) = found[0]
+    assert means == pytest.approx([1.0, (len(own) - 1) / 2])
+    assert most == [0.25, len(own) - 1, 0]
+    assert own[slowest] == max(own)
+    median, spread = sorted(own)[(len(own) - 1) // 2], max(own) - min(own)
+    assert behind == pytest.approx(max(own) - median, abs=spread / BINS + 2e-6)
+    assert sizes == {(torch.int64, 5), (torch.float32, 2 + 2 * BINS)}, "whatever the number of ranks"
 
 
 def test_time_before_the_start_is_not_counted() -> None:
@@ -150,6 +215,6 @@ def test_a_cpu_has_a_name_and_no_mfu() -> None:
 @pytest.mark.usefixtures("alone")
 def test_people_read_the_same_figures() -> None:
     line = two_steps(meter())
-    rate = f"{1000 * line['dt']:.1f} ms/step  {line['tps']:,.0f} tokens/s"
-    assert one_line(line, 20) == f"step 7/20  loss 2.5000  {rate}"
-    assert one_line(line, 20, 4000.4) == f"step 7/20  loss 2.5000  {rate}  1:06:40 left"
+    begin = f"step 7/20  loss 2.5000  lr 1.00e-03  {line['tps']:,.0f} tokens/s  {line['memory']:.2f} GiB"
+    assert one_line(line, 20) == begin
+    assert one_line(line, 20, 4000.4) == f"{begin}  1:06:40 left"

@@ -14,20 +14,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import model as models
-from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, TransformerConfig
+from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.data.batch import Batch
 from wordrun.model import Transformer, attention
 from wordrun.model.generate import generate
 from wordrun.model.llama import rotary_table, rotate
+from wordrun.model.modern import ngrams
 from wordrun.train.optim import adamw
 
 GPT = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=16)
+MODERN = ModernConfig(
+    n_layer=2,
+    n_head=4,
+    n_embd=32,
+    n_hidden=48,
+    block_size=16,
+    ngram_rows=[100, 100],
+    value_layers=[-1],
+    zero_init=False,
+)
 V = 23
-BOTH = pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["gpt", "llama"])
+ALL = pytest.mark.parametrize("cfg", [GPT, LLAMA, MODERN], ids=["gpt", "llama", "modern"])
 
 
-@pytest.fixture(params=[GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.fixture(params=[GPT, LLAMA, MODERN], ids=["gpt", "llama", "modern"])
 def model(request: pytest.FixtureRequest) -> Transformer:
     """A small model, the same in every test."""
     return models.build(request.param, V, seed=1)
@@ -88,7 +99,7 @@ def test_attention_can_be_kept_within_documents(
     assert not torch.allclose(model.features(changed)[0, 9:], whole[0, 9:], atol=1e-6)
 
 
-@BOTH
+@ALL
 def test_documents_have_the_same_gradients_with_a_mask_and_without(
     cfg: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,14 +155,21 @@ def test_parameters_are_counted_once() -> None:
     assert models.build(LLAMA, V).num_parameters() == llama
     assert models.build(replace(LLAMA, tie=True), V).num_parameters() == llama - V * C
     assert models.build(replace(LLAMA, n_kv_head=None), V).num_parameters() == llama + L * C * C
+    # Norms without weights, embeddings of tokens, pairs and values, and an MLP of two layers.
+    modern = 2 * V * C + 200 * C + V * C + L * (4 * C * C + 2 * C * D)
+    assert models.build(MODERN, V).num_parameters() == modern
+    assert models.build(replace(MODERN, norm_weights=True), V).num_parameters() == modern + (2 * L + 1) * C + L * 2 * 8
+    assert models.build(replace(MODERN, mlp="swiglu"), V).num_parameters() == modern + L * C * D
 
 
-@BOTH
+@ALL
 def test_the_vocabulary_may_be_larger_than_the_tokenizers(cfg: TransformerConfig) -> None:
     assert models.build(replace(cfg, vocab_size=64), V)(tokens(), at=-1).shape == (3, 64)
 
 
-@pytest.mark.parametrize("cfg", [GPT, LLAMA, replace(LLAMA, tie=True)], ids=["gpt", "llama", "tied llama"])
+@pytest.mark.parametrize(
+    "cfg", [GPT, LLAMA, replace(LLAMA, tie=True), MODERN], ids=["gpt", "llama", "tied llama", "modern"]
+)
 def test_padding_of_the_vocabulary_changes_nothing(cfg: TransformerConfig) -> None:
     exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 16))
     assert padded.head.weight.shape == (32, cfg.n_embd)
@@ -176,7 +194,7 @@ def test_padding_of_the_vocabulary_changes_nothing(cfg: TransformerConfig) -> No
     assert padded.flops_per_token() - exact.flops_per_token() == 6 * (32 - V) * cfg.n_embd
 
 
-@BOTH
+@ALL
 def test_the_first_weights_do_not_depend_on_the_padding(cfg: TransformerConfig) -> None:
     exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 64))
     state = padded.state_dict()
@@ -238,7 +256,7 @@ def test_fake_tensors_and_inference_leave_nothing_behind() -> None:
 # A part of a pipeline
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("k", [1, 2])
 def test_parts_in_a_row_are_the_whole_model(cfg: TransformerConfig, k: int) -> None:
     cfg = replace(cfg, n_layer=3)
@@ -247,10 +265,58 @@ def test_parts_in_a_row_are_the_whole_model(cfg: TransformerConfig, k: int) -> N
     assert [(part.is_first, part.is_last) for part in parts] == [(True, False), (False, True)]
     x = tokens()
     assert parts[0](x).shape == (3, 16, 32)
-    torch.testing.assert_close(parts[1](parts[0](x)), whole(x), rtol=0, atol=0)
-    torch.testing.assert_close(parts[1](parts[0](x), at=-1), whole(x, at=-1), rtol=0, atol=0)
+    every = whole.in_every_stage(x)
+    torch.testing.assert_close(parts[1](parts[0](x), **every), whole(x), rtol=0, atol=0)
+    torch.testing.assert_close(parts[1](parts[0](x), at=-1, **every), whole(x, at=-1), rtol=0, atol=0)
     names = [name for part in parts for name in part.state_dict()]
     assert sorted(names) == sorted(whole.state_dict())
+
+
+# The parts of modern
+
+
+def test_a_modern_model_begins_as_the_identity_with_equal_chances() -> None:
+    model = models.build(replace(MODERN, zero_init=True), V)
+    embedded = model.embed(tokens())
+    torch.testing.assert_close(model.features(tokens()), F.rms_norm(embedded, (32,), eps=1e-6))
+    torch.testing.assert_close(model(tokens()), torch.zeros(3, 16, V))
+    torch.testing.assert_close(embedded.square().mean(-1), torch.ones(3, 16), rtol=1e-2, atol=0)
+
+
+def test_logits_stay_within_the_softcap() -> None:
+    model, free = (models.build(replace(MODERN, softcap=softcap), V) for softcap in (2.0, 0.0))
+    with torch.no_grad():
+        for each in (model, free):
+            each.head.weight *= 300
+    assert free(tokens()).abs().max() > 10
+    torch.testing.assert_close(model(tokens()), 2 * torch.tanh(free(tokens()) / 2))
+
+
+def test_equal_ngrams_have_equal_numbers() -> None:
+    x = tokens(64, 48)
+    pairs, triples = ngrams(x, 2, None, None)
+    for n, keys in ((2, pairs), (3, triples)):
+        seen: dict[tuple[int, ...], int] = {}
+        for row, of_row in zip(x.tolist(), keys.tolist(), strict=True):
+            row = [0] * (n - 1) + row
+            for at, key in enumerate(of_row):
+                assert seen.setdefault(tuple(row[at : at + n]), key) == key
+        assert len(set(seen.values())) == len(seen)
+
+
+def test_depth_sets_what_is_not_set() -> None:
+    cfg = ModernConfig(depth=12)
+    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (12, 768, 6, 3072)
+    cfg = ModernConfig(depth=5, n_layer=3, n_head=12)
+    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (3, 384, 12, 1536)
+    cfg = ModernConfig()
+    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (4, 128, 4, 512)
+    assert cfg.layers_with_values() == {0, 3}
+    assert cfg.sequences_per_step() is cfg.rate_factor() is None
+    assert ModernConfig(depth=12, block_size=1024).sequences_per_step() == 2**19 // 1024
+    assert ModernConfig(depth=24, block_size=1024).sequences_per_step() == 2**20 // 1024
+    wrong = "model.value_layers=[0, 4] has 4, but model.n_layer=4: use numbers below it"
+    assert list(ModernConfig(value_layers=[0, 4]).problems()) == [wrong]
 
 
 # How it begins
@@ -278,7 +344,7 @@ def test_an_untrained_model_knows_nothing(model: Transformer) -> None:
     assert model.losses(Batch(tokens(64), tokens(64, seed=1))).mean().item() == pytest.approx(math.log(V), rel=0.02)
 
 
-@BOTH
+@ALL
 def test_the_seed_decides_the_weights(cfg: TransformerConfig) -> None:
     def weights(seed: int) -> torch.Tensor:
         return torch.cat([p.flatten() for p in models.build(cfg, V, seed).parameters()])
@@ -296,7 +362,7 @@ def test_no_two_matrices_begin_alike(model: Transformer) -> None:
     assert len({tuple(p.flatten()[:20].tolist()) for p in matrices}) == len(matrices)
 
 
-@BOTH
+@ALL
 def test_dropout_acts_in_training_alone(cfg: TransformerConfig) -> None:
     model = models.build(replace(cfg, dropout=0.3), V)
     x = tokens()

@@ -56,7 +56,7 @@ def test_the_wheel_has_everything_but_nothing_else(wheel: Path) -> None:
     expected |= {f"wordrun/{path.relative_to(ROOT / 'src/wordrun')}" for path in (ROOT / "src/wordrun").rglob("*.py")}
     expected |= {f"wordrun/launch/sites/{path.name}" for path in (ROOT / "src/wordrun/launch/sites").iterdir()}
     expected |= {"wordrun/py.typed", "wordrun/launch/rank_env.sh", "wordrun/conf/__init__.py"}
-    expected |= {"wordrun/report/page.html.jinja"}
+    expected |= {"wordrun/report/page.html.jinja", "wordrun/report/trace.html.jinja"}
     assert expected - names == set()
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -214,6 +214,42 @@ def test_a_folders_config_files_are_added_to_wordruns(make: Make) -> None:
     assert refusal() == f"{folder}/conf/model/gpt2.yaml: model=gpt2 is one of wordrun's own: rename the file"
 
 
+def test_all_mistakes_of_a_projects_registrations_are_reported_at_once(make: Make) -> None:
+    lines = [
+        'wordrun.register("optimiser", "one", "a:B", "c:d")', 'wordrun.register("optimizer", "Two", "a:B", "c:d")',
+        'wordrun.register("optimizer", "rprop", "my_rprop:RpropConfig", "my_rprop:rprop")',
+        'wordrun.register("model", "gpt", "a:B", "c:d")',
+    ]  # fmt: skip
+    make({**MINE, "my_parts.py": "\n".join(["import wordrun", *lines])})
+    for _ in range(2):  # also when it is asked again
+        found = refusal().splitlines()
+        assert [line.partition(" (")[0] for line in found] == ["optimiser=one", "optimizer=Two", "model=gpt"]
+        assert ["my_parts.py:2" in found[0], "my_parts.py:3" in found[1], "my_parts.py:5" in found[2]] == [True] * 3
+
+
+def test_an_unknown_name_in_a_list_is_named_in_the_singular() -> None:
+    assert refusal("hooks=[emaa]").startswith("hooks=[emaa]: unknown hook 'emaa'; did you mean 'ema'?")
+    assert refusal("metrics=[acuracy]").startswith("metrics=[acuracy]: unknown metric 'acuracy'; did you mean 'accura")
+
+
+def test_a_project_is_found_from_the_folders_below_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make({**MINE, "conf/experiment/first.yaml": EXPERIMENT, "deep/er/notes.txt": ""})
+    monkeypatch.chdir(folder / "deep" / "er")
+    cfg = wordrun.compose(["experiment=first", "optimizer=rprop"])
+    assert (cfg.optimizer.name, cfg.train.max_iters) == ("rprop", 7)
+
+
+EXPERIMENT = "# @package _global_\ndefaults:\n  - override /data: sample\n\ntrain:\n  max_iters: 7\n"
+
+
+def test_a_projects_own_root_of_the_config_is_named(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    make({**MINE, "conf/config.yaml": "train:\n  max_iters: 7\n"})
+    assert wordrun.compose(["data=sample"]).train.max_iters != 7
+    (line,) = caplog.messages
+    assert "conf/config.yaml is not read" in line
+    assert "experiment=NAME" in line
+
+
 def test_a_checkout_of_wordrun_is_no_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     assert project.here().conf is None

@@ -45,7 +45,7 @@ def test_the_best_evaluation_is_the_lowest_and_never_nan() -> None:
     state = TrainState()
     for loss in (math.nan, 3.0, 2.0, math.nan, 2.5):
         state.count_step()
-        state.record_evaluation(loss)
+        state.record_evaluation({"val_loss": loss})
     assert (state.best_loss, state.best_step, state.evaluated_step) == (2.0, 3, 5)
     assert state.metrics["val_loss"] == 2.5
 
@@ -55,7 +55,7 @@ def test_a_rollback_keeps_position_time_and_earlier_rollbacks() -> None:
     stored = json.loads(json.dumps(state.state_dict()))
     state.take(16)
     state.count_step()
-    state.record_evaluation(1.0)
+    state.record_evaluation({"val_loss": 1.0})
     for times in (1, 2):
         state.roll_back(stored)
         assert (state.step, state.position, state.best_loss, state.best_step) == (6, 64, 2.0, 4)
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_version_0_1_can_be_read() -> None:
         "metrics": {"loss": 3.5, "val_loss": 3.25, "best_val_loss": 3.0},
     })  # fmt: skip
     assert (state.step, state.position, state.best_loss, state.seconds) == (3, 12, 3.0, 1.5)
-    state.record_evaluation(3.1)
+    state.record_evaluation({"val_loss": 3.1})
     assert state.best_loss == 3.0
 
 
@@ -126,7 +126,7 @@ def test_early_stop_counts_evaluations_without_an_improvement() -> None:
     seen = []
     for loss in (3.0, 2.95, 2.8, math.nan, 2.75):
         trainer.state.count_step()
-        trainer.state.record_evaluation(loss)
+        trainer.state.record_evaluation({"val_loss": loss})
         trainer.step, trainer.metrics = trainer.state.step, trainer.state.metrics
         hook.after_step(trainer)
         seen.append(hook.waited)

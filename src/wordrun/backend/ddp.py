@@ -13,14 +13,15 @@ from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend, prepare
 from wordrun.config import DDPConfig
-from wordrun.dist import mpi
+from wordrun.dist import mpi, watch
 from wordrun.model import Model, materialise
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of CPU gradients with MPI, which uses shared memory and the fabric where gloo uses TCP."""
     gradients = bucket.buffer()
-    communicator.Allreduce(mpi.in_place(), gradients.numpy())
+    with watch.mpi_calls("MPI_Allreduce", f"float32 [{gradients.numel()}]"):
+        communicator.Allreduce(mpi.in_place(), gradients.numpy())
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(gradients.div_(communicator.size))
     return done
@@ -51,14 +52,17 @@ class DDPBackend(NativeBackend):
             replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
         elif self.device.type == "cpu" and mpi.in_use(spec.world):
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
-            replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: average_over_mpi(comm, bucket))
+            replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
         return replica
+
+    def _timed(self, communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        with self.timer():
+            return average_over_mpi(communicator, bucket)
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are averaged in the backward pass of the last micro-step."""
         # Calling the model directly accumulates gradients on this rank only.
-        forward = self.replica if last else None
-        return self.forward_losses(batch, forward).mean()
+        return self.forward_losses(batch, self.replica if last else None).mean()
 
     def close(self) -> None:
         """Release the reducer while the process group has other references."""

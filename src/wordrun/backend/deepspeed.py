@@ -25,7 +25,7 @@ from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.model import Model, materialise
+from wordrun.model import LossesOf, Model, materialise
 
 
 class DeepSpeedBackend:
@@ -71,7 +71,7 @@ class DeepSpeedBackend:
     def _shard(self, model: Model, shard: Any, settings: dict[str, Any]) -> None:
         """Initialise the parameters and shard them across the ranks, one module at a time."""
         children = [(f"{name}.", child) for name, child in model.named_children() if child is not model.blocks]
-        blocks = [(f"blocks.{number}.", block) for number, block in model.blocks.items()]
+        blocks = [(f"blocks.{number}.", block) for number, block in model.blocks.named_children()]
         untied = {name for name, _ in model.named_parameters()}
         for prefix, module in [*blocks, *children]:
             names = {name for name, _ in module.named_parameters(prefix.rstrip("."))}
@@ -108,7 +108,7 @@ class DeepSpeedBackend:
         losses = []
         norm: Any = None
         for batch in batches:
-            loss = checked(self.parts[0].losses(batch, self.engine), self.parts[0], self.device).mean()
+            loss = checked(self.engine(LossesOf(batch)), self.parts[0], self.device).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
@@ -127,11 +127,7 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        if outputs is None:
-            return self.parts[0].losses(batch, self.engine)
-        losses, seen = self.parts[0].losses_and_outputs(batch, self.engine)
-        outputs.append(seen)
-        return losses
+        return checked(self.engine(LossesOf(batch, outputs)), self.parts[0], self.device)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
+from wordrun import compat
 from wordrun.backend import split
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
@@ -37,6 +39,10 @@ class FSDPBackend(NativeBackend):
         splitter = split.Splitter(spec, self.mesh, options)
         self.sharded = splitter.sharded
         super().__init__(spec, [splitter.build(layers) for layers in stages])
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    compat.time_collectives(module, self.timer)
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``."""
@@ -69,6 +75,16 @@ class FSDPBackend(NativeBackend):
     def total_norm(self) -> Tensor:
         """Return the gradient norm of the full model."""
         return split.total_norm(self.gradients(), self.mesh, self.device)
+
+    def holders(self) -> Any:
+        """Return the process group of the ranks along shard and tp or, if there are none, along replicate."""
+        axes = [axis for axis in ("shard", "tp") if self.mesh[axis].size() > 1] or ["replicate"]
+        if len(axes) == 1:
+            return self.mesh.get_group(axes[0]) if self.mesh[axes[0]].size() > 1 else None
+        size = self.layout.shard * self.layout.tp  # the innermost axes, so these ranks are consecutive
+        firsts = range(0, self.layout.size, size)
+        ranks = [list(range(first, first + size)) for first in firsts]
+        return dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
-from wordrun.backend.optimizer import Restored, parameter_of, set_learning_rate, tensors_of
+from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
 from wordrun.config import Config
 from wordrun.errors import ConfigError
-from wordrun.model import Model
+from wordrun.model import LossesOf, Model
 
 
 class NativeBackend:
@@ -47,13 +47,18 @@ class NativeBackend:
         self.unpadded_rows = {(name, p.shape): rows[name] for name, p in self.named_parameters() if name in rows}
         if spec.weights is not None:
             self._fill(spec.weights)
-        self.optimizer = spec.optimizer((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
+        self.optimizer = spec.optimizer(NamedParameters(trained, matrices, self.holders(), self.device))
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.skips = spec.cfg.train.on_nonfinite == "skip"
         self.on_gradients: list[Callable[[], None]] = []
         """Called with the complete gradients of each step, before they are clipped."""
+        self.clock: Stopwatch | None = None
+        """Measures the current step; None: there is none."""
+        self.alone = spec.world.size == 1
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
@@ -62,13 +67,21 @@ class NativeBackend:
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         losses = []
+        self.clock = clock
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
+            if not self.alone:  # what follows is waiting for other ranks
+                compat.after_gradients(loss, partial(clock.lap, "backward"))
             self.backward(self.scaler.scale(loss))
-            clock.lap("backward")
+            clock.lap("backward" if self.alone else "communication")
             losses.append(loss.detach())
+        self.clock = None
         return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock))
+
+    def timer(self) -> AbstractContextManager[None]:
+        """Return the context in which a collective is measured, if it is part of a training step."""
+        return nullcontext() if self.clock is None else self.clock.collective()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss``."""
@@ -77,6 +90,7 @@ class NativeBackend:
     def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
         """Clip the gradients, step the optimizer and return the gradient norm before clipping."""
         self.complete_gradients()
+        clock.lap("communication")
         self._average_buffers()
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
@@ -109,17 +123,18 @@ class NativeBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        if outputs is None:
-            return self.forward_losses(batch)
-        with self.forward_context():
-            losses, seen = self.parts[0].losses_and_outputs(batch)
-            outputs.append(full(seen))
-            return full(losses)
+        losses = self.forward_losses(batch, outputs=outputs)
+        if outputs:
+            outputs[-1] = full(outputs[-1])
+        return losses
 
-    def forward_losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,), calling the model through ``forward`` if given."""
+    def forward_losses(
+        self, batch: Any, wrapper: nn.Module | None = None, outputs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), as ``losses`` does, through the model's ``wrapper``."""
+        model = self.parts[0]
         with self.forward_context():
-            return full(checked(self.parts[0].losses(batch, forward), self.parts[0], self.device))
+            return full(checked((model if wrapper is None else wrapper)(LossesOf(batch, outputs)), model, self.device))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -148,6 +163,13 @@ class NativeBackend:
         """Yield this rank's persistent buffers by their names in the full model."""
         for part in self.parts if self.buffer_names else ():
             yield from ((name, buffer) for name, buffer in part.named_buffers() if name in self.buffer_names)
+
+    def holders(self) -> Any:
+        """Return the process group of the ranks that hold shards of the same parameters, or copies if there are none.
+
+        None: this rank has its parameters alone.
+        """
+        return dist.group.WORLD if self.layout.size > 1 else None
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""
@@ -275,7 +297,7 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
 
 def prepare(model: Model, cfg: Config) -> None:
     """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
-    for number, block in enumerate(model.blocks.values()):
+    for number, block in enumerate(model.blocks.children()):
         prepare_block(block, number, cfg)
     prepare_rest(model, cfg)
 

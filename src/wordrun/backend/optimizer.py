@@ -14,9 +14,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wordrun.checkpoint.index import StoredTensor
+from wordrun.model.base import Rows
 
 TENSOR, NUMBER = "optimizer.", "number."
 Named = Iterable[tuple[str, nn.Parameter]]
+
+
+class NamedParameters(list[tuple[str, nn.Parameter]]):
+    """A model's trained parameters by name, with what an optimizer may want to know about them.
+
+    Args:
+        parameters: this rank's parameters, or its shards of them.
+        matrices: the hidden matrices among them, as from ``Model.matrices``; None: all of two or more dimensions.
+        group: the process group whose ranks hold the shards of the same parameters, or copies; None: this rank alone.
+        device: where the group communicates; None: where the parameters are.
+    """
+
+    def __init__(
+        self, parameters: Named, matrices: Mapping[str, Rows] | None = None, group: Any = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters)
+        self.matrices = {name: Rows() for name, p in self if p.dim() >= 2} if matrices is None else matrices
+        self.group, self.device = group, device
 
 
 def remember_ratios(optimizer: Optimizer, learning_rate: float) -> Optimizer:

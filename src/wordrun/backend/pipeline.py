@@ -17,21 +17,11 @@ from wordrun.backend.base import BackendSpec, StepResult
 from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.native import full, local
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checks import accumulation, microbatches, stages
+from wordrun.checks import accumulation, stages
 from wordrun.config import INTERLEAVED, PPConfig
+from wordrun.dist.mesh import blocks_of, owner_of
 from wordrun.errors import ConfigError
 from wordrun.model import Transformer
-
-
-def owner_of(stage: int, pp: int, schedule: str) -> int:
-    """Return which of a pipeline's ``pp`` ranks has ``stage``: round-robin, or in a V for ZBVZeroBubble."""
-    turn, rank = divmod(stage, pp)
-    return pp - 1 - rank if turn and schedule == "ZBVZeroBubble" else rank
-
-
-def blocks_of(stage: int, count: int, n_layer: int) -> range:
-    """Return the block numbers of ``stage``, one of ``count`` stages whose sizes differ by at most 1."""
-    return range(stage * n_layer // count, (stage + 1) * n_layer // count)
 
 
 class PipelineBackend(FSDPBackend):
@@ -66,7 +56,7 @@ class PipelineBackend(FSDPBackend):
         """The scale of the losses of this step, the same for all its batches."""
         self.schedule = getattr(pipelining, f"Schedule{options.schedule}")(
             parts if options.schedule in INTERLEAVED else parts[0],
-            microbatches(cfg, options, pp) * accumulation(cfg, spec.layout.dp),
+            options.microbatches_of(cfg.model.batch_size, pp) * accumulation(cfg, spec.layout.dp),
             loss_fn=lambda outputs, targets: full(criterion(outputs, targets)).mean() * self.scale,
         )
         self.tied = self._tied_weights()
@@ -171,8 +161,9 @@ class PipelineBackend(FSDPBackend):
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits at the last of ``tokens``, (B, V)."""
-        shape = (len(tokens), self.parts[0].padded_vocab_size)
-        return self._forward(self.padded(tokens), shape, lambda part, x: part(x, at=tokens.shape[1] - 1), {})
+        shape, padded = (len(tokens), self.parts[0].padded_vocab_size), self.padded(tokens)
+        every = self.parts[0].in_every_stage(padded)
+        return self._forward(padded, shape, lambda part, x: part(x, at=tokens.shape[1] - 1, **every), every)
 
     def _forward(
         self, inputs: Tensor, shape: Sequence[int], last: Callable[[Transformer, Tensor], Tensor], every: dict[str, Any]

@@ -18,6 +18,7 @@ from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import local, prepare_block, prepare_rest
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.config import FSDPConfig
+from wordrun.errors import ConfigError
 from wordrun.model import Model
 
 
@@ -48,13 +49,15 @@ class Splitter:
         """
         spec = self.spec
         model: Model = spec.make_model() if layers is None else spec.make_model(layers=layers)
+        if self.sharded:
+            check_shared(model)
         plan = model.tensor_parallel_plan() if spec.layout.tp > 1 else {}
         inside = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.")}
         outside = {name: style for name, style in plan.items() if not name.startswith("blocks.")}
-        for number, block in model.blocks.items():
-            self._fill(model, block, f"blocks.{number}.")
+        for at, (key, block) in enumerate(model.blocks.named_children()):
+            self._fill(model, block, f"blocks.{key}.")
             self._split(block, inside)
-            prepare_block(block, int(number), spec.cfg)
+            prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg)
             if self.sharded:
                 self._shard(block)
         for name, child in model.named_children():
@@ -62,12 +65,12 @@ class Splitter:
                 self._fill(model, child, f"{name}.")
         self._fill(model, model, "", recurse=False)
         model.tie()
-        self._split(model, {name: style for name, style in outside.items() if hasattr(model, name)})
+        self._split(model, {name: style for name, style in outside.items() if hasattr(model, name.partition(".")[0])})
         model.tie()  # splitting untied the parameters
         prepare_rest(model, spec.cfg)
         if self.sharded:
             self._shard(model)
-            self._prefetch([block for block in model.blocks.values() if isinstance(block, FSDPModule)])
+            self._prefetch([block for block in model.blocks.children() if isinstance(block, FSDPModule)])
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]
         return model
@@ -100,6 +103,19 @@ class Splitter:
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+
+
+def check_shared(model: Model) -> None:
+    """Raise a ConfigError if parts of ``model`` that are sharded one by one share a parameter, which would untie it."""
+    seen: dict[int, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+        other, first = seen.setdefault(id(parameter), (unit, name))
+        if unit != other:
+            raise ConfigError(
+                f"{type(model).__name__}.{first} and {name} are the same parameter, but blocks are sharded one by one: "
+                "use train.backend=DDP, or give the blocks another name"
+            )
 
 
 def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:

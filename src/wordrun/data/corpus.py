@@ -142,7 +142,7 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
         return tokenizers.from_json(saved.read_text(encoding="utf-8", errors="replace"), saved)
     if cfg.name == "char" and text.exists():  # nanoGPT leaves it next to train.bin
         return CharTokenizer(text.read_text(encoding="utf-8"))
-    if tokenizers.needs_text(cfg):
+    if cfg.needs_text:
         has_pickle = (folder / "meta.pkl").exists()
         pickle = " (meta.pkl is a pickle, which can run arbitrary code, and is not read)" if has_pickle else ""
         raise ConfigError(

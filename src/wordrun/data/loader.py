@@ -14,6 +14,9 @@ from wordrun.errors import ConfigError
 CLOSE_S = 1.0
 """Seconds that close() waits for the thread, which may hang in a file system; the thread is a daemon."""
 
+_Place = tuple[int, int]
+"""The first example of a step, in the order of the run, and its number of micro-steps."""
+
 
 class Ordered(Protocol):
     """The training examples of a run, by index."""
@@ -54,50 +57,59 @@ class _Builder:
 
     order: Ordered
     size: int
-    gas: int
     rank: int
     ranks: int
     pinned: bool
     prefetch: int
     condition: threading.Condition = field(default_factory=threading.Condition)
-    wanted: int = -1
-    """The next step; -1 before the first request."""
-    ready: dict[int, _Slot] = field(default_factory=dict)
+    wanted: _Place | None = None
+    """The next batches; None before the first request."""
+    ready: dict[_Place, _Slot] = field(default_factory=dict)
     free: list[_Slot] = field(default_factory=list)
     failure: BaseException | None = None
     closed: bool = False
     thread: threading.Thread | None = None
 
-    def build(self, step: int, slot: _Slot | None = None) -> _Slot:
-        """Return the batches of ``step``, in the buffers of ``slot`` if given."""
+    def build(self, place: _Place, slot: _Slot | None = None) -> _Slot:
+        """Return the batches at ``place``, in the buffers of ``slot`` if given."""
+        first, gas = place
         if slot is None:
-            slot = _Slot([self.order.empty(self.size, pinned=self.pinned) for _ in range(self.gas)])
+            slot = _Slot([self.order.empty(self.size, pinned=self.pinned) for _ in range(gas)])
         elif slot.copied is not None:
             slot.copied.synchronize()
         for micro, batch in enumerate(slot.batches):
-            self.order.fill(((step * self.gas + micro) * self.ranks + self.rank) * self.size, batch)
+            self.order.fill(first + (micro * self.ranks + self.rank) * self.size, batch)
             if (scale := getattr(batch, "scale", None)) is not None:
                 # Of the whole step, so that the mean is over all predicted tokens.
-                whole = self.gas * self.ranks * self.size
-                scale.fill_(self.order.scale(step * whole, whole))  # type: ignore[attr-defined]
+                whole = self.examples(gas)
+                scale.fill_(self.order.scale(first, whole))  # type: ignore[attr-defined]
         return slot
 
-    def prefetched(self, step: int) -> _Slot:
-        """Return the batches of ``step`` from the thread."""
+    def examples(self, gas: int) -> int:
+        """Return the number of examples that all ranks take in a step of ``gas`` micro-steps."""
+        return gas * self.ranks * self.size
+
+    def prefetched(self, place: _Place) -> _Slot:
+        """Return the batches at ``place`` from the thread."""
         with self.condition:
             if self.thread is None:
                 # A daemon, so the process can exit without waiting for it.
                 self.thread = threading.Thread(target=self._run, name="wordrun-loader", daemon=True)
                 self.thread.start()
-            self.wanted = step
+            self.wanted = place
             self.condition.notify_all()
-            while step not in self.ready:
+            while place not in self.ready:
                 if self.failure is not None:
                     raise self.failure
                 self.condition.wait()
-            self.wanted = step + 1
+            self.wanted = self._ahead(place, 1)
             self.condition.notify_all()
-            return self.ready.pop(step)
+            return self.ready.pop(place)
+
+    def _ahead(self, place: _Place, steps: int) -> _Place:
+        """Return the place ``steps`` steps after ``place``."""
+        first, gas = place
+        return first + steps * self.examples(gas), gas
 
     def close(self) -> None:
         """Stop the thread."""
@@ -111,25 +123,25 @@ class _Builder:
         """Build upcoming batches until the loader is closed."""
         try:
             while (next_ := self._next()) is not None:
-                step, slot = next_
-                slot = self.build(step, slot)
+                place, slot = next_
+                slot = self.build(place, slot)
                 with self.condition:
-                    self.ready[step] = slot
+                    self.ready[place] = slot
                     self.condition.notify_all()
         except BaseException as error:  # any error must reach the caller that waits for the batch
             with self.condition:
                 self.failure = error
                 self.condition.notify_all()
 
-    def _next(self) -> tuple[int, _Slot | None] | None:
-        """Return the next step to build and its buffers; None if the loader is closed."""
+    def _next(self) -> tuple[_Place, _Slot | None] | None:
+        """Return the next place to build and its buffers; None if the loader is closed."""
         with self.condition:
             while not self.closed:
-                near = range(self.wanted, self.wanted + self.prefetch) if self.wanted >= 0 else range(0)
-                for step in [step for step in self.ready if step not in near]:  # stale after a jump
-                    self.free.append(self.ready.pop(step))
-                missing = [step for step in near if step not in self.ready]
-                if missing:
+                near = [self._ahead(self.wanted, n) for n in range(self.prefetch)] if self.wanted else []
+                for place in [place for place in self.ready if place not in near]:  # stale after a jump
+                    self.free.append(self.ready.pop(place))
+                if missing := [place for place in near if place not in self.ready]:
+                    self.free = [slot for slot in self.free if len(slot.batches) == missing[0][1]]
                     return missing[0], self.free.pop() if self.free else None
                 self.condition.wait()
         return None
@@ -138,13 +150,13 @@ class _Builder:
 class Loader:
     """One rank's batches for any step, on the device.
 
-    The batches of a step depend only on the step number. The thread prefetches from the last requested step; jumping
-    to any other step works, but waits for its batches to be built.
+    The batches of a step depend only on the examples taken before it and on its size. The thread prefetches from the
+    last requested step; jumping to any other step works, but waits for its batches to be built.
 
     Args:
         order: the run's training examples.
         batch_size: examples per rank and micro-step.
-        gas: micro-steps per step.
+        gas: micro-steps per step, unless a call says otherwise.
         rank: this rank's index among the data-parallel ranks.
         ranks: number of data-parallel ranks.
         device: where to put the batches; None: the CPU.
@@ -162,18 +174,23 @@ class Loader:
             )
         self.device = device or torch.device("cpu")
         pinned = self.device.type != "cpu"
-        self._builder = _Builder(order, batch_size, gas, rank, ranks, pinned, prefetch)
+        self.gas = gas
+        self._builder = _Builder(order, batch_size, rank, ranks, pinned, prefetch)
         self.close = weakref.finalize(self, self._builder.close)
         """Stops the thread, as does garbage collection. A closed loader builds batches on demand."""
 
     def step(self, step: int) -> list[Any]:
-        """Return this rank's batches of ``step``, one per micro-step.
+        """Return this rank's batches of ``step``, if all steps have the same size."""
+        return self.take(step * self._builder.examples(self.gas), self.gas)
 
-        A step consumes the next batch_size x ranks x gas examples of the run. How they are assigned to ranks and
+    def take(self, first: int, gas: int) -> list[Any]:
+        """Return this rank's batches of the step that begins with the run's example ``first``, one per micro-step.
+
+        The step consumes the next batch_size x ranks x gas examples of the run. How they are assigned to ranks and
         micro-steps does not change the update.
         """
-        builder = self._builder
-        slot = builder.prefetched(step) if builder.prefetch and self.close.alive else builder.build(step)
+        builder, place = self._builder, (first, gas)
+        slot = builder.prefetched(place) if builder.prefetch and self.close.alive else builder.build(place)
         if self.device.type == "cpu":
             return slot.batches
         batches = slot.to(self.device)

@@ -28,6 +28,13 @@ def all_min(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
     return least
 
 
+def all_max(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the maximum of each of ``values`` over the ranks of ``group``, the same on all of them."""
+    most = values.detach().clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return most
+
+
 def gather_json(value: Any, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the ``value`` of every rank of ``group``, by rank; torch's own collectives for objects unpickle them.
 

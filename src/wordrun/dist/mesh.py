@@ -117,3 +117,14 @@ def _or_sizes(ranks: int, given: dict[str, int]) -> str:
     (axis, size), *_ = given.items()
     fits = sorted({n for n in range(1, min(ranks, 2 * size) + 1) if ranks % n == 0}, key=lambda n: abs(n - size))[:2]
     return f", or use backend.{axis}={' or '.join(map(str, sorted(fits)))}"
+
+
+def owner_of(stage: int, pp: int, schedule: str) -> int:
+    """Return which of a pipeline's ``pp`` ranks has ``stage``: round-robin, or in a V for ZBVZeroBubble."""
+    turn, rank = divmod(stage, pp)
+    return pp - 1 - rank if turn and schedule == "ZBVZeroBubble" else rank
+
+
+def blocks_of(stage: int, count: int, n_layer: int) -> range:
+    """Return the block numbers of ``stage``, one of ``count`` stages whose sizes differ by at most 1."""
+    return range(stage * n_layer // count, (stage + 1) * n_layer // count)

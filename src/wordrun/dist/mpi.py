@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from wordrun import slurm
 from wordrun.dist.world import World
 from wordrun.errors import WorldError, first_line
 
@@ -32,7 +33,16 @@ def communicator() -> Any:
         WorldError: mpi4py is missing or finds no MPI library.
     """
     try:
+        import mpi4py
+
+        if os.environ.get("PMI_FD") and slurm.is_task(os.environ):  # pmi2
+            mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
         from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            if network := slurm.network(MPI.Get_library_version(), os.environ):
+                os.environ[slurm.NETWORK] = network
+            MPI.Init_thread()
     except (ImportError, RuntimeError) as error:
         raise WorldError(
             f"an MPI launcher started this process, but mpi4py cannot load MPI: {first_line(error)}. On a laptop: "
@@ -85,9 +95,9 @@ def verify(world: World) -> World:
     Raises:
         WorldError: MPI sees a different number of ranks: mpiexec and libmpi do not match.
     """
+    comm = communicator()
     from mpi4py import MPI
 
-    comm = communicator()
     if world.launcher != "mpi" and comm.size != world.size:
         raise WorldError(
             f"{world.launcher} started {world.size} ranks ({world.source}), but MPI sees {comm.size}: "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from wordrun.dist import mpi, values
+from wordrun.dist import mpi, values, watch
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError, WorldError
@@ -29,6 +29,8 @@ SECONDARY_WAIT_S = 5.0
 QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
+# torch remembers this many collectives, of which a hang's report names the last ones; 2.8 remembers none by default.
+FLIGHT_RECORDS = "2000"
 # Disk errors, for which a traceback would not help.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -126,13 +128,23 @@ def cleanup() -> None:
 
 
 @contextlib.contextmanager
-def session(*, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> Iterator[World]:
-    """Join the other ranks for a ``with`` block; an exception in it ends the whole job."""
+def session(
+    *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None, hang_s: float = 120.0
+) -> Iterator[World]:
+    """Join the other ranks for a ``with`` block; an exception in it ends the whole job.
+
+    The arguments are those of ``setup``, and ``hang_s``: after a collective has waited for so many seconds, say where
+    each rank is (0: never).
+    """
     with guard(discover_or_exit()):
         world = identify()
     with guard(world):
         world = setup(world, device=device, timeout_s=timeout_s, seed=seed)
-        yield world
+        end_watch = watch.start_for_script(world, hang_s)
+        try:
+            yield world
+        finally:
+            end_watch()
         cleanup()
 
 
@@ -223,6 +235,8 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     if not _joined.owns_group:
         return
     store = shared_store(world, timeout_s)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its old name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)
     try:
         torch.distributed.init_process_group(
             _group_backend(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import look_around, make_plan
+from wordrun.launch.planner import look_around, make_plan, records_folder
 from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.version import __version__
@@ -54,6 +54,10 @@ def _launch(options: Options) -> int:
     if options.version:
         print(f"launch (wordrun) {__version__}")
         return 0
+    if options.stacks is not None:
+        from wordrun.launch import stacks
+
+        return stacks.main(options.stacks, records_folder((), os.environ))
     if not (options.command or options.info or options.doctor):
         print(f"{USAGE}\n(launch --help lists the options)", file=sys.stderr)
         return 2

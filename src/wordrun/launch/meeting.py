@@ -16,7 +16,7 @@ from wordrun.launch.plan import LaunchPlan
 
 # Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
 FIRST_S, LATER_S, DENSE_S = 0.05, 2.0, 30.0
-LIBRARIES = re.compile(r"/(libtorch_python|libmpi\w*)\.so(\.\d+)?")
+LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
 # /proc may not answer about a process that is stuck in the kernel.
 PATIENCE_S = 2.0
 # States of a connection in /proc/net/tcp.
@@ -96,7 +96,7 @@ class Meeting:
         for pid, rank in self._processes():
             if rank and not (self.libraries and self._samples % 10):  # reading all maps takes milliseconds
                 maps = read_proc(f"/proc/{pid}/maps")
-                self.libraries |= {name + version for name, version in LIBRARIES.findall(maps)}
+                self.libraries |= {*LIBRARIES.findall(maps)}
             for inode in sockets(pid):
                 # A rank inherits sockets of the launcher, whose processes come first.
                 owners.setdefault(inode, rank)
@@ -126,7 +126,7 @@ class Meeting:
 
     def _has_started(self, mpi: set[str]) -> bool:
         """Return whether the launcher may have started these libraries: its variables are those that they read."""
-        is_open = all(name in ("libmpi.so.20", "libmpi.so.40") for name in mpi)
+        is_open = all(name.endswith((".so.20", ".so.40")) for name in mpi)  # Open MPI
         return "PMIX_" in self.variables or ("PMI_" in self.variables and not is_open)
 
     @property

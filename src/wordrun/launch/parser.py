@@ -117,6 +117,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--launcher-args",), "launcher_args", "extra arguments for mpiexec, srun or torchrun", '"..."', _words),
         Option(("--idle-timeout",), "idle_timeout", "stop the job after S seconds without output", "S", _seconds),
         Option(
+            ("--hang",),
+            "hang",
+            "stop the job when ranks have waited S seconds for others, and name these",
+            "S",
+            _seconds,
+        ),
+        Option(
             ("--retries",),
             "retries",
             "relaunch up to N times after a node or network failure or a SIGKILL",
@@ -145,6 +152,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--dry-run",), "dry_run", "print what would run, and why, without running it"),
         Option(("--info",), "info", "print the detected job, hosts, devices, launcher and python"),
         Option(("--doctor",), "doctor", "run a probe on all ranks and report problems with their remedies"),
+        Option(("--stacks",), "stacks", "print where the ranks of a running job are (also: SIGQUIT to launch)", "RUN"),
         Option(("--json",), "json", "print --dry-run, --info, --doctor or --submit as JSON"),
         Option(("-h", "--help"), "help", "show this text"),
         Option(("--version",), "version", "show the version"),
@@ -172,8 +180,8 @@ after it belongs to COMMAND."""
 STATUS = """
 Exit status: that of the first rank to fail (128 + N for signal N), 2 for an
 invalid option, 75 for a run that was asked to stop, has saved and can be
-resumed, 124 after --idle-timeout, 126 or 127 for a COMMAND that cannot be run
-or found, 130 after Ctrl-C."""
+resumed, 124 after --idle-timeout or --hang, 126 or 127 for a COMMAND that
+cannot be run or found, 130 after Ctrl-C."""
 
 
 def help_text() -> str:

@@ -17,7 +17,7 @@ from wordrun.launch.site import UNKNOWN, Site, fill
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
-    "WORDRUN_IGNORE_USR1",
+    "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S",
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
@@ -28,6 +28,8 @@ FOR_RANKS = (
 )  # fmt: skip
 # A value and its reason (may be empty).
 Setting = tuple[str, str]
+# Contains the sitecustomize.py of --hang.
+SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dist", "site")
 # Which network UCX and libfabric's providers for TCP use.
 FOR_MPICH = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE")
 
@@ -100,6 +102,13 @@ def environment(request: Request, launcher: Launcher, env: Mapping[str, str]) ->
     if request.job.scheduler == site.scheduler:
         settings |= _of_site(request, env)
     settings |= {name: (value, "--env") for name, value in request.options.env}
+    if request.options.hang is not None:
+        given = settings["PYTHONPATH"][0] if "PYTHONPATH" in settings else env.get("PYTHONPATH", "")
+        path = os.pathsep.join(filter(None, (SITE, given)))
+        settings["PYTHONPATH"] = path, "--hang: its sitecustomize watches the collectives"
+        settings["WORDRUN_HANG_S"] = f"{request.options.hang:g}", ""
+        if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & {*env, *settings}:
+            settings["TORCH_FR_BUFFER_SIZE"] = "2000", "--hang: torch remembers the last collectives"
     reasons |= {name: why for name, (_, why) in settings.items() if why}
     return {name: value for name, (value, _) in settings.items()}, reasons
 

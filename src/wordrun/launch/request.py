@@ -35,8 +35,12 @@ class Options:
     json: bool = False
     info: bool = False
     doctor: bool = False
+    stacks: str | None = None
+    """The run whose ranks to ask where they are."""
     idle_timeout: float | None = None
     """Seconds without output after which the job is stopped."""
+    hang: float | None = None
+    """Seconds that ranks wait for another one before they say where each is, and the job is stopped."""
     retries: int = 0
     spare_nodes: int = 0
     prewarm: bool = False

@@ -146,7 +146,7 @@ def _signals() -> Iterator[int]:
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     before: dict[signal.Signals, Any] = {}
-    for number in (*PASSED_ON, signal.SIGCHLD):
+    for number in (*PASSED_ON, signal.SIGQUIT, signal.SIGCHLD):
         # A signal ignored on entry (nohup, a shell's background job) stays ignored.
         if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, frame: None)

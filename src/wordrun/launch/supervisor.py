@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from wordrun import reports
 from wordrun.errors import REQUEUE, short_lines
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import STOPPING
@@ -65,6 +66,7 @@ class Supervisor:
     """First rank to report a failure, and its exit status."""
     saved: bool = False
     """A rank has reported that the run has saved and can be resumed."""
+    begun: float = field(default_factory=time.time)
     deadline: float = float("inf")
     """When ``at_deadline`` is called, on the monotonic clock."""
     at_deadline: Callable[[], None] = field(default=lambda: None)
@@ -159,6 +161,9 @@ class Supervisor:
 
     def receive(self, number: int) -> None:
         """Handle a signal that launch received."""
+        if number == signal.SIGQUIT:
+            self.ask_for_stacks()
+            return
         if number == signal.SIGINT and self.plan.launcher.keeps_terminal():
             return  # the terminal has sent it to the command too
         if number not in STOPPING:
@@ -203,6 +208,11 @@ class Supervisor:
             say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")
             self.deliver(signal.SIGUSR1)
         now, limit = time.monotonic(), self.plan.options.idle_timeout
+        if self.plan.options.hang is not None and not self.stopped_by and not self.idle and self.has_reported_hang():
+            self.idle = True
+            self.output.hush()
+            self.patience(POLL_S, self.give_up)  # until the message has arrived
+            return
         if limit is not None and not self.stopped_by and not self.idle and now - last_output > limit:
             self.idle = True
             self.output.hush()
@@ -214,6 +224,20 @@ class Supervisor:
     def patience(self, seconds: float, then: Callable[[], None]) -> None:
         """Give the job ``seconds`` to end before ``then`` is called."""
         self.deadline, self.at_deadline = time.monotonic() + seconds, then
+
+    def has_reported_hang(self) -> bool:
+        """Return whether a rank has written a report about a hang (``--hang``)."""
+        folder = reports.folder_of(self.plan.env["WORDRUN_LAUNCH_RECORD"])
+        return any(path.stat().st_mtime > self.begun - 1 for path in folder.glob("hang-*.txt"))
+
+    def ask_for_stacks(self) -> None:
+        """Ask the ranks where they are; they print it."""
+        record = self.plan.env["WORDRUN_LAUNCH_RECORD"]
+        try:
+            reports.request(reports.folder_of(record), "question")
+            say("asked the ranks where they are (programs that do not use wordrun answer if started by launch --hang)")
+        except OSError as error:
+            say(f"cannot ask the ranks where they are: {error.filename}: {error.strerror}")
 
     def show_stacks(self) -> None:
         """Print where the ranks are stuck: with py-spy if it is installed and permitted, else with faulthandler.

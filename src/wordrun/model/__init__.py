@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from wordrun.config import ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError
-from wordrun.model.base import Model
+from wordrun.model.base import LossesOf, Model
 from wordrun.model.gpt import GPT
 from wordrun.model.llama import Llama
+from wordrun.model.plain import adapt, check_losses
 from wordrun.model.transformer import Transformer
 from wordrun.registry import part_of
 
-__all__ = ["GPT", "Llama", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
+__all__ = ["GPT", "Llama", "LossesOf", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
 
 M = TypeVar("M", bound=Model)
 DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
@@ -48,7 +50,7 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
         arguments: what else its constructor takes, which depends on the data.
 
     Raises:
-        ConfigError: the constructor does not take these arguments, or the class is not derived from ``Model``.
+        ConfigError: the constructor does not take these arguments or fails, or what it returns cannot be trained.
     """
     part = part_of("model", cfg)
     make = part.load()
@@ -59,13 +61,14 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
             f"{part} does not fit the data: its constructor should take {', '.join(['cfg', *arguments])} ({error}). "
             "Choose another model or other data, or change the constructor"
         ) from None
-    with torch.device("meta"), _WithoutReferences():
-        model: Model = make(cfg, **arguments)
-    if not isinstance(model, Model):
-        raise ConfigError(
-            f"{part}: {type(model).__name__} should derive from wordrun.model.Model, which adds what backends need to "
-            "nn.Module, and define losses(batch, forward=None)"
-        )
+    with part.blamed(" on the meta device, where tensors have no values"), torch.device("meta"), _WithoutReferences():
+        model = make(cfg, **arguments)
+    try:
+        check_losses(model)
+        if not isinstance(model, Model):
+            model = adapt(model, partial(make, cfg, **arguments))
+    except ConfigError as error:
+        raise ConfigError(f"{part}: {error}") from None
     if not hasattr(model, "blocks"):  # it is sharded and compiled as a whole
         model.add_module("blocks", nn.ModuleDict())
     return model

@@ -12,11 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wordrun import compat
+from wordrun.kernels import keeps_weights
 from wordrun.model.dropout import dropout
-
-SHORT = 512
-"""Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
-
 
 Mask = Tensor | tuple[int, ...]
 """Which tokens attend to which: (B, 1, T, T), True where they do; or the lengths of the documents of all sequences."""
@@ -37,15 +34,6 @@ def document_mask(documents: Tensor) -> Mask:
 
 LONG = 64
 """Mean number of tokens in a document from which a CPU is faster with each document by itself (measured)."""
-
-
-def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
-    """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
-
-    torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
-    longer to set up its many small products than to compute them, except for long sequences.
-    """
-    return p > 0 or (bf16 and tokens <= SHORT)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from wordrun.errors import UserError
 
 DRAWN_ON_CPU = 2**25
 """Matrices of up to this many elements are drawn on the CPU, so that they are the same on every kind of device.
@@ -37,6 +40,26 @@ class LazyWeights(Mapping[str, Tensor]):
         return len(self._readers)
 
 
+@dataclass(frozen=True)
+class LossesOf:
+    """The argument with which ``Model.__call__`` computes the losses of a batch, instead of the forward pass.
+
+    Wrappers of a model, such as DistributedDataParallel, can only call it.
+    """
+
+    batch: Any
+    outputs: list[Tensor] | None = None
+    """Where to append the outputs from which metrics are computed; None: they are not needed."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a hidden matrix divide into matrices: by head, and within a head by kind, such as q, k and v."""
+
+    heads: int = 1
+    kinds: int = 1
+
+
 class Model(nn.Module):
     """Base class of models: an ``nn.Module`` that computes its losses and initialises itself, module by module.
 
@@ -52,14 +75,29 @@ class Model(nn.Module):
     """Methods that are not traced when the complete model is compiled."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
+    _seen: list[Any] | None = None
+    """Where to keep the results of forward passes. (torch ignores a module's hook that is younger than its compiled
+    code.)"""
 
-    def losses(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,).
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass or, if called with ``LossesOf`` a batch, compute its losses, (B,)."""
+        if not (args and isinstance(args[0], LossesOf)):
+            outputs = super().__call__(*args, **kwargs)
+            if self._seen is not None:
+                self._seen.append(outputs)
+            return outputs
+        asked = args[0]
+        if asked.outputs is None:
+            return self.losses(asked.batch)
+        losses, outputs = self.losses_and_outputs(asked.batch)
+        asked.outputs.append(outputs)
+        return losses
 
-        Args:
-            batch: a batch of the task's data, on the model's device.
-            forward: wrapper through which to call the model, such as DistributedDataParallel; None: the model itself.
-                Call it, rather than its ``forward`` method: module hooks gather parameters and compile.
+    def losses(self, batch: Any) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), which is on the model's device.
+
+        It should call the model, ``self(...)``, rather than the method ``forward``: module hooks gather parameters and
+        compile.
         """
         raise NotImplementedError
 
@@ -72,15 +110,22 @@ class Model(nn.Module):
         """
         return {}
 
-    def losses_and_outputs(self, batch: Any, forward: Callable[..., Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the losses of ``batch``, (B,), and the outputs from which its metrics are computed."""
-        outputs: list[Tensor] = []
+    def losses_and_outputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the losses of ``batch``, (B,), and the outputs from which its metrics are computed.
 
-        def keep(*args: Any, **kwargs: Any) -> Tensor:
-            outputs.append((forward or self)(*args, **kwargs))
-            return outputs[-1]
-
-        return self.losses(batch, keep), outputs[-1]
+        Raises:
+            UserError: ``losses`` does not call the model, so that there are no outputs.
+        """
+        seen: list[Tensor] = []
+        self._seen = seen
+        try:
+            losses = self.losses(batch)
+        finally:
+            self._seen = None
+        if not seen:
+            name = type(self).__name__
+            raise UserError(f"{name}.losses should call self(...), whose result is what metrics are computed from")
+        return losses, seen[-1]
 
     def tie(self) -> None:
         """Tie shared parameters again; allocating memory has made copies of them."""
@@ -92,6 +137,17 @@ class Model(nn.Module):
     def initial_std(self, name: str) -> float:
         """Return the standard deviation of the initial values of the matrix ``name``."""
         return 0.02
+
+    def matrices(self) -> dict[str, Rows]:
+        """Return the hidden matrices, by the names of the parameters, for optimizers that treat them as such.
+
+        They map features to features: not embeddings, and neither the first layer nor the output layer. Without a
+        statement of the model's own, they are those of the blocks or, if it has none, all but the first and the last.
+        """
+        tables = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
+        found = {name: p for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in tables}
+        names = [name for name in found if name.startswith("blocks.")] if len(self.blocks) else list(found)[1:-1]
+        return dict.fromkeys(names, Rows())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what a checkpoint stores: parameters (shared ones once) and persistent buffers."""

@@ -5,6 +5,7 @@ Shapes: B sequences, M key heads, T tokens, H head size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -13,6 +14,7 @@ class KVCache:
 
     def __init__(self) -> None:
         self.length = 0
+        self._last: Tensor | None = None  # tokens, (B, n)
         self._kept: Tensor | None = None  # (2, B, M, capacity, H)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,3 +30,10 @@ class KVCache:
         self._kept[1, :, :, start : self.length] = v
         k, v = self._kept[:, :, :, : self.length]
         return k, v
+
+    def with_earlier(self, tokens: Tensor, count: int) -> Tensor:
+        """Return ``tokens`` (B, T) after the last ``count`` tokens of earlier calls, or zeros: (B, count + T)."""
+        before = tokens.new_zeros(len(tokens), count) if self._last is None else self._last
+        whole = torch.cat((before, tokens), 1)
+        self._last = whole[:, whole.shape[1] - count :]
+        return whole

@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C = n_embd, N heads, H = C / N, V vocabulary.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from wordrun.config import GPTConfig
 from wordrun.model.attention import Mask, causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, LayerNorm, Transformer
+from wordrun.model.norms import LayerNorm
+from wordrun.model.transformer import Block, Transformer
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
+
+    by_head = MappingProxyType({"qkv": 3})
+    """Layers whose outputs are ordered by head, and the number of vectors that each head has in them."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
@@ -77,8 +82,9 @@ class GPT(Transformer):
         """Return a norm."""
         return LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+    def embed(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the sum of token and position embeddings, (B, T, C)."""
+        start = cache.length if cache else 0
         positions = self.positions(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig, value_text
+from wordrun.errors import UserError
 from wordrun.model import lora, meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
@@ -104,7 +105,7 @@ def huggingface_config(cfg: TransformerConfig, vocab_size: int) -> dict[str, Any
         cfg: shapes.
         vocab_size: rows of the embedding.
     """
-    return {"vocab_size": vocab_size, **ARCHITECTURES[type(cfg)].describe(cfg), **NO_SPECIAL_TOKENS}
+    return {"vocab_size": vocab_size, **architecture(cfg).describe(cfg), **NO_SPECIAL_TOKENS}
 
 
 def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
@@ -143,11 +144,11 @@ def adapter(additions: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[di
         # Rows of B are outputs of the layer, ordered as its weight's rows.
         rows = _by_kind(layer, tensor, cfg) if part == lora.B else tensor
         tensors[f"base_model.model.{theirs}.lora_{part[-1].upper()}.weight"] = rows.contiguous()
-        targets.add(ARCHITECTURES[type(cfg)].names[layer.split(".", 2)[2]])
+        targets.add(architecture(cfg).names[layer.split(".", 2)[2]])
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": cfg.lora_rank, "lora_alpha": cfg.lora_alpha,
         "lora_dropout": cfg.lora_dropout, "target_modules": sorted(targets), "bias": "none", "inference_mode": True,
-        "fan_in_fan_out": ARCHITECTURES[type(cfg)].transposed,
+        "fan_in_fan_out": architecture(cfg).transposed,
     }, tensors  # fmt: skip
 
 
@@ -169,9 +170,30 @@ ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
 }
 
 
+def architecture(cfg: TransformerConfig) -> Architecture:
+    """Return the transformers model for the model that ``cfg`` describes.
+
+    Raises:
+        UserError: there is none.
+    """
+    if isinstance(cfg, ModernConfig):
+        plain = {
+            "mlp": "swiglu", "norm_weights": True, "embed_norm": False, "softcap": 0.0, "value_layers": [],
+            "ngram_rows": [],
+        }  # fmt: skip
+        words = [f"model.{key}={value_text(value)}" for key, value in plain.items() if getattr(cfg, key) != value]
+        if words:
+            raise UserError(
+                f"transformers has no architecture with the parts of model={cfg.name}: form=checkpoint exports it, and "
+                f"as a LLaMA or Qwen3 only a model trained with {' '.join(words)}"
+            )
+        return ARCHITECTURES[LlamaConfig]
+    return ARCHITECTURES[type(cfg)]
+
+
 def _their_name(name: str, cfg: TransformerConfig) -> str:
     """Return transformers' name of our parameter ``name``."""
-    names = ARCHITECTURES[type(cfg)].names
+    names = architecture(cfg).names
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
         blocks, layer, inner = module.split(".", 2)
@@ -205,4 +227,4 @@ def to_ours(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
 
 
 def _is_transposed(name: str, tensor: Tensor, cfg: TransformerConfig) -> bool:
-    return ARCHITECTURES[type(cfg)].transposed and name.startswith("blocks.") and tensor.dim() == 2
+    return architecture(cfg).transposed and name.startswith("blocks.") and tensor.dim() == 2

@@ -38,9 +38,9 @@ class Labelled(Protocol):
 class Classifier(Model):
     """A model whose outputs are the logits of classes, (B, classes)."""
 
-    def losses(self, batch: Labelled, forward: Callable[..., Tensor] | None = None) -> Tensor:
+    def losses(self, batch: Labelled) -> Tensor:
         """Return the cross entropy of each example in nats, (B,)."""
-        logits = (forward or self)(batch.inputs)
+        logits = self(batch.inputs)
         return F.cross_entropy(logits.float(), batch.targets, reduction="none")
 
     def metrics(self, batch: Labelled, outputs: Tensor) -> dict[str, Tensor]:

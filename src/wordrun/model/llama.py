@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from wordrun.config import LlamaConfig
 from wordrun.model.attention import Mask, causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block, RMSNorm, Transformer
+from wordrun.model.norms import RMSNorm
+from wordrun.model.transformer import Block, Transformer
 
 TRAINED_LENGTH = 8192
 """Context length in tokens of Llama 3, which rope_factor extends."""
@@ -57,11 +59,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
+def new_norm(cfg: LlamaConfig, size: int) -> RMSNorm:
+    """Return a norm of vectors with ``size`` elements."""
+    return RMSNorm(size, eps=cfg.norm_eps, elementwise_affine=cfg.norm_weights)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary embedding.
 
     Queries, keys and values have separate matrices, so that tensor-parallel ranks get complete heads of each.
     """
+
+    by_head = MappingProxyType({"q": 1, "k": 1, "v": 1})
+    """As in ``gpt.Attention``."""
 
     def __init__(self, cfg: LlamaConfig) -> None:
         super().__init__()
@@ -73,15 +83,17 @@ class Attention(nn.Module):
         self.k = nn.Linear(cfg.n_embd, shared, bias=False)
         self.v = nn.Linear(cfg.n_embd, shared, bias=False)
         self.proj = nn.Linear(cfg.attention_width(), cfg.n_embd, bias=False)
-        self.q_norm, self.k_norm = (
-            RMSNorm(self.head_size, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in "qk"
-        )
+        self.q_norm, self.k_norm = (new_norm(cfg, self.head_size) if cfg.qk_norm else nn.Identity() for _ in "qk")
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, values: Tensor | None = None
+    ) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
+        if values is not None:
+            v = v + values.view_as(v)
         q, k = self.q_norm(q), self.k_norm(k)
         table = self.table(q, cache.length if cache else 0)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
@@ -137,7 +149,7 @@ class Llama(Transformer):
 
     def new_norm(self) -> nn.Module:
         """Return a norm."""
-        return RMSNorm(self.cfg.n_embd, eps=self.cfg.norm_eps)
+        return new_norm(self.cfg, self.cfg.n_embd)
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices; each normalizes its own heads."""

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, V vocabulary with padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -14,36 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import compat
+from wordrun import compat, kernels
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
 from wordrun.model.attention import Mask, document_mask
-from wordrun.model.base import Model
+from wordrun.model.base import Model, Rows
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
-
-
-class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``x``."""
-        if not torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)
-        with torch.autocast(x.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
-
-
-class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``x``."""
-        if not torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Block(nn.Module):
@@ -54,15 +31,16 @@ class Block(nn.Module):
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Tensor) -> Tensor:
         """Return the residual stream after this block.
 
         Args:
             x: (B, T, C), like the result.
             cache: KV cache of earlier tokens; the keys and values of ``x`` are appended.
             mask: which tokens attend to which, from ``document_mask``; None: causal attention.
+            additions: further arguments of this block's attention.
         """
-        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask)
+        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
         return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
 
 
@@ -103,6 +81,8 @@ class Transformer(Model):
     """
 
     uncompiled = ("feature_losses",)  # compiles its kernel itself
+    softcap = 0.0
+    """Bound of the logits, approached smoothly; 0: none."""
     first_layers: tuple[str, ...]
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
@@ -173,6 +153,17 @@ class Transformer(Model):
             return 0.0
         return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
 
+    def matrices(self) -> dict[str, Rows]:
+        """Return the matrices of the blocks, and how those of the attention divide into heads."""
+        found = super().matrices()
+        sizes = dict(self.named_parameters())
+        for number, block in self.blocks.items():
+            attention: Any = block.attention
+            for layer, kinds in attention.by_head.items():
+                name = f"blocks.{number}.attention.{layer}.weight"
+                found[name] = Rows(len(sizes[name]) // (kinds * attention.head_size), kinds)
+        return found
+
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name.
 
@@ -195,8 +186,14 @@ class Transformer(Model):
             "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
 
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return the input of the first block, (B, T, C); ``start`` is the position of the first token."""
+    def embed(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
+        """Return the input of the first block, (B, T, C).
+
+        Args:
+            tokens: (B, T).
+            cache: the first block's KV cache of earlier tokens.
+            documents: (B, T) document number of each token, if documents must not affect each other.
+        """
         return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
 
     def tie(self) -> None:
@@ -206,7 +203,7 @@ class Transformer(Model):
 
     def forward(
         self, x: Tensor, at: int | None = None, caches: Sequence[KVCache] | None = None,
-        documents: Tensor | None = None, targets: Tensor | None = None,
+        documents: Tensor | None = None, targets: Tensor | None = None, tokens: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the logits or, before the last stage, the residual stream for the next stage.
 
@@ -216,11 +213,12 @@ class Transformer(Model):
             caches: KV caches of the tokens before ``x``, one per block of this stage.
             documents: (B, T) document number of each token, if attention must stay within documents.
             targets: (B, T) the next tokens, -100 for no loss; return the last stage's losses rather than its logits.
+            tokens: (B, T) token ids, for stages after the first of a model that needs them there.
 
         Returns:
             (B, T, V), or (B, V) with ``at``, -inf for padding; (B,) with ``targets``; before the last stage, (B, T, C).
         """
-        x = self.features(x, caches, documents)
+        x = self.features(x, caches, documents, tokens)
         if not self.is_last:
             return x
         if targets is not None:
@@ -230,6 +228,8 @@ class Transformer(Model):
     def output(self, x: Tensor) -> Tensor:
         """Return the logits (..., V) of the features ``x`` (..., C), -inf for padding."""
         logits = self.head(x)
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         if self.unpadded_rows:
             exclude(logits, self.vocab_size)
         return logits  # type: ignore[no-any-return]
@@ -239,32 +239,38 @@ class Transformer(Model):
         weight = self.head.weight
         # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
         plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
-        if not plain or targets.numel() * len(weight) <= loss.LARGE:
+        if not plain or targets.numel() * len(weight) <= kernels.LARGE:
             return self.criterion(self.output(x), targets)
         losses = loss.cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, compiled=self.compiled_loss
+            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, self.softcap, compiled=self.compiled_loss
         )
         return losses.view(targets.shape).mean(1)
 
-    def features(self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None) -> Tensor:
+    def features(
+        self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the residual stream (B, T, C) at the end of this stage, normalised if it is the last."""
         if self.is_first:
-            x = in_compute_dtype(self.embed(x, caches[0].length if caches else 0))
+            tokens = x
+            x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents))
         mask = None if documents is None else document_mask(documents)
-        for block, cache in zip(self.blocks.values(), caches or repeat(None), strict=False):
-            x = block(x, cache=cache, mask=mask)
+        for (layer, block), cache in zip(self.blocks.items(), caches or repeat(None), strict=False):
+            x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens))
         return self.norm(x) if self.is_last else x
 
-    def losses(self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None) -> Tensor:
+    def additions(self, layer: str, tokens: Tensor | None) -> dict[str, Tensor]:
+        """Return further arguments for the attention of block ``layer``, computed from ``tokens`` (B, T)."""
+        return {}
+
+    def losses(self, batch: TokenBatch) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        losses: Tensor = (forward or self)(batch.tokens, documents=batch.documents, targets=batch.targets)
+        losses: Tensor = self(batch.tokens, documents=batch.documents, targets=batch.targets)
         return scaled(losses, batch)
 
-    def losses_and_outputs(
-        self, batch: TokenBatch, forward: Callable[..., Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def losses_and_outputs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
-        logits = (forward or self)(batch.tokens, documents=batch.documents)
+        logits = self(batch.tokens, documents=batch.documents)
         return scaled(self.criterion(logits, batch.targets), batch), logits
 
     @staticmethod
@@ -278,8 +284,7 @@ class Transformer(Model):
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         return losses.view(targets.shape).mean(1)
 
-    @staticmethod
-    def stage_inputs(batches: Sequence[TokenBatch]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def stage_inputs(self, batches: Sequence[TokenBatch]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the inputs of pipeline stages for ``batches``, which go through the pipeline together.
 
         Returns:
@@ -287,7 +292,12 @@ class Transformer(Model):
         """
         tokens, targets = (torch.cat(each) for each in zip(*((b.tokens, b.targets) for b in batches), strict=True))
         documents = [batch.documents for batch in batches if batch.documents is not None]
-        return tokens, {"documents": torch.cat(documents)} if documents else {}, targets
+        every = {"documents": torch.cat(documents)} if documents else {}
+        return tokens, every | self.in_every_stage(tokens), targets
+
+    def in_every_stage(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return arguments that every pipeline stage needs besides documents, computed from ``tokens`` (B, T)."""
+        return {}
 
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
         """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""

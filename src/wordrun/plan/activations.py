@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.kernels import CHUNK, LARGE, keeps_weights
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
 
@@ -72,11 +73,19 @@ def _gpt(cfg: GPTConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
 
 
 @saved_tensors.register(LlamaConfig)
+@saved_tensors.register(ModernConfig)
 def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     C, width, hidden = cfg.n_embd, cfg.attention_width(), cfg.n_hidden
     shared = width * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
-    # The mean square; on a CPU, RMSNorm consists of several operations, which also save the scaled input.
-    norm = [SavedTensor(1, dtype="fp32"), *([SavedTensor(C, dtype="stream")] if on_cpu else [])]
+    # The mean square; on a CPU, RMSNorm consists of several operations, which also save what its weights scale.
+    scaled = [SavedTensor(C, dtype="stream")] if on_cpu and cfg.norm_weights else []
+    norm = [SavedTensor(1, dtype="fp32"), *scaled]
+    gated = [
+        SavedTensor(C, readers=2),  # norm output, for gate and up
+        *[SavedTensor(hidden, matmul=True)] * 2,  # gate and up
+        *[SavedTensor(hidden)] * 2,  # SiLU of the gate, and its product with up
+    ]
+    mlp = _two_layers(cfg) if isinstance(cfg, ModernConfig) and cfg.mlp != "swiglu" else gated
     return [
         *norm,
         SavedTensor(C, readers=3),  # norm output, for q, k and v
@@ -87,11 +96,18 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
         SavedTensor(C, matmul=True, needed=False),  # the projection
         SavedTensor(C, dtype="stream"),  # residual stream between attention and MLP, for the norm
         *norm,
-        SavedTensor(C, readers=2),  # norm output, for gate and up
-        *[SavedTensor(hidden, matmul=True)] * 2,  # gate and up
-        *[SavedTensor(hidden)] * 2,  # SiLU of the gate, and its product with up
+        *mlp,
         SavedTensor(C, matmul=True, needed=False),  # the projection
         *_attention(cfg, on_cpu=on_cpu, bf16=bf16),
+    ]
+
+
+def _two_layers(cfg: ModernConfig) -> list[SavedTensor]:
+    """Return what an MLP of two layers saves."""
+    return [
+        SavedTensor(cfg.n_embd, readers=1),  # norm output, for up
+        SavedTensor(cfg.n_hidden, matmul=True),  # up
+        *[SavedTensor(cfg.n_hidden)] * (2 if cfg.mlp == "relu2" else 1),  # ReLU and its product with up, or the GELU
     ]
 
 
@@ -101,8 +117,6 @@ def _attention(cfg: TransformerConfig, *, on_cpu: bool, bf16: bool) -> list[Save
     Fused attention stores no T x T matrix. Unfused attention (``keeps_weights``) saves the weights and, with dropout,
     also the mask and their product.
     """
-    from wordrun.model.attention import keeps_weights
-
     C, N, T = cfg.n_embd, cfg.n_head, cfg.block_size
     masks = [SavedTensor(C, dtype="compute" if on_cpu else "byte")] * 2 if cfg.dropout else []
     if on_cpu and keeps_weights(cfg.dropout, T, bf16=bf16):
@@ -122,8 +136,6 @@ def activation_memory(
         layers: indices of this stage's blocks.
         parts: number of micro-batches per micro-step.
     """
-    from wordrun.model.loss import CHUNK, LARGE  # here, because it imports torch
-
     cfg, tp, tokens = model.cfg, strategy.layout.tp, strategy.tokens / parts
     sizes = {"compute": strategy.compute, "stream": strategy.stream, "fp32": FP32, "byte": 1}
     autocast = strategy.stream != strategy.compute
@@ -149,10 +161,11 @@ def activation_memory(
         per_token = len(layers) * saved[checkpointing]
     head = spare = 0.0
     if cfg.n_layer - 1 in layers:  # input and output of the last norm, and the logits
-        logits = CROSS_ENTROPY * model.vocab_size / tp
+        softcap = isinstance(cfg, ModernConfig) and cfg.softcap > 0  # its backward pass needs the bounded logits
+        logits = (CROSS_ENTROPY + strategy.compute * softcap) * model.vocab_size / tp
         gathered = getattr(strategy.backend, "stage", 0) == 3  # the output layer's weights are its module's business
         if tp == strategy.layout.pp == 1 and tokens * model.vocab_size > LARGE and not gathered:
-            logits, spare = strategy.compute * model.vocab_size, 2 * FP32 * CHUNK
+            logits, spare = strategy.compute * model.vocab_size, (3 if softcap else 2) * FP32 * CHUNK
         head = start + cfg.n_embd * strategy.compute + logits
     # Gradients of the widest layer's output and input. With recomputation, the recomputed output is freed before the
     # second gradient is allocated.

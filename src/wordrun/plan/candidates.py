@@ -50,7 +50,7 @@ class Planner:
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
         layout = checks.layout(cfg.backend, hardware.devices, hardware.per_node)
-        self.sequences = cfg.train.global_batch_size or cfg.model.batch_size * layout.dp * (cfg.optimizer.gas or 1)
+        self.sequences = cfg.model.batch_size * layout.dp * checks.accumulation(cfg, layout.dp)
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """Return the estimate for ``strategy``.
@@ -80,7 +80,7 @@ class Planner:
         mine = replace(cfg, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
         # A plan does not require DeepSpeed to be installed, so check the batch as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
-        checks.check(checked if isinstance(backend, DeepSpeedConfig) else mine, hardware.devices, hardware.per_node)
+        checks.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:

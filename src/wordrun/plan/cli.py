@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from wordrun import log
 from wordrun.arguments import describe, parse
 from wordrun.composer import compose
-from wordrun.config import BPETokenizerConfig, Config
+from wordrun.config import Config
 from wordrun.devices import VARIANTS
 from wordrun.errors import UserError
 from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Planner
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.shapes import TOKENIZERS, shapes_of
 
 USAGE = """\
 Estimate the memory that a model needs per device under every backend, and recommend a backend.
@@ -32,8 +32,6 @@ the first row is that strategy. No data is read and no device is used. See docs/
 """
 PRESETS = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 also uses")}
 """Vocabulary sizes of model presets that do not set model.vocab_size, by name prefix."""
-TOKENIZERS = {"gpt2": 50257, "byte": 257}
-"""Vocabulary sizes of tokenizers with a fixed vocabulary."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,8 +83,8 @@ def vocabulary(cfg: Config) -> tuple[int, str]:
             return size, f"assumed: {whose}; model.vocab_size=N for another"
     if cfg.tokenizer.name in TOKENIZERS:
         return TOKENIZERS[cfg.tokenizer.name], f"tokenizer={cfg.tokenizer.name}"
-    if isinstance(cfg.tokenizer, BPETokenizerConfig):
-        return cfg.tokenizer.vocab_size, "tokenizer.vocab_size"
+    if (size := getattr(cfg.tokenizer, "vocab_size", None)) is not None:
+        return size, "tokenizer.vocab_size"
     if cfg.data.name == "shakespeare":
         return 65, "the characters of data=shakespeare"
     return 256, f"assumed: data={cfg.data.name} is not read; model.vocab_size=N for another"

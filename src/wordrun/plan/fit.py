@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from wordrun.checks import accumulation, layout, microbatches
-from wordrun.config import Config, DDPConfig, FSDPConfig, PPConfig
+from wordrun.checks import accumulation, layout
+from wordrun.config import Config, DDPConfig, FSDPConfig
 from wordrun.dist.mesh import Layout
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
@@ -76,7 +76,7 @@ class Fit:
         ]
         if found:
             return found
-        batch = "fewer sequences per step, " if isinstance(self.cfg.backend, PPConfig) else ""
+        batch = "fewer sequences per step, " if self.cfg.backend.pipeline else ""
         return [
             f"It does not fit with model.batch_size=1 either: use {batch}a smaller model (model.n_layer, "
             "model.n_embd), shorter sequences (model.block_size), or more ranks with train.backend=FSDP."
@@ -95,8 +95,7 @@ class Fit:
     @property
     def _unit(self) -> int:
         """The number that model.batch_size must be a multiple of."""
-        backend = self.cfg.backend
-        return microbatches(self.cfg, backend, self.layout.pp) if isinstance(backend, PPConfig) else 1
+        return self.cfg.backend.microbatches_of(self.cfg.model.batch_size, self.layout.pp)
 
     @property
     def _per_rank(self) -> int:
@@ -119,7 +118,7 @@ class Fit:
         """Yield overrides that save memory, with their config and layout."""
         cfg = self.cfg
         full = replace(cfg, train=replace(cfg.train, activation_checkpointing="full"))
-        if not isinstance(cfg.backend, PPConfig) or not cfg.backend.zero_bubble:
+        if not cfg.backend.zero_bubble:
             yield "train.activation_checkpointing=full", full, self.layout
         if isinstance(cfg.backend, DDPConfig) and self.layout.size > 1:
             at = layout(FSDPConfig(), self.layout.size, self.per_node)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
-from wordrun.checks import microbatches, vocab_multiple
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, LionConfig, PPConfig, SGDConfig
+from wordrun import config
+from wordrun.checks import vocab_multiple
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
-from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel, shapes_of
+from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import FP32, Strategy, in_flight, stages_of
 
 Stages = Sequence[Sequence[int]]
@@ -106,7 +107,7 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     separate = strategy.gas > 1 or not options.gradient_as_bucket_view
     if ranks > 1 and separate:
         buffers += FP32 * count
-    size, state = FP32 * count, _optimizer_state(strategy, count, len(shapes))
+    size, state = FP32 * count, _optimizer_state(strategy, shapes)
     return Memory(
         parameters=size, gradients=size, optimizer=state, at_loss=buffers,
         buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a new gradient before accumulation
@@ -115,15 +116,19 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     )  # fmt: skip
 
 
-def _optimizer_state(strategy: Strategy, count: float, tensors: int = 0) -> float:
-    """Return the bytes of fp32 optimizer state, and of hooks.ema, of ``count`` parameters in ``tensors`` tensors."""
-    optimizer = strategy.cfg.optimizer
+def _optimizer_state(strategy: Strategy, shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1) -> float:
+    """Return the bytes of fp32 optimizer state, and of hooks.ema, for a rank's shards of parameters of ``shapes``."""
+    optimizer, count = strategy.cfg.optimizer, numel(shapes, tp, shard)
     average = FP32 * count if "ema" in strategy.cfg.hooks else 0
-    if optimizer.name == "adamw":  # two moments, and a step count for each tensor
-        return average + FP32 * (2 * count + tensors)
-    if isinstance(optimizer, SGDConfig):
+    adamw = FP32 * (2 * count + len(shapes))  # two moments, and a step count for each tensor
+    if optimizer.name == "adamw":
+        return average + adamw
+    if isinstance(optimizer, config.MuonConfig):
+        hidden = [each for each in shapes if each.hidden]
+        return average + adamw - FP32 * (numel(hidden, tp, shard) + len(hidden))
+    if isinstance(optimizer, config.SGDConfig):
         return average + (FP32 * count if optimizer.momentum else 0)
-    if isinstance(optimizer, LionConfig):
+    if isinstance(optimizer, config.LionConfig):
         return average + FP32 * count
     raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
 
@@ -137,7 +142,7 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, chec
     states = {
         "parameters": size * count / (ranks if stage == 3 else 1),
         "gradients": size * count / (ranks if stage >= 2 else 1),
-        "optimizer": (copy * count + _optimizer_state(strategy, count)) / (ranks if stage else 1),
+        "optimizer": (copy * count + _optimizer_state(strategy, model.stage(model.layers))) / (ranks if stage else 1),
     }
     offloaded = ["parameters"] * options.offload_params + ["gradients", "optimizer"] * options.offload_optimizer
     live = max(min(count, DEEPSPEED_LIVE), numel(model.block)) if stage == 3 else 0
@@ -183,7 +188,7 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
 def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
     """One rank of a pipeline; a step runs the schedule once over all micro-batches."""
     at, stages = strategy.layout, stages_of(strategy, options, pp_rank)
-    parts = microbatches(strategy.cfg, options, at.pp)
+    parts = options.microbatches_of(strategy.cfg.model.batch_size, at.pp)
     count = parts * strategy.gas
     flying = in_flight(options.schedule, at.pp, pp_rank, count, len(stages))
     each = [activation_memory(model, strategy, checkpointing, layers, parts) for layers in stages]
@@ -221,7 +226,8 @@ def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig,
     shapes = [each for layers in stages for each in model.stage(layers)]
     count = numel(shapes, strategy.layout.tp, strategy.layout.shard)
     size = float(FP32 * count)
-    states = {"parameters": size, "gradients": size, "optimizer": _optimizer_state(strategy, count, len(shapes))}
+    optimizer = _optimizer_state(strategy, shapes, strategy.layout.tp, strategy.layout.shard)
+    states = {"parameters": size, "gradients": size, "optimizer": optimizer}
     return _offload(states, states if options.cpu_offload else (), strategy)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
-from wordrun.config import ModelConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from wordrun.model import Transformer
+
+TOKENIZERS = {"gpt2": 50257, "byte": 257}
+"""Vocabulary sizes of tokenizers with a fixed vocabulary."""
 
 
 class NoEstimateError(ConfigError):
@@ -32,6 +36,8 @@ class ParameterShape:
     """Whether it is a factor of a matrix product, which autocast copies to 16 bits."""
     trained: bool = True
     """Whether it has gradients."""
+    hidden: bool = False
+    """Whether it is a hidden matrix, see ``Model.matrices``."""
 
     def numel(self, tp: int = 1, shard: int = 1) -> int:
         """Return the number of elements in the first rank's shard, the largest: torch shards by whole rows."""
@@ -61,12 +67,15 @@ class ModelShapes:
     """Outside the blocks, in the last pipeline stage: the norm and the output layer."""
     tied: list[ParameterShape]
     """Parameters in ``last`` that are tied to ``first`` if both are in the same stage."""
+    values: list[ParameterShape] = field(default_factory=list)
+    """Outside the blocks, for each block that has a value embedding."""
 
     def outside_blocks(self, layers: Sequence[int]) -> list[ParameterShape]:
         """Return the parameters outside the blocks, for a stage that holds the blocks ``layers``."""
         is_first, is_last = 0 in layers, self.cfg.n_layer - 1 in layers
         last = [each for each in self.last if not (is_first and each in self.tied)] if is_last else []
-        return [*(self.first if is_first else []), *last]
+        values = self.values * len(self.cfg.layers_with_values().intersection(layers))
+        return [*(self.first if is_first else []), *values, *last]
 
     def stage(self, layers: Sequence[int]) -> list[ParameterShape]:
         """Return the parameters of a stage that holds the blocks ``layers``."""
@@ -101,31 +110,79 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1, *, split: bo
     Raises:
         NoEstimateError: it is not a transformer.
     """
-    from wordrun.model import meta_model
-
     if not isinstance(cfg, TransformerConfig):
         raise NoEstimateError(f"no estimate for model={cfg.name}: the plan covers transformers only")
-    model = meta_model(replace(cfg, n_layer=1), vocab_size, multiple=multiple)
+    if not needs_torch(cfg):
+        return known_shapes(cfg, math.ceil((cfg.vocab_size or vocab_size) / multiple) * multiple)
+    from wordrun.model import meta_model
+
+    model = meta_model(cfg.one_block(), vocab_size, multiple=multiple)
     plan = model.tensor_parallel_plan() if split else {}
-    outside = [name for name, _ in model.named_children() if name != "blocks"]
-    first = [each for name in outside if name not in ("norm", "head") for each in _shapes(model, name, plan)]
-    last = [each for name in outside if name in ("norm", "head") for each in _shapes(model, name, plan)]
-    tied = _shapes(model, "head", plan)[:1] if model.tied else []
-    return ModelShapes(cfg, model.padded_vocab_size, first, _shapes(model, "blocks", plan), last, tied)
+    shapes = {name: _shapes(model, name, plan) for name, _ in model.named_children()}
+    block, last, values = shapes.pop("blocks"), [*shapes.pop("norm"), *shapes["head"]], shapes.pop("values", [])
+    head = shapes.pop("head")
+    first = [each for some in shapes.values() for each in some]
+    return ModelShapes(cfg, model.padded_vocab_size, first, block, last, head[:1] if model.tied else [], values)
+
+
+def needs_torch(cfg: ModelConfig) -> bool:
+    """Return whether ``shapes_of`` has to import torch and construct the model in ``cfg``."""
+    return type(cfg) not in known_shapes.registry or bool(getattr(cfg, "lora_rank", 0))
+
+
+@singledispatch
+def known_shapes(cfg: TransformerConfig, V: int) -> ModelShapes:
+    """Return the parameters of the model in ``cfg`` with ``V`` rows in its embedding, without LoRA, by arithmetic.
+
+    A test compares them with the model's own.
+    """
+    raise NoEstimateError(f"no estimate for model={cfg.name}")
+
+
+@known_shapes.register(GPTConfig)
+def _gpt(cfg: GPTConfig, V: int) -> ModelShapes:
+    C, bias = cfg.n_embd, cfg.bias
+    norm = [ParameterShape((C,))] * (2 if bias else 1)
+    attention = [*_linear(3 * C, C, 0, bias), *_linear(C, C, 1, bias)]
+    mlp = [*_linear(4 * C, C, 0, bias), *_linear(C, 4 * C, 1, bias)]
+    first, head = [ParameterShape((V, C), 0), ParameterShape((cfg.block_size, C), 0)], _linear(V, C, 0)
+    return ModelShapes(cfg, V, first, [*norm, *attention, *norm, *mlp], [*norm, *head], tied=head)
+
+
+@known_shapes.register(LlamaConfig)
+def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
+    C, width, hidden, norm = cfg.n_embd, cfg.attention_width(), cfg.n_hidden, [ParameterShape((cfg.n_embd,))]
+    head_size = width // cfg.n_head
+    shared = (cfg.n_kv_head or cfg.n_head) * head_size
+    attention = [each for rows in (width, shared, shared) for each in _linear(rows, C, 0)]
+    attention += [*_linear(C, width, 1), *([ParameterShape((head_size,))] * 2 if cfg.qk_norm else [])]
+    mlp = [*_linear(hidden, C, 0), *_linear(hidden, C, 0), *_linear(C, hidden, 1)]
+    head = _linear(V, C, 0)
+    block = [*norm, *attention, *norm, *mlp]
+    return ModelShapes(cfg, V, [ParameterShape((V, C), 0)], block, [*norm, *head], tied=head if cfg.tie else [])
+
+
+def _linear(outputs: int, inputs: int, tp_dim: int, bias: bool = False) -> list[ParameterShape]:
+    weight = ParameterShape((outputs, inputs), tp_dim, matmul=True)
+    return [weight, *([ParameterShape((outputs,), None if tp_dim else 0, matmul=True)] if bias else [])]
 
 
 def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[ParameterShape]:
     """Return the parameters of a child of ``model`` and their tensor-parallel dimensions."""
     from torch import nn
 
+    matrices = model.matrices()
     shapes = []
     for path, module in model.get_submodule(child).named_modules(prefix=child):
         styles = [style for pattern, style in plan.items() if fnmatch(path, pattern)]
         for name, parameter in module.named_parameters(recurse=False):
             tp_dim = _split_dim(module, name, styles) if styles else None
             shapes.append(
-                ParameterShape(tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad)
-            )
+                ParameterShape(
+                    tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad,
+                    f"{path}.{name}" in matrices,
+                )
+            )  # fmt: skip
     return shapes
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wordrun.checks import accumulation, microbatches, stages
+from wordrun.checks import accumulation, stages
 from wordrun.config import INTERLEAVED, BackendConfig, Config, DDPConfig, FSDPConfig, PPConfig
-from wordrun.dist.mesh import Layout
+from wordrun.dist.mesh import Layout, blocks_of, owner_of
 
 FP32 = 4
 
@@ -54,8 +54,6 @@ class Strategy:
 
 def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:
     """Return the blocks of each pipeline stage on rank ``rank`` of the pipeline."""
-    from wordrun.backend.pipeline import blocks_of, owner_of
-
     pp, n_layer = strategy.layout.pp, strategy.cfg.transformer.n_layer
     count = stages(options, pp)
     mine = [stage for stage in range(count) if owner_of(stage, pp, options.schedule) == rank]
@@ -93,4 +91,4 @@ def bubble(strategy: Strategy) -> float:
         return 0.0
     idle = (pp - 1) / (3 if options.schedule == "InterleavedZeroBubble" else 1)
     stages_per_rank = options.stages_per_rank if options.schedule in INTERLEAVED else 1
-    return idle / (stages_per_rank * microbatches(strategy.cfg, options, pp) * strategy.gas + idle)
+    return idle / (stages_per_rank * options.microbatches_of(strategy.cfg.model.batch_size, pp) * strategy.gas + idle)

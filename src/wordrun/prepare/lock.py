@@ -23,6 +23,7 @@ SILENCE_S = 15.0
 """Seconds without a heartbeat until the holder counts as dead. Clocks may differ, so they are not compared."""
 POLL_S = 0.2
 """Seconds between polls of a lock or of the folder it protects."""
+CONTINUES = "interrupted: run the same command again to continue preparing the data"
 LOG_S = 5.0
 """Seconds between log lines of a waiting rank."""
 
@@ -64,14 +65,18 @@ def held(path: Path) -> Iterator[bool]:
     done = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, done), daemon=True)
     beat.start()
+
+    def release() -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
     try:
-        with interrupts.raising():  # Ctrl-C should not leave the lock behind
+        with interrupts.ending_with(CONTINUES, release):
             yield True
     finally:
         done.set()
         beat.join()
-        with contextlib.suppress(OSError):
-            path.unlink()
+        release()
 
 
 def holder(path: Path) -> str:

@@ -13,7 +13,6 @@ from wordrun.config import Config, TextConfig, TokenizerConfig
 from wordrun.data.corpus import Corpus, MixPart, Opened, open_foreign, open_prepared
 from wordrun.data.manifest import is_complete
 from wordrun.data.shards import Tokens, dtype_for
-from wordrun.data.tokenizers import needs_text
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
@@ -171,7 +170,7 @@ def _parts_of_mix(cfg: Config) -> list[TextConfig]:
         if part.kind == "pairs":
             raise ConfigError(f"data.mix: {name} has prompts and answers, which cannot be mixed: use data={name}")
         parts.append(replace(part, stage=cfg.text.stage, workers=cfg.text.workers))
-    if needs_text(cfg.tokenizer) and any(part.kind != "shards" for part in parts):
+    if cfg.tokenizer.needs_text and any(part.kind != "shards" for part in parts):
         raise ConfigError(
             f"data=mix: tokenizer={cfg.tokenizer.name} would be different for each text: use tokenizer=gpt2 or byte, "
             "or a trained one with tokenizer=bpe tokenizer.path=FILE"

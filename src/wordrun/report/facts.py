@@ -117,8 +117,11 @@ def slowest(metrics: Metrics, hosts: list[str], ranks: int) -> list[tuple[int, s
 
 def samples(run_dir: Path) -> list[tuple[int, str]]:
     """Return the last generated texts with their steps, newest first."""
+    path = run_dir / "samples.txt"
+    if not path.is_file():  # a device such as /dev/full would never end
+        return []
     try:
-        text = (run_dir / "samples.txt").read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     found = re.findall(r"^--- step (\d+) ---\n(.*?)(?=^--- step \d+ ---\n|\Z)", text, flags=re.M | re.S)

@@ -27,7 +27,7 @@ SPLIT = {
     "dt_optimizer": "optimizer", "dt_hooks": "hooks",
 }  # fmt: skip
 """The parts of a step's time that are stacked, where a run has them."""
-MEMORY = {"memory_gb": "current", "memory_peak_gb": "peak"}
+MEMORY = {"memory": "in use", "memory_peak": "peak"}
 RESULTS = ("steps", "tokens", "seconds", "loss", "val_loss", "best_val_loss")
 
 
@@ -114,7 +114,7 @@ def _summary(record: RunRecord, metrics: Metrics) -> dict[str, str]:
         "parameters": run.get("parameters"),
         "loss": run.get("loss") or table.last("loss"),
         **{name: metrics.evaluation.last(name) for name in metrics.evaluation.columns if name != "step"},
-        "best val_loss": run.get("best_val_loss"),
+        f"best {run.get('best_metric', 'val_loss')}": run.get("best_value") or run.get("best_val_loss"),
         unit: speed,
         "MFU [%]": mfu,
     }
@@ -173,14 +173,15 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
         ("Model FLOPs utilization", {"mfu": ""}, "MFU [%]"),
         ("Learning rate", {"lr": ""}, "learning rate"),
         ("Gradient norm", {"grad_norm": ""}, "gradient norm"),
-        ("Memory, the fullest device", MEMORY, "GB"),
+        ("Memory of the rank that uses most", MEMORY, "GiB"),
         ("Behind the median rank", {"slowest_by": ""}, "slowest rank [s]"),
     ):
         if any(name in table for name in names):
             add(title, lines(names, y_label, from_zero=True, is_noisy=title in ("Throughput", "Gradient norm")))
     if split := [name for name in SPLIT if name in table]:
         add("Time of a step", lambda axis: Figure([], "s", bands=[
-            curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name]) for i, name in enumerate(split)
+            curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name])
+            for i, name in enumerate(split)
         ]))  # fmt: skip
     return found
 

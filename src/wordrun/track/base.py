@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import Config
+from wordrun.config import Config, value_text
+from wordrun.errors import UserError
 from wordrun.registry import parts
 
 LEGEND = {
@@ -17,14 +18,30 @@ LEGEND = {
     "val_NAME": "mean of a metric on the fixed validation set, such as val_accuracy (a share of 1) or val_perplexity",
     "lr": "learning rate at this step",
     "grad_norm": "global gradient norm, before clipping",
-    "dt": "time per step, averaged since the previous line [s]",
+    "dt": "time per step without dt_hooks, averaged since the previous line; like its parts, mean over all ranks [s]",
     "dtf": "forward time per step; not measured where forward and backward passes interleave (pipelines) [s]",
-    "dtb": "backward time per step, including communication [s]",
+    "dtb": "backward time per step, without dt_comm [s]",
+    "dt_data": "time per step in which a rank waits for data [s]",
+    "dt_comm": (
+        "time per step in which a rank waits for communication that is not hidden behind the passes; with sharded "
+        "weights on accelerators it is not known, and is part of dtf and dtb [s]"
+    ),
+    "dt_optimizer": "time per step of the optimizer, including clipping [s]",
+    "dt_hooks": (
+        "time between steps, per step: logging, evaluations, checkpoints and other hooks; of the rank that takes "
+        "longest [s]"
+    ),
+    "slowest_rank": (
+        "the rank that took longest since the previous line for its data and its passes, without waiting for others"
+    ),
+    "slowest_by": "how far it was behind the median of the ranks, per step [s]",
     "sps": "examples (of text: sequences) per second, all ranks",
     "sps_per_gpu": "examples per second per rank",
     "tps": "tokens per second, all ranks; only for text, like tps_per_gpu and tokens",
     "tps_per_gpu": "tokens per second per rank",
     "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
+    "memory": "memory in use, of the rank that uses most: of its device or, on a CPU, of its process [GiB]",
+    "memory_peak": "the most memory that was in use so far, of the rank with the highest peak [GiB]",
     "tokens": "training tokens processed so far, all ranks",
     "time": "elapsed wall time [s]",
 }
@@ -42,6 +59,20 @@ class RunInfo:
     """Description of the run besides its config, such as the origin of its data."""
     logged: int = -1
     """The last step logged before the run was resumed, which may be after its checkpoint; -1: none."""
+    step: int = 0
+    """The step from which the run continues; 0: it starts."""
+
+    def flat(self) -> dict[str, bool | int | float | str]:
+        """Return the config and the facts by names such as model.n_layer, for trackers that take no nested values."""
+        return {**dict(_flat(asdict(self.cfg))), **dict(_flat(self.facts))}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value if isinstance(value, bool | int | float | str) else value_text(value)
 
 
 class Tracker:
@@ -78,15 +109,42 @@ class Tracker:
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Record the run's summary and close."""
 
+    def abandon(self) -> None:
+        """Release what would fail again when the process exits; called instead of ``finish`` after a failure."""
 
-def build(run: RunInfo, states: dict[str, Any]) -> dict[str, Tracker]:
-    """Return the trackers selected by the config; only rank 0 calls this.
+
+class Appending(Tracker):
+    """The base class of trackers that cannot delete steps: what a resumed run repeats is not recorded again."""
+
+    def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:
+        super().__init__(options, run, state)
+        self._logged = run.logged if state else -1
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Record a line of metrics, unless a line of its step has been recorded before the run was resumed."""
+        if metrics["step"] > self._logged:
+            self.append(metrics["step"], {name: value for name, value in metrics.items() if value is not None})
+
+    def append(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record the ``metrics`` of ``step``, numbers by name."""
+        raise NotImplementedError
+
+    def rewind(self, step: int, logged: int) -> None:
+        """Do not record again what has been recorded up to step ``logged``."""
+        self._logged = max(self._logged, logged)
+
+
+def missing(tracker: str, error: ImportError) -> UserError:
+    """Return the error that the library of ``tracker``, an extra of wordrun's package, cannot be imported."""
+    return UserError(f"tracker={tracker}: {error}; pip install 'wordrun[{tracker}]', or use tracker=jsonl")
+
+
+def build(run: RunInfo, states: dict[str, Any]) -> Iterator[tuple[str, Tracker]]:
+    """Yield the trackers selected by the config, with their names; only rank 0 calls this.
 
     Args:
         run: the run.
         states: states of the trackers of the run being continued, by name.
     """
-    return {
-        name: parts("tracker")[name].load()(options, run, states.get(name, {}))
-        for name, options in run.cfg.tracker.items()
-    }
+    for name, options in run.cfg.tracker.items():
+        yield name, parts("tracker")[name].build(options, run, states.get(name, {}))

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 from wordrun.config import WandbConfig
 from wordrun.errors import UserError, first_line, nearest
 from wordrun.log import LOGGER
-from wordrun.track.base import RunInfo, Tracker
+from wordrun.track.base import Appending, RunInfo
 
 # At the end of a run, wandb's service has this long to send what remains.
 FINISH_TIMEOUT_S = 60
 MODES = ("online", "offline", "disabled", "dryrun", "shared")
 
 
-class WandbTracker(Tracker):
+class WandbTracker(Appending):
     """One W&B run."""
 
     def __init__(self, options: WandbConfig, run: RunInfo, state: dict[str, Any]) -> None:
@@ -40,8 +40,6 @@ class WandbTracker(Tracker):
         }  # fmt: skip
         if state:
             settings |= {"id": state["id"], "resume": "allow"}
-        # W&B cannot delete logged steps, so repeated steps are not logged again.
-        self._logged = run.logged if state else -1
         self._wandb_run = self._init(wandb, settings, fall_back=options.mode == "auto")
 
     def _init(self, wandb: Any, settings: dict[str, Any], fall_back: bool) -> Any:
@@ -61,16 +59,9 @@ class WandbTracker(Tracker):
             self.mode = "offline"
             return wandb.init(**settings, mode=self.mode, settings=quiet)
 
-    def log(self, metrics: dict[str, Any]) -> None:
+    def append(self, step: int, metrics: dict[str, Any]) -> None:
         """Pass one line of metrics to wandb's own process."""
-        if metrics["step"] <= self._logged:
-            return
-        known = {name: value for name, value in metrics.items() if value is not None}
-        self._wandb_run.log(known, step=metrics["step"])
-
-    def rewind(self, step: int, logged: int) -> None:
-        """Do not log again what has been logged up to step ``logged``."""
-        self._logged = max(self._logged, logged)
+        self._wandb_run.log(metrics, step=step)
 
     def state(self) -> dict[str, Any]:
         """Return the run's id."""
@@ -79,6 +70,12 @@ class WandbTracker(Tracker):
     def sample(self, step: int, text: str) -> None:
         """Keep the latest sample in the summary."""
         self._wandb_run.summary["sample"] = text
+
+    def abandon(self) -> None:
+        """Forget wandb's process, which may have died."""
+        import wandb
+
+        wandb.teardown()
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Close the run, and log where it is or how to upload it."""

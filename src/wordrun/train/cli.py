@@ -27,7 +27,8 @@ from wordrun import dist, log, project
 from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
-from wordrun.train.help import options_of, overview
+from wordrun.plan.comparison import refuse_before_torch
+from wordrun.train.help import changed_groups, options_of, overview
 from wordrun.train.hints import own_command
 from wordrun.version import __version__, versions
 
@@ -140,6 +141,7 @@ def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None
             from wordrun.prepare.sources import locate
 
             locate(cfg.text).files()  # a missing file is reported before torch is loaded
+        refuse_before_torch(cfg, world)
         return 0, cfg
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
@@ -204,15 +206,15 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
 
 
 def _help(args: Namespace) -> int:
-    """Print an overview, or the options of the groups that are named or that overrides change."""
+    """Print an overview, or the options of the groups that are named, or else of those that overrides change."""
     groups = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     folders = [Path(folder) for folder in (project.here().conf, args.config_dir, args.config_path) if folder]
-    groups += [group for group in SECTIONS if not groups and any(word.startswith(group) for word in overrides)]
-    if groups:
-        text = options_of(compose(overrides, tree=_tree(args)), list(SECTIONS) if "all" in groups else groups, folders)
-    else:
-        text = overview(folders)
+    text = overview(folders)
+    if groups or overrides:
+        cfg, plain = (compose(words, tree=_tree(args), checked=False) for words in (overrides, []))
+        groups = list(SECTIONS) if "all" in groups else groups or changed_groups(cfg, plain, overrides)
+        text = options_of(cfg, groups, folders)
     disposition = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `wordrun --help | head` ends without a traceback
     print(text, flush=True)
     signal.signal(signal.SIGPIPE, disposition)

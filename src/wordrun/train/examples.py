@@ -77,7 +77,7 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
     Rank 0 opens them first, because it may have to download them; then one rank of each node, as nodes may have disks
     of their own; then the others.
     """
-    load = part_of("data", cfg.data).load()
+    load = part_of("data", cfg.data).build
     found: Splits | None = None
     for turn in (world.rank == 0, world.local_rank == 0, True):
         if turn and found is None:

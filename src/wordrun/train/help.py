@@ -41,6 +41,18 @@ def overview(folders: Iterable[Path]) -> str:
     return "\n".join([*lines, "", EXAMPLES])
 
 
+def changed_groups(cfg: Config, plain: Config, overrides: Sequence[str]) -> list[str]:
+    """Return the config groups that ``overrides`` name or that they make differ between ``cfg`` and ``plain``.
+
+    An experiment among them comes first, as ``experiment=NAME``.
+    """
+    keys = {override.partition("=")[0].lstrip("+").removeprefix("train.backend") for override in overrides}
+    named = {key.partition(".")[0] for key in keys}
+    plain.train.backend = cfg.train.backend  # has a group of its own
+    changed = [group for group in SECTIONS if group in named or getattr(cfg, group) != getattr(plain, group)]
+    return [*(word for word in overrides if word.startswith(f"{EXPERIMENT}=")), *changed]
+
+
 def options_of(cfg: Config, groups: Sequence[str], folders: Sequence[Path] = ()) -> str:
     """Return the options of ``groups`` with their values in ``cfg`` and meanings; of ``metrics``, their meanings.
 
@@ -56,8 +68,10 @@ def options_of(cfg: Config, groups: Sequence[str], folders: Sequence[Path] = ())
 def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterator[str]:
     if group == METRICS:
         yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
+    group, _, chosen = group.partition("=")
     if group == EXPERIMENT:
-        for file in sorted(file for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")):
+        found = (file for folder in (_own(), *folders) for file in (folder / group).glob(f"{chosen or '*'}.yaml"))
+        for file in sorted(found):
             lines = file.read_text(encoding="utf-8").splitlines()
             about = next((line for line in lines if not line.startswith("# @")), "")
             yield textwrap.fill(f"{group}={file.stem}: {about.removeprefix('# ')}", help_width())
@@ -65,10 +79,10 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterat
     group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
     if group not in SECTIONS:
         raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join(GROUPS)})")
-    found = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
-    for name, node in found.items():
+    chosen_parts = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
+    for name, node in chosen_parts.items():
         yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
-    if not found:  # nothing is selected by default
+    if not chosen_parts:  # nothing is selected by default
         for name, part in schemas(group).items():
             schema = part.options
             yield "\n".join([f"{group}=[{name}]: {schema.__doc__}", *describe(schema(), f"{group}.{name}.", width=35)])

@@ -15,9 +15,10 @@ from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.collectives import all_min
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.plan.fit import TOLERANCE, Fit, Room, gib, table
+from wordrun.plan.comparison import Comparison
+from wordrun.plan.fit import TOLERANCE, Fit, Room, gib
 from wordrun.plan.shapes import ModelShapes
 from wordrun.train.metrics import device_name
 
@@ -67,7 +68,7 @@ class MemoryCheck:
         self.before_data(shapes)
         if self._fit is not None and not self._fit.fits(self.room):
             off = f"estimates are up to {TOLERANCE - 1:.0%} off"
-            LOGGER.warning("memory may run out: %s (%s)", self._comparison(self._fit), off, extra=FIRST_RANK)
+            LOGGER.warning("memory may run out: %s (%s)", self._compared(self._fit), off, extra=FIRST_RANK)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -80,38 +81,13 @@ class MemoryCheck:
             raise UserError("\n".join(self._explanation(error))) from error
 
     def _refuse(self, fit: Fit) -> None:
-        if self.cfg.train.check_memory and not fit.may_fit(self.room):
-            problem = f"not enough memory: {self._comparison(fit)}"
-            off = "train.check_memory=false starts it anyway."
-            raise ConfigError("\n".join([problem, *self._advice(fit, self.room), off]))
+        self._compared(fit).refuse()
 
-    def _comparison(self, fit: Fit) -> str:
+    def _compared(self, fit: Fit) -> Comparison:
         world, node = self.world, self.node
         host = world.host if node == world.node else dict(enumerate(world.hosts)).get(node, f"node {node}")
-        need, room = fit.need, self.room
-        if need.total <= room.device and need.host > room.host:
-            return (
-                f"this run needs about {gib(need.host)} of host memory on each rank, and {host} has {gib(room.host)} "
-                "for each"
-            )
-        shared = f" for each of its {world.local_size} ranks" if world.local_size > 1 else ""
-        has = f"{host} has {gib(room.device)} available{shared}"
-        if self.device.type != "cpu":
-            has = f"the {device_name(self.device)} on {host} has {gib(room.device)} free"
-        return f"this run needs about {gib(need.total)} on each rank, and {has}"
-
-    def _advice(self, fit: Fit, room: Room) -> list[str]:
-        """Return what takes the memory, and what would fit into ``room``."""
-        plan = (
-            f"python -m wordrun.plan plan.device={self.device.type} plan.devices={self.world.size} "
-            f"plan.per_node={self.world.local_size}"
-        )
-        if self.room.device < 2**50:  # else it is unknown
-            plan += f" plan.memory={self.room.device / 2**30:.1f}"
-        return [
-            "Estimated for each rank:", *table(fit.need), *fit.remedies(room),
-            f"For all backends: {plan}, with this run's options.",
-        ]  # fmt: skip
+        kind = self.device.type
+        return Comparison(fit, self.room, host, kind, "" if kind == "cpu" else device_name(self.device))
 
     def _explanation(self, error: Exception) -> list[str]:
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))
@@ -126,7 +102,7 @@ class MemoryCheck:
             return [*lines, "A smaller model.batch_size with a larger optimizer.gas needs less."]
         # The estimate was too low, or others use the memory too.
         room = Room(min(self.room.device, 0.9 * self._fit.need.total), self.room.host)
-        return [*lines, *self._advice(self._fit, room)]
+        return [*lines, *Comparison(self._fit, self.room, self.world.host, self.device.type).advice(room)]
 
 
 def _free(device: torch.device, world: World) -> float:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.dist.collectives import all_mean, all_sum
-from wordrun.errors import UserError
+from wordrun.dist import watch
+from wordrun.dist.collectives import all_max, all_sum
 from wordrun.train.state import TrainState
 
+PASSES = ("data", "forward", "backward", "passes")
+"""The phases of a step in which a rank works by itself; on an accelerator, they may contain collectives."""
+PHASES = (*PASSES, "communication", "optimizer")
+RANK_BITS = 24
+"""A rank's time in microseconds and its number are compared as one integer, whose last bits are the number."""
+BINS = 32
+"""The median is known to this share of the difference between the slowest and the fastest rank."""
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
 """Metrics that a task without tokens does not have."""
+QUIET = ("val_loss", "val_perplexity")
+"""Metrics not listed in the log line of an evaluation: the loss is in front, the perplexity at the end of the run."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -43,46 +57,99 @@ class Meter:
         device: compute device.
         dtype: compute dtype.
         ranks: number of ranks.
-        examples_per_step: examples in one step over all ranks.
         tokens_per_example: tokens in an example; None: it has none.
         flops_per_example: floating-point operations of an example's forward and backward pass; None: unknown.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, ranks: int, examples_per_step: int,
-        tokens_per_example: int | None, flops_per_example: int | None,
+        self, device: torch.device, dtype: torch.dtype, ranks: int, tokens_per_example: int | None,
+        flops_per_example: int | None,
     ) -> None:  # fmt: skip
         self.clock = Stopwatch(device)
         self.device, self.ranks = device, ranks
-        self.examples_per_step, self.tokens_per_example = examples_per_step, tokens_per_example
-        self.flops_per_example = flops_per_example
+        self.tokens_per_example, self.flops_per_example = tokens_per_example, flops_per_example
         self.peak = peak_flops(device_name(device), dtype)
-        self._steps = 0
+        self._steps = self._examples = 0
         self._last: tuple[StepResult, float]
 
-    def add(self, result: StepResult, lr: float) -> None:
-        """Add a step with its result and its learning rate to the next line."""
+    def add(self, result: StepResult, lr: float, examples: int) -> None:
+        """Add a step with its result, its learning rate and its examples over all ranks to the next line."""
         self._steps += 1
+        self._examples += examples
         self._last = result, lr
 
     def line(self, state: TrainState) -> dict[str, Any]:
         """Return the metrics of the last step and of the time since the last line; every rank must call this."""
-        seconds = self.clock.read()
         result, lr = self._last
-        steps, self._steps = self._steps, 0
-        passes = [seconds.get(name, math.nan) / steps for name in ("forward", "backward")]
-        means = all_mean(torch.tensor([result.loss.item(), sum(seconds.values()) / steps, *passes], device=self.device))
-        loss, dt, dtf, dtb = means.tolist()
-        sps = self.examples_per_step / dt
+        steps, examples, self._steps, self._examples = self._steps, self._examples, 0, 0
+        seconds = {name: each / steps for name, each in self.clock.read().items()}
+        collectives = seconds.get("collectives", 0.0)
+        own = sum(seconds.get(name, 0.0) for name in PASSES) - collectives
+        means, most = self._reduce(
+            [
+                result.loss.item(), sum(seconds.get(name, 0.0) for name in PHASES), seconds.get("forward", math.nan),
+                seconds.get("backward", math.nan), seconds.get("data", 0.0),
+                math.nan if collectives else seconds.get("communication", 0.0), seconds.get("optimizer", 0.0),
+            ],
+            own, [seconds.get("hooks", 0.0), *used_memory(self.device)],
+        )  # fmt: skip
+        loss, dt, dtf, dtb, data, communication, optimizer = means
+        hooks, memory, peak, slowest, behind = most
+        sps = examples / steps / dt
         size, flops = self.tokens_per_example or 0, self.flops_per_example
         line = {
             "step": state.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
-            "dt": dt, "dtf": dtf, "dtb": dtb, "sps": sps, "sps_per_gpu": sps / self.ranks,
-            "tps": sps * size, "tps_per_gpu": sps * size / self.ranks,
+            "dt": dt, "dtf": dtf, "dtb": dtb, "dt_data": data, "dt_comm": communication, "dt_optimizer": optimizer,
+            "dt_hooks": hooks, "slowest_rank": slowest, "slowest_by": behind,
+            "sps": sps, "sps_per_gpu": sps / self.ranks, "tps": sps * size, "tps_per_gpu": sps * size / self.ranks,
             "mfu": 100 * sps * flops / (self.ranks * self.peak) if self.peak and flops else None,
-            "tokens": state.position * size, "time": state.elapsed(),
+            "memory": memory, "memory_peak": peak, "tokens": state.position * size, "time": state.elapsed(),
         }  # fmt: skip
         return line if size else {name: value for name, value in line.items() if name not in OF_TOKENS}
+
+    def _reduce(self, values: list[float], own: float, most: list[float]) -> tuple[list[float], list[Any]]:
+        """Return the means of ``values`` over the ranks, and the maxima of ``most`` with the slowest rank behind them.
+
+        Args:
+            values: any numbers.
+            own: this rank's time, without waiting for others [s].
+            most: numbers that are known to 1e-6.
+
+        Returns:
+            The means; the maxima, the rank whose ``own`` is the largest, and how far it is above the median [s].
+        """
+        ranks, rank, micro = dist.get_world_size(), dist.get_rank(), round(1e6 * own)
+        sent = [micro << RANK_BITS | rank, -micro, *(round(1e6 * value) for value in most)]
+        packed, least, *highest = all_max(torch.tensor(sent, device=self.device)).tolist()
+        last, slowest = divmod(packed, 1 << RANK_BITS)
+        # A histogram of the ranks' times, because its size does not depend on the number of ranks.
+        bins = torch.zeros(2, BINS)
+        behind = micro + least
+        bins[:, min(BINS - 1, BINS * behind // max(1, last + least))] = torch.tensor([1.0, behind])
+        sums = all_sum(torch.cat((torch.tensor(values), bins.flatten())).to(self.device)).tolist()
+        counts, totals = sums[-2 * BINS : -BINS], sums[-BINS:]
+        at = next(i for i, count in enumerate(itertools.accumulate(counts)) if count > (ranks - 1) // 2)
+        by = (last + least - totals[at] / counts[at]) / 1e6
+        found: list[Any] = [value / 1e6 for value in highest]
+        return [each / ranks for each in sums[: len(values)]], [*found, *((slowest, by) if ranks > 1 else (None, None))]
+
+
+def used_memory(device: torch.device) -> tuple[float, float]:
+    """Return the memory of ``device`` in use by this process, and its peak so far [GiB]; on a CPU, the process's.
+
+    On a CPU without /proc, both are the peak.
+    """
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return module.memory_allocated(device) / 2**30, module.max_memory_allocated(device) / 2**30
+    try:
+        status = dict(
+            line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line
+        )
+        now, peak = (int(status[name].split()[0]) / 2**20 for name in ("VmRSS", "VmHWM"))
+    except (OSError, KeyError):
+        now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    return now, peak
 
 
 def rate(metrics: dict[str, Any]) -> str:
@@ -93,11 +160,11 @@ def rate(metrics: dict[str, Any]) -> str:
 def one_line(metrics: dict[str, Any], max_iters: int, seconds_left: float = 0.0) -> str:
     """Return the most important of ``metrics`` as a line for the log."""
     parts = [
-        f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"{1000 * metrics['dt']:.1f} ms/step",
-        rate(metrics),
+        f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"lr {metrics['lr']:.2e}", rate(metrics),
     ]  # fmt: skip
     if metrics["mfu"] is not None:
         parts.append(f"MFU {metrics['mfu']:.1f} %")
+    parts.append(f"{metrics['memory']:.2f} GiB")
     if seconds_left:
         parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return "  ".join(parts)
@@ -128,17 +195,17 @@ Measure = Callable[[Any, torch.Tensor], dict[str, torch.Tensor]]
 """Returns further values of each example of a batch, (B,), by name, given the batch and the model's outputs."""
 
 
-def means(backend: Backend, validation: ValidationSet, measure: Measure | None = None) -> dict[str, float]:
+def means(
+    backend: Backend, validation: ValidationSet, measure: Measure | None = None, batches: int | None = None
+) -> dict[str, float]:
     """Return the means over ``validation`` on all ranks: of the loss, under "loss", and of what ``measure`` returns.
 
-    Every rank must call this.
-
-    Raises:
-        UserError: a value has another shape than (B,).
+    Every rank must call this. ``batches`` limits how many of its batches each rank uses.
     """
     totals: dict[str, torch.Tensor] = {}
     with evaluation_mode(backend):
-        for i in range(len(validation)):
+        for i in range(len(validation))[:batches]:
+            watch.mark()
             batch, weights = validation[i]
             batch = batch.to(backend.device)
             outputs: list[torch.Tensor] = []
@@ -147,11 +214,6 @@ def means(backend: Backend, validation: ValidationSet, measure: Measure | None =
                 with torch.no_grad():
                     values |= measure(batch, outputs[-1])
             for name, each in values.items():
-                if each.shape != weights.shape:
-                    raise UserError(
-                        f"{name} of a batch has the shape {list(each.shape)}, but should have a value for each "
-                        f"example: {list(weights.shape)}"
-                    )
                 total = torch.stack(((each.cpu().double() * weights).sum(), weights.sum()))
                 totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + total
     sums = all_sum(torch.stack(list(totals.values())).float().to(backend.device)).tolist()

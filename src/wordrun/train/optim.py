@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from wordrun import compat
 from wordrun.config import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 
 Named = Iterable[tuple[str, Parameter]]
@@ -16,7 +17,7 @@ Named = Iterable[tuple[str, Parameter]]
 def adamw(cfg: AdamWConfig, parameters: Named) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019) over ``parameters``, fused if the device supports it."""
     groups = decay_groups(cfg, parameters)
-    fused = all(p.device.type in ("cpu", "cuda", "xpu", "mps") for group in groups for p in group["params"])
+    fused = all(compat.has_fused_adamw(p.device) for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from wordrun import compat
+from wordrun.backend.stopwatch import LABELS, Stopwatch
 from wordrun.config import Config
-from wordrun.dist import World
-from wordrun.errors import ConfigError
+from wordrun.dist import World, collectives
+from wordrun.errors import ConfigError, first_line
 from wordrun.log import LOGGER
 from wordrun.registry import part_of
 
@@ -18,11 +26,17 @@ class Profiler:
     def __init__(self, options: Any, folder: Path, rank: int) -> None:
         self.options, self.folder, self.rank = options, folder, rank
 
+    every_rank = False
+    """Whether every rank takes part, whatever ``profiler.ranks`` is."""
+
+    def watch(self, clock: Stopwatch) -> None:
+        """Take note of the clock that measures the phases of a step; called before ``start``."""
+
     def start(self) -> None:
         """Start measuring; called before the first step."""
 
     def step(self) -> None:
-        """Record the end of a step."""
+        """Record the end of a step; every rank calls this after the same steps."""
 
     def stop(self) -> None:
         """Stop, and write the result below ``self.folder``."""
@@ -61,16 +75,12 @@ class PyinstrumentProfiler(Profiler):
 
 
 class TorchProfiler(Profiler):
-    """Records operators and kernels of a few steps with torch.profiler, and writes a Chrome trace."""
+    """Records operators and kernels of a few steps with torch.profiler: a Chrome trace, and its summary."""
 
     def start(self) -> None:
         """Start the schedule: wait, warm up, record."""
-        from torch.profiler import profile, schedule
-
         options = self.options
-        steps = schedule(wait=options.wait, warmup=options.warmup, active=options.active, repeat=1)
-        # Only one cycle is recorded; without acc_events, torch 2.10 warns that it would forget others.
-        self._profile = profile(schedule=steps, on_trace_ready=self._write, acc_events=True)
+        self._profile = scheduled(options, self._write, record_shapes=options.shapes, with_stack=options.stacks)
         self._profile.start()
 
     def step(self) -> None:
@@ -82,9 +92,141 @@ class TorchProfiler(Profiler):
         self._profile.stop()
 
     def _write(self, profile: Any) -> None:
-        trace = self.file("trace.json")
-        profile.export_chrome_trace(str(trace))
-        LOGGER.info("profile: %s (for chrome://tracing or ui.perfetto.dev)", trace)
+        from wordrun.report import trace
+
+        # A folder of traces alone, named by rank, is what HolisticTraceAnalysis opens; Perfetto opens each file.
+        folder = self.folder / "traces"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"rank-{self.rank}.json.gz"
+            profile.export_chrome_trace(str(file))
+            summary = trace.summarize(trace.read(file))
+            self.file("summary.txt").write_text(trace.as_text(summary), encoding="utf-8")
+            html = self.file("summary.html")
+            html.write_text(trace.as_html(summary, f"rank {self.rank}"), encoding="utf-8")
+        except (OSError, RuntimeError, EOFError, ValueError) as error:  # torch does not say which file
+            LOGGER.warning("cannot write the profile to %s: %s; the run continues", self.folder, first_line(error))
+            return
+        LOGGER.info("profile: %s; trace for ui.perfetto.dev: %s", html, file)
+
+
+class MemoryProfiler(Profiler):
+    """Records who allocates memory during a few steps.
+
+    On CUDA it writes a snapshot for pytorch.org/memory_viz, also when memory runs out; on CPUs a table of operations.
+    """
+
+    def start(self) -> None:
+        """Start recording."""
+        self._steps, self._written = 0, False
+        self._on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the model, if it is there
+        if self._on_cuda:
+            compat.record_memory(self.options.entries)
+        else:
+            self._profile = scheduled(self.options, self._table, profile_memory=True)
+            self._profile.start()
+
+    def step(self) -> None:
+        """Note the end of a step; write once those to record are over."""
+        self._steps += 1
+        if not self._on_cuda:
+            self._profile.step()
+        elif self._steps == self.options.wait + self.options.warmup + self.options.active:
+            self._snapshot("memory.pickle")
+
+    def stop(self) -> None:
+        """Stop recording."""
+        if not self._on_cuda:
+            self._profile.stop()
+            return
+        if not self._written:
+            self._snapshot("memory.pickle")
+        compat.record_memory(0)
+
+    def __exit__(self, *error: object) -> None:
+        """Stop; if memory has run out, write what was allocated then."""
+        if isinstance(error[1], torch.OutOfMemoryError) and self._on_cuda:
+            self._snapshot("out_of_memory.pickle")
+        super().__exit__(*error)
+
+    def _snapshot(self, name: str) -> None:
+        self._written = True
+        file = self.file(name)
+        compat.dump_memory(file)
+        LOGGER.info("memory snapshot: %s (drop it on pytorch.org/memory_viz)", file)
+
+    def _table(self, profile: Any) -> None:
+        averages = profile.key_averages(group_by_input_shape=False)
+        table = averages.table(sort_by="self_cpu_memory_usage", row_limit=self.options.rows, max_name_column_width=60)
+        file = self.file("memory.txt")
+        file.write_text(table, encoding="utf-8")
+        LOGGER.info("memory by operation: %s", file)
+
+
+class SpansProfiler(Profiler):
+    """Records when each rank is in which phase of a step, and merges the ranks' records into one timeline.
+
+    A rank keeps 12 bytes per phase and step, and only rank 0 collects them.
+    """
+
+    every_rank = True
+
+    def watch(self, clock: Stopwatch) -> None:
+        """Use the trainer's clock."""
+        self._clock = clock
+
+    def start(self) -> None:
+        """Start counting steps."""
+        self._steps = 0
+
+    def step(self) -> None:
+        """Begin to record after ``wait`` steps, and merge after ``active`` more."""
+        self._steps += 1
+        if self._steps == self.options.wait:
+            dist.barrier()  # all ranks' times begin when they leave it
+            self._clock.keep()
+        elif self._steps == self.options.wait + self.options.active:
+            self._merge(self._clock.spans())
+
+    def _merge(self, spans: list[tuple[str, float, float]]) -> None:
+        device, ranks = self._clock.device, dist.get_world_size()
+        count = int(collectives.all_max(torch.tensor([len(spans)], device=device)))
+        mine = torch.full((count, 3), -1.0)
+        if spans:
+            mine[: len(spans)] = torch.tensor([(LABELS.index(label), begin, end) for label, begin, end in spans])
+        mine = mine.to(device)
+        everyone = [torch.empty_like(mine) for _ in range(ranks)] if self.rank == 0 else None
+        dist.gather(mine, everyone)
+        if everyone is not None:
+            self._write([each.tolist() for each in everyone])
+
+    def _write(self, everyone: list[list[list[float]]]) -> None:
+        chosen = self.options.ranks or range(len(everyone))
+        events = [
+            {"ph": "X", "name": LABELS[int(label)], "pid": 0, "tid": rank, "ts": 1e6 * start,
+             "dur": 1e6 * (end - start)}
+            for rank in chosen for label, start, end in everyone[rank] if label >= 0
+        ]  # fmt: skip
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in chosen
+        ]  # fmt: skip
+        try:
+            file = self.file("spans.json.gz")
+            file.write_bytes(gzip.compress(json.dumps({"traceEvents": [*names, *events]}).encode()))
+        except OSError as error:
+            LOGGER.warning("cannot write the profile to %s: %s; the run continues", self.folder, error.strerror)
+            return
+        LOGGER.info("timeline of %d ranks, for ui.perfetto.dev: %s", len(chosen), file)
+
+
+def scheduled(options: Any, on_ready: Callable[[Any], None], **recorded: Any) -> Any:
+    """Return a torch.profiler that waits, warms up, and records as ``options`` say, and then calls ``on_ready``."""
+    from torch.profiler import profile, schedule
+
+    steps = schedule(wait=options.wait, warmup=options.warmup, active=options.active, repeat=1)
+    # Only one cycle is recorded; without acc_events, torch 2.10 warns that it would forget others.
+    return profile(schedule=steps, on_trace_ready=on_ready, acc_events=True, **recorded)
 
 
 def build(cfg: Config, world: World) -> Profiler:
@@ -96,5 +238,7 @@ def build(cfg: Config, world: World) -> Profiler:
     options = cfg.profiler
     if max(options.ranks, default=0) >= world.size:
         raise ConfigError(f"profiler.ranks={options.ranks} should be below the number of ranks, {world.size}")
-    kind: type[Profiler] = part_of("profiler", options).load() if world.rank in options.ranks else Profiler
-    return kind(options, Path(cfg.run_dir).resolve() / "profile", world.rank)
+    part = part_of("profiler", options)
+    make = part.build if part.load().every_rank or world.rank in options.ranks else Profiler
+    profiler: Profiler = make(options, Path(cfg.run_dir).resolve() / "profile", world.rank)
+    return profiler

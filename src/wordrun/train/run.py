@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +26,7 @@ from wordrun.checkpoint.folder import Folder
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, first_line
 from wordrun.log import LOGGER
 from wordrun.report import page
 from wordrun.runs.record import RECORD, read_json
@@ -66,6 +67,9 @@ class Run:
         self.cfg, self.world = cfg, world
         self.path = Path(cfg.run_dir).resolve()
         self.trackers: dict[str, Tracker] = {}
+        """The trackers that record; one that fails is removed."""
+        self._states: dict[str, Any] = {}
+        """The last state of each tracker."""
         self.record: dict[str, Any] = {}
         """Contents of run.json."""
         self._lock: IO[str] | None = None
@@ -116,8 +120,10 @@ class Run:
         self._write_record()
         try:
             # For trackers, a branch is a run of its own, which begins with the history of its origin.
-            info = RunInfo(self.cfg, self.path, facts, logged if continues else -1)
-            self.trackers = build(info, start.manifest.get("trackers", {}) if continues else {})
+            info = RunInfo(self.cfg, self.path, facts, logged if continues else -1, start.step)
+            self._states = dict(start.manifest.get("trackers", {})) if continues else {}
+            for name, tracker in build(info, self._states):
+                self.trackers[name] = tracker  # one by one, because ``finish`` closes them if the next one fails
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
                     tracker.replay(read(self.path))
@@ -136,32 +142,44 @@ class Run:
                 self._logged = True
                 load_beside()
             metrics = {name: _number(name, value) for name, value in metrics.items()}
-        for tracker in self.trackers.values():
-            tracker.log(metrics)
+        self._each("log", metrics)
 
     def sample(self, step: int, text: str) -> None:
         """Pass a generated text to the trackers."""
-        for tracker in self.trackers.values():
-            tracker.sample(step, text)
+        self._each("sample", step, text)
 
     def rewind(self, step: int) -> None:
         """Return to ``step`` in all records: later steps will be repeated."""
         if self.trackers:
             logged = max((line["step"] for line in read(self.path)), default=-1)
-            for tracker in self.trackers.values():
-                tracker.rewind(step, logged)
+            self._each("rewind", step, logged)
 
     def tracker_states(self) -> dict[str, Any]:
         """Return what the trackers need to continue when the run is resumed, by name."""
-        return {name: state for name, tracker in self.trackers.items() if (state := tracker.state())}
+        self._states |= {name: state for name, state in self._each("state").items() if state}
+        return self._states
 
-    def note_failure(self, rank: int, step: int, report: str) -> None:
-        """Write a rank's traceback to its own file, because other ranks may not know of it."""
-        with contextlib.suppress(OSError):
-            folder = self.path / "failures"
-            folder.mkdir(exist_ok=True)
-            text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
-            (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
+    def _each(self, method: str, *values: Any) -> dict[str, Any]:
+        """Call a ``method`` of each tracker and return the results by name.
+
+        A tracker that fails is removed, so that the run continues, except for metrics.jsonl: resuming needs it.
+        """
+        results = {}
+        for name, tracker in list(self.trackers.items()):
+            try:
+                results[name] = getattr(tracker, method)(*values)
+            except Exception as error:
+                if name == "jsonl":
+                    raise
+                where = traceback.extract_tb(error.__traceback__)[:2][-1]  # the tracker's own line
+                LOGGER.warning(
+                    "tracker=%s failed (%s: %s, in %s:%d): the run continues without it; metrics.jsonl has all metrics",
+                    name, type(error).__name__, first_line(error), Path(where.filename).name, where.lineno,
+                )  # fmt: skip
+                del self.trackers[name]
+                with contextlib.suppress(Exception):
+                    tracker.abandon()
+        return results
 
     def finish(self, summary: dict[str, Any], error: str = "") -> list[Path]:
         """Record how the run ended, close the trackers, draw the plots and write the report; return these files.
@@ -175,8 +193,7 @@ class Run:
         try:
             self.record |= {**summary, "exit_reason": error or "finished", "end": now()}
             self._write_record()
-            for tracker in self.trackers.values():
-                tracker.finish(summary, exit_status=1 if error else 0)
+            self._each("finish", summary, 1 if error else 0)
             cfg = self.cfg
             title = f"{cfg.data.name}: {cfg.model.name}, {cfg.train.backend}  ({self.path.name})"
             return [*draw(self.path, title), page.write(self.path)] if self.trackers else []
@@ -187,6 +204,18 @@ class Run:
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
         files.replace(self.path / RECORD, f"{text}\n")
+
+
+def note_failure(run_dir: Path, rank: int, step: int, report: str) -> Path | None:
+    """Write a rank's traceback to its own file, because other ranks may not know of it, and return the file."""
+    file = run_dir / "failures" / f"rank-{rank}.txt"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
+        file.write_text(text, encoding="utf-8")
+    except OSError:
+        return None
+    return file
 
 
 def _number(name: str, value: Any) -> int | float | None:

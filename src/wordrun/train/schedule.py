@@ -25,7 +25,7 @@ def learning_rate(
     warmup, end = optimizer.warmup_iters, optimizer.lr_decay_iters or max_iters
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    return float(part_of("schedule", schedule).load()(schedule, step - warmup, max(1, end - warmup), peak, lowest))
+    return float(part_of("schedule", schedule).build(schedule, step - warmup, max(1, end - warmup), peak, lowest))
 
 
 def cosine(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
@@ -34,8 +34,9 @@ def cosine(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: f
 
 
 def linear(cfg: LinearScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
-    """Return ``highest``, then a linear decay over the last ``cfg.decay_iters`` steps (Hu et al. 2024)."""
-    decay = min(cfg.decay_iters or steps, steps)
+    """Return ``highest``, then a linear decay over the last steps (Hu et al. 2024)."""
+    share = 1.0 if cfg.decay_share is None else cfg.decay_share
+    decay = min(cfg.decay_iters or max(1, round(share * steps)), steps)
     done = min(1.0, max(0, step - (steps - decay)) / decay)
     return highest - (highest - lowest) * done
 

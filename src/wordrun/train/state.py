@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-STORED = ("step", "position", "best_loss", "best_step", "evaluated_step", "skipped")
+STORED = (
+    "step", "position", "best_loss", "best_metric", "best_value", "best_step", "evaluated_step", "skipped",
+)  # fmt: skip
 """Fields that a checkpoint stores as they are."""
+
+
+def improves(value: float, best: float | None, by: float = 0.0, *, higher: bool | None = False) -> bool:
+    """Return whether ``value`` is better than ``best`` (None: there is none yet) by more than ``by``; NaN never is."""
+    sign = 1 if higher else -1
+    return sign * value > (-math.inf if best is None else sign * best + by)
 
 
 @dataclass
@@ -26,8 +35,12 @@ class TrainState:
     """The latest value of each metric."""
     best_loss: float | None = None
     """The lowest validation loss so far."""
+    best_metric: str = "val_loss"
+    """The metric by which checkpoints are compared."""
+    best_value: float | None = None
+    """Its best value so far."""
     best_step: int = -1
-    """The step at which it was measured."""
+    """The step at which that was measured."""
     evaluated_step: int = -1
     """The step of the last evaluation."""
     skipped: int = 0
@@ -53,12 +66,24 @@ class TrainState:
         """Count a step that was skipped because of non-finite gradients."""
         self.skipped += 1
 
-    def record_evaluation(self, loss: float) -> None:
-        """Record the validation loss of this step; NaN is never the best."""
+    def record_evaluation(
+        self, values: Mapping[str, float], metric: str = "val_loss", *, higher: bool | None = False
+    ) -> None:
+        """Record what an evaluation of this step has measured.
+
+        Args:
+            values: by name; val_loss at least.
+            metric: the one by which checkpoints are compared.
+            higher: whether higher values of it are better.
+        """
         self.evaluated_step = self.step
-        self.metrics["val_loss"] = loss
-        if loss < (float("inf") if self.best_loss is None else self.best_loss):
-            self.best_loss, self.best_step = loss, self.step
+        self.metrics.update(values)
+        if metric != self.best_metric:
+            self.best_metric, self.best_value, self.best_step = metric, None, -1
+        if improves(values["val_loss"], self.best_loss):
+            self.best_loss = values["val_loss"]
+        if improves(values[metric], self.best_value, higher=higher):
+            self.best_value, self.best_step = values[metric], self.step
 
     def start_clock(self) -> None:
         """Count the time from now on as training time."""
@@ -86,6 +111,8 @@ class TrainState:
         self.best_loss = self.metrics.pop("best_val_loss", None)
         for name in STORED:
             setattr(self, name, stored.get(name, getattr(self, name)))
+        if "best_value" not in stored:  # until 0.1, the best was that of the loss
+            self.best_value = self.best_loss
         self.rollbacks = {int(step): count for step, count in stored.get("rollbacks", {}).items()}
         self.seconds = stored["seconds"]
 

@@ -21,6 +21,10 @@ AGREE_EVERY_S = 0.5
 SAME_S = 1.0
 
 
+# Instead of a signal's number, and above all of them: a hook has failed.
+HOOK_FAILED = 1000
+
+
 class StopSignal:
     """Records SIGINT, SIGTERM and SIGUSR1, so that the run ends after a complete step with its files written.
 
@@ -62,13 +66,16 @@ class StopSignal:
             for number, handler in old.items():
                 signal.signal(number, handler)
 
-    def agreed(self, step: int, seconds_per_step: float | None) -> bool:
-        """Return whether any rank has received a signal; every rank must call this before every step.
+    def agreed(self, step: int, seconds_per_step: float | None, *, hook_failed: bool = False) -> bool:
+        """Return whether any rank should stop; every rank must call this before every step.
 
         Args:
             step: optimizer steps so far, the same on every rank.
             seconds_per_step: the mean over all ranks, which sets how often they communicate; None: every step.
+            hook_failed: whether a hook of this rank has failed, which stops the run like a signal.
         """
+        if hook_failed:
+            self.signal = HOOK_FAILED
         if dist.get_world_size() > 1:
             every = 1 if seconds_per_step is None else max(1, int(AGREE_EVERY_S / seconds_per_step))
             if step % every:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from wordrun import backend, compat, dist, log
 from wordrun.checks import accumulation, check
-from wordrun.config import Config
+from wordrun.config import Config, EarlyStopConfig
 from wordrun.data.batch import Batch
+from wordrun.dist import watch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.model import Model
 from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.checkpoint import Checkpoints
+from wordrun.train.evaluation import Evaluation
+from wordrun.train.failing import FailedHooks, note, noted
 from wordrun.train.hints import by_launch, next_steps, relative, resume_command
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.memory import MemoryCheck
-from wordrun.train.metrics import Measure, Meter, device_name, means
+from wordrun.train.metrics import Meter, device_name
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.state import TrainState
@@ -49,6 +50,12 @@ class Summary:
     """Training loss of the last logged step; of text, in nats per token."""
     val_loss: float | None
     best_val_loss: float | None
+    best_metric: str
+    """train.best_metric."""
+    best_value: float | None
+    """Its best value, which the checkpoint "best" has."""
+    best_step: int | None
+    """The step at which that was measured."""
 
 
 class Trainer(Training):
@@ -82,27 +89,32 @@ class Trainer(Training):
                 if log_handle is None:
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
-                self._build(hooks, closers)
+                closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s).close)
+                with noted(cfg.run_dir, self.world.rank):
+                    self._build(hooks, closers)
             except BaseException:
                 self.close()
                 raise
 
+    @watch.phase("start-up", watch.SLOW)
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
         world = self.world
         task = task_of(self.cfg)
-        self.cfg, banner = task.settle(self.cfg, world)
+        with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
+            self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         self.memory = MemoryCheck(cfg, world, self.layout)
         self.memory.before_data(task.least_shapes(cfg))
-        self.task = task(cfg, world, self.layout, banner)
+        with watch.phase("preparing data", math.inf):
+            self.task = task(cfg, world, self.layout, banner)
         self.memory.before_model(self.task.shapes())
         # A checkpoint of LoRA has no frozen weights.
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
-        make_optimizer = partial(part_of("optimizer", cfg.optimizer).load(), cfg.optimizer)
+        make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
         with self.memory.explained():
             self.backend = backend.build(spec)
@@ -110,15 +122,16 @@ class Trainer(Training):
         self.loader = self.task.loader(self.gas, self.backend.device)
         closers.callback(self.loader.close)
         count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
-        self.validation = self.task.validation_set(count)
+        self.evaluation = Evaluation(cfg, self.task, self.backend, self.task.validation_set(count))
         self.meter = Meter(
-            self.backend.device, self.backend.dtype, world.size, self.examples_per_step,
-            self.task.tokens_per_example, self.task.flops_per_example,
+            self.backend.device, self.backend.dtype, world.size, self.task.tokens_per_example,
+            self.task.flops_per_example,
         )  # fmt: skip
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
-        configured = {name: parts("hooks")[name].load()(options) for name, options in cfg.hooks.items()}
+        configured = {name: parts("hooks")[name].build(options) for name, options in cfg.hooks.items()}
         self.hooks = HookSet([Log(), Bar(), Evaluate(), *self.task.hooks()], configured, hooks, Checkpoint())
+        self.failed_hooks = FailedHooks(self)
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)
         resume.resume(self, self.start)
@@ -137,26 +150,34 @@ class Trainer(Training):
             LOGGER.info("nothing to do at step %d: %s", self.step, why)
             return self.summary()
         cfg = self.cfg
-        with self._session(), rng.swapped(self.state.rng), self.memory.explained():
-            while not self.done and not self.stop.agreed(self.step, self.metrics.get("dt")):
+        with self._session(), rng.swapped(self.state.rng), self.memory.explained(), watch.phase("training"):
+            self.meter.clock.start()
+            while not self.done and not self.stop.agreed(
+                self.step, self.metrics.get("dt"), hook_failed=self.failed_hooks.seen()
+            ):
+                watch.mark(self.step)
                 self.hooks.call("before_step", self)
                 lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
                 lr = self.hooks.learning_rate(self, lr)
+                self.gas = accumulation(cfg, self.layout.dp, self.step)
                 self.result = self._train_step(lr)
-                self.state.take(self.examples_per_step)
+                self.state.take(self.examples_of(self.gas))
                 if not finite.counts(self, self.result):
                     continue
                 self.state.count_step()
-                self.meter.add(self.result, lr)
+                self.meter.add(self.result, lr, self.examples_of(self.gas))
                 self.hooks.call("after_step", self)
                 self.profiler.step()
+            self.failed_hooks.close()
             if not self.done:
                 self._save_and_stop()
-            self.hooks.call("at_end", self)
+            with watch.phase("the end of the run", watch.SLOW):
+                self.hooks.call("at_end", self)
+            self.failed_hooks.raise_first()
         return self.summary()
 
     def _train_step(self, lr: float) -> backend.StepResult:
-        self.meter.clock.start()
+        self.meter.clock.lap("hooks")  # and whatever else happens between steps
         batches = self._micro_batches()
         self.meter.clock.lap("data")
         try:
@@ -176,7 +197,7 @@ class Trainer(Training):
 
         They depend only on ``state.position``, which is all that resuming needs.
         """
-        return self.loader.step(self.state.position // self.examples_per_step)
+        return self.loader.take(self.state.position, self.gas)
 
     def _save_and_stop(self) -> None:
         """Make a checkpoint of the last step, unless checkpoints are off, and end the run."""
@@ -188,8 +209,10 @@ class Trainer(Training):
                 LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
                 self.save()
                 self.checkpoints.wait()
+        self.failed_hooks.raise_first()
         raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
+    @watch.phase("saving a checkpoint", watch.SLOW)
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
@@ -202,29 +225,15 @@ class Trainer(Training):
         """Return the mean loss over the fixed validation set; every rank must call this."""
         return self.measure()["val_loss"]
 
+    @watch.phase("evaluation")
     def measure(self) -> dict[str, float]:
         """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME.
 
         Every rank must call this.
         """
-        found = means(self.backend, self.validation, self._metrics)
-        found |= self.task.derived(found)
-        for name, value in found.items():
-            if not math.isfinite(value) and math.isfinite(found["loss"]):
-                LOGGER.warning("the metric %s is %s at step %d", name, value, self.step, extra=FIRST_RANK)
-        return {f"val_{name}": value for name, value in found.items()}
+        return self.evaluation.measure(self.step)
 
-    @cached_property
-    def _metrics(self) -> Measure | None:
-        """The model's own metrics and those of the config; None: there are none, and no outputs are needed."""
-        chosen = {name: partial(parts("metrics")[name].load(), options) for name, options in self.cfg.metrics.items()}
-        model = self.backend.parts[-1]
-        if not chosen and type(model).metrics is Model.metrics:
-            return None
-        return lambda batch, outputs: {
-            **model.metrics(batch, outputs), **{name: metric(outputs, batch) for name, metric in chosen.items()}
-        }  # fmt: skip
-
+    @watch.phase("generating a sample", watch.SLOW)
     def generate(self, prompt: str | None = None, length: int | None = None, **options: Any) -> str:
         """Return ``prompt`` and its generated continuation; every rank must call this.
 
@@ -241,13 +250,16 @@ class Trainer(Training):
         return Summary(
             steps=state.step, tokens=None if size is None else state.position * size, seconds=state.elapsed(),
             loss=state.metrics.get("loss"), val_loss=state.metrics.get("val_loss"), best_val_loss=state.best_loss,
+            best_metric=self.cfg.train.best_metric, best_value=state.best_value,
+            best_step=None if state.best_value is None else state.best_step,
         )  # fmt: skip
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
         facts = self._facts()
-        self.run.open(facts, self.start)
+        with noted(self.cfg.run_dir, self.world.rank, self.step):
+            self.run.open(facts, self.start)
         log_file = None
         error_text, failed = "", False
         for part in self.backend.parts:
@@ -257,16 +269,18 @@ class Trainer(Training):
                 log_file = self.log.add_file(self.run.path / "log.txt")
                 self._announce(facts)
             self.state.start_clock()
+            self.profiler.watch(self.meter.clock)
             with self.stop.listen(), self.profiler:
+                self._try_evaluation()
                 self.hooks.call("at_start", self)
                 yield
         except BaseException as error:
-            error_text = (
-                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error)}"
-            )
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
-                self.run.note_failure(self.world.rank, self.step, traceback.format_exc())
+                note(error, self.cfg.run_dir, self.world.rank, self.step)
+            error_text = (
+                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error, 400)}"
+            )
             raise
         finally:
             self.state.stop_clock()
@@ -274,6 +288,17 @@ class Trainer(Training):
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
+            self.failed_hooks.close()  # also after any other error
+            self.failed_hooks.wait()
+
+    def _try_evaluation(self) -> None:
+        """Find before the first step what is wrong with the metrics, unless there are no evaluations."""
+        if self.cfg.train.eval_interval:
+            stop = self.cfg.hooks.get("early_stop")
+            wanted = {"train.best_metric": self.cfg.train.best_metric}
+            if isinstance(stop, EarlyStopConfig):
+                wanted["hooks.early_stop.metric"] = stop.metric
+            self.evaluation.try_one_batch(wanted.items())
 
     def _finish(self, error: str, *, failed: bool) -> None:
         """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
@@ -305,7 +330,7 @@ class Trainer(Training):
         return {
             **self.task.facts(), "device_name": device_name(self.backend.device),
             "dtype": str(self.backend.dtype).removeprefix("torch."), "global_batch_size": self.examples_per_step,
-            "gradient_accumulation_steps": self.gas,
+            "gradient_accumulation_steps": accumulation(self.cfg, self.layout.dp),
             "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(self.cfg, 0)},
         }  # fmt: skip
 
@@ -320,10 +345,12 @@ class Trainer(Training):
         )  # fmt: skip
         ranks = f"{self.layout.dp} {'data-parallel ' * (self.layout.dp < world.size)}rank{'s' * (self.layout.dp > 1)}"
         LOGGER.info(
-            "batch: %d %s = %s x %d x %d accumulation", self.examples_per_step, self.task.unit, ranks,
-            cfg.model.batch_size, self.gas,
+            "batch: %d %s = %s x %d x %d accumulation%s", self.examples_per_step, self.task.unit, ranks,
+            cfg.model.batch_size, accumulation(cfg, self.layout.dp),
+            "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
         )  # fmt: skip
-        self.task.announce(cfg.train.max_iters * self.examples_per_step)
+        gas = (accumulation(cfg, self.layout.dp, step) for step in range(cfg.train.max_iters))
+        self.task.announce(self.examples_of(sum(gas)))
         LOGGER.info("run directory: %s", relative(self.run.path))
         if self.start.source is None and (found := resume.unfinished(self)):
             again = resume_command(found.path.parents[1], self.run.path, self.command, world.size)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.native import NativeBackend
+from wordrun.checks import accumulation
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.log import LOGGER, LogHandle
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.metrics import Meter
@@ -48,7 +47,7 @@ class Training(Protocol):
     world: World
     layout: Layout
     gas: int
-    """Micro-steps of each optimizer step."""
+    """Micro-steps of the last optimizer step; before the first, of a step after train.batch_ramp."""
     task: Task
     backend: Backend
     state: TrainState
@@ -73,8 +72,12 @@ class Training(Protocol):
 
     @property
     def examples_per_step(self) -> int:
-        """Examples in one optimizer step over all ranks: the global batch size."""
-        return self.cfg.model.batch_size * self.layout.dp * self.gas
+        """Examples in one optimizer step over all ranks: the global batch size, after train.batch_ramp."""
+        return self.examples_of(accumulation(self.cfg, self.layout.dp))
+
+    def examples_of(self, gas: int) -> int:
+        """Return the number of examples over all ranks in a step of ``gas`` micro-steps."""
+        return self.cfg.model.batch_size * self.layout.dp * gas
 
     @property
     def stop_reason(self) -> str:
@@ -169,7 +172,7 @@ class Hook:
         return {}
 
 
-class HookError(UserError, RuntimeError):
+class HookError(PartError):
     """A hook raised an exception; the message names the hook."""
 
 
@@ -194,6 +197,10 @@ class HookSet(Mapping[str, Hook]):
             free = (each for each in itertools.chain([name], numbered) if each not in {*self._hooks, *self._own})
             self._hooks[next(free)] = hook
         self._hooks[type(last).__name__] = last
+        self.has_others = bool(configured or added)
+        """Whether there are hooks besides wordrun's own."""
+        self.failed: dict[str, Exception] = {}
+        """Hooks that have raised an exception during training, and are no longer called."""
         self._with: dict[str, list[tuple[str, Hook]]] = {}
         """The hooks that define a method, by its name: most hooks have few, and a step calls several."""
 
@@ -210,29 +217,40 @@ class HookSet(Mapping[str, Hook]):
     def call(self, event: str, trainer: Training) -> None:
         """Call the method ``event`` of each hook.
 
+        During training, a failure of a hook that is not wordrun's own is kept in ``failed``, so that this rank can save
+        a checkpoint with the others.
+
         Raises:
-            HookError: a hook that is not wordrun's own raised an exception other than a UserError.
+            HookError: such a hook failed before training.
         """
+        during = event in ("before_step", "after_step", "at_end")
         for name, hook in self._defining(event):
-            with self._named(name, event, trainer.step or None):
+            with self._named(name, event, trainer.step or None, keep=during):
                 getattr(hook, event)(trainer)
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first error of a hook during training; None: there is none."""
+        return next(iter(self.failed.values()), None)
 
     def learning_rate(self, trainer: Training, scheduled: float) -> float:
         """Return the learning rate of the next step."""
         for name, hook in self._defining("learning_rate"):
-            with self._named(name, "learning_rate", trainer.step):
+            # On some ranks only, the schedule's rate would make the ranks' weights differ.
+            with self._named(name, "learning_rate", trainer.step, keep=trainer.world.size == 1):
                 scheduled = hook.learning_rate(trainer, scheduled)
         return scheduled
 
     def stop_reason(self) -> str:
         """Return why a hook wants the run to end; empty: none does."""
         for name, hook in self._defining("stop_reason"):
-            with self._named(name, "stop_reason"):
+            with self._named(name, "stop_reason", keep=True):
                 if reason := hook.stop_reason():
                     return reason
         return ""
 
     def _defining(self, method: str) -> list[tuple[str, Hook]]:
+        """Return the hooks that define ``method``, except those that have failed."""
         if method not in self._with:
             default = getattr(Hook, method)
             self._with[method] = [
@@ -240,7 +258,8 @@ class HookSet(Mapping[str, Hook]):
                 for name, hook in self.items()
                 if getattr(getattr(hook, method), "__func__", None) != default
             ]
-        return self._with[method]
+        found = self._with[method]
+        return [(name, hook) for name, hook in found if name not in self.failed] if self.failed else found
 
     def close(self) -> None:
         """Close all hooks; a failure is logged, so that it neither hides why the run ended nor affects other hooks."""
@@ -248,16 +267,20 @@ class HookSet(Mapping[str, Hook]):
             try:
                 hook.close()
             except Exception as error:
-                LOGGER.error("%s", _problem(name, "close", error), exc_info=error)
+                LOGGER.error("%s", self._problem(name, "close", error), exc_info=error)
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each hook that is not wordrun's own, for the manifest of a checkpoint."""
+        """Return the state of each hook that is not wordrun's own, for the manifest of a checkpoint.
+
+        The state of a hook that fails to return it is omitted.
+        """
         states = {}
         for name, hook in self.items():
             if name not in self._own:
-                with self._named(name, "state"):
-                    states[name] = hook.state()
-                    json.dumps(states[name])  # here rather than while writing, where the hook would be unknown
+                with self._named(name, "state", keep=True):
+                    state = hook.state()
+                    json.dumps(state)  # here rather than while writing, where the hook would be unknown
+                    states[name] = state
         return states
 
     def tensors(self, states: Any = None) -> dict[str, Tensor]:
@@ -287,20 +310,18 @@ class HookSet(Mapping[str, Hook]):
         return next(found, "")
 
     @contextlib.contextmanager
-    def _named(self, name: str, event: str, step: int | None = None) -> Iterator[None]:
-        """Name the hook in an exception that is raised within the ``with`` block."""
+    def _named(self, name: str, event: str, step: int | None = None, *, keep: bool = False) -> Iterator[None]:
+        """Name the hook in an exception that is raised within the ``with`` block; ``keep`` it instead of raising it."""
         try:
             yield
         except Exception as error:
-            if name in self._own or isinstance(error, UserError):
+            if name in self._own:
                 raise
-            raise HookError(_problem(name, event, error, step)) from error
+            named = error if isinstance(error, UserError) else self._problem(name, event, error, step)
+            if not keep:
+                raise named from error.__cause__ if named is error else error
+            self.failed.setdefault(name, named)
 
-
-def _problem(name: str, event: str, error: Exception, step: int | None = None) -> str:
-    """Return the message about a hook whose method ``event`` failed, with the line of the hook's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in frames if frame.filename != __file__), frames[-1])
-    at = "" if step is None else f" after {step} steps"
-    where = f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"the hook {name} failed in {event}{at}: {type(error).__name__}: {first_line(error)} ({where})"
+    def _problem(self, name: str, event: str, error: Exception, step: int | None = None) -> HookError:
+        at = "" if step is None else f" after {step} steps"
+        return HookError(f"the hook {name} failed in {event}{at}", error, type(self[name]))

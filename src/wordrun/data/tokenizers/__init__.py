@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, TokenizerConfig
+from wordrun.config import GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.subword import gpt2_if_present
 from wordrun.errors import ConfigError
@@ -19,7 +19,9 @@ def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
     Raises:
         ConfigError: if its file is missing or invalid.
     """
-    tokenizer: Tokenizer = part_of("tokenizer", cfg).load().build(cfg, texts)
+    part = part_of("tokenizer", cfg)
+    with part.blamed():
+        tokenizer: Tokenizer = part.load().build(cfg, texts)
     return tokenizer
 
 
@@ -52,8 +54,3 @@ def from_checkpoint(text: str, source: Path | str = "this") -> Tokenizer:
     """
     tokenizer = from_json(text, source)
     return gpt2_if_present(GPT2TokenizerConfig()) if tokenizer.missing else tokenizer
-
-
-def needs_text(cfg: TokenizerConfig) -> bool:
-    """Return whether the tokenizer is built from the corpus."""
-    return cfg.name == "char" or (isinstance(cfg, BPETokenizerConfig) and cfg.path is None)

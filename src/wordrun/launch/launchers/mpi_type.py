@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from wordrun import slurm
 from wordrun.launch.launchers.base import Search, find_command, own_bin
 
 # An MPI library by its version text, and the types that it supports, the best one first. Builds of MPICH that support
@@ -28,11 +29,6 @@ ctypes.CDLL(sys.argv[1]).MPI_Get_library_version(text, ctypes.byref(length))
 print(text.value.decode())
 """
 PATIENCE_S = 20
-# To SLURM's pmi2, such an MPICH (PyPI's, for one) speaks PMI-1, of which SLURM (22.05 to 26.05) reads at most 1024
-# bytes per line. UCX's addresses take lines of up to 1080 bytes, depending on what their padding contains; then
-# MPI_Init hangs or fails. Addresses of libfabric (ofi) take 70 bytes.
-EITHER_NETWORK = r"MPICH Device:\s*ch4:(ucx[ ,]+ofi|ofi[ ,]+ucx)\b"
-NETWORK = "MPIR_CVAR_CH4_NETMOD"
 
 
 class Choice(NamedTuple):
@@ -43,7 +39,7 @@ class Choice(NamedTuple):
     why: str = ""
     warning: str = ""
     network: str = ""
-    """The value of ``NETWORK``; empty: leave it to MPICH."""
+    """The value of ``slurm.NETWORK``; empty: leave it to MPICH."""
 
 
 def choose(srun: str, search: Search) -> Choice:
@@ -79,7 +75,7 @@ def choose(srun: str, search: Search) -> Choice:
 
 def _network(kind: str, version: str, env: Mapping[str, str]) -> str:
     """Return the network library that MPICH has to use with this --mpi type; empty: any, or the user's choice."""
-    return "ofi" if kind == "pmi2" and NETWORK not in env and re.search(EITHER_NETWORK, version) else ""
+    return slurm.network(version, env) if kind == "pmi2" else ""
 
 
 def _path(env: Mapping[str, str]) -> str:

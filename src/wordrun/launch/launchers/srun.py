@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from wordrun import slurm
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import mpi_type
@@ -84,7 +85,7 @@ class Srun(Launcher):
         why = "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal"
         ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why)}
         if self.network:
-            ours[mpi_type.NETWORK] = (self.network, "UCX's addresses are too long for SLURM's pmi2: MPI_Init may hang")
+            ours[slurm.NETWORK] = (self.network, "UCX's addresses are too long for SLURM's pmi2: MPI_Init may hang")
         if not request.ranks.even:
             ours["SLURM_HOSTFILE"] = (request.hosts_file, "a line for each rank, for --distribution=arbitrary")
         return ours

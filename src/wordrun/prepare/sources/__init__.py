@@ -21,5 +21,7 @@ def locate(data: TextConfig) -> Source:
         folder = absolute(data.prepared)
         if manifest.is_complete(folder):
             return Source(data, str(folder), str(folder))
-    source: Source = part_of("data", data).load().locate(data)
+    part = part_of("data", data)
+    with part.blamed():
+        source: Source = part.load().locate(data)
     return source

@@ -1,16 +1,17 @@
-"""Ends a run whose validation loss no longer improves."""
+"""Ends a run that no longer improves."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from wordrun.config import EarlyStopConfig
+from wordrun.train.state import improves
 from wordrun.train.training import Hook, Training
+from wordrun.validation import higher_is_better
 
 
 class EarlyStop(Hook):
-    """Counts the evaluations since the validation loss last improved by more than ``min_delta``."""
+    """Counts the evaluations since the metric last improved by more than ``min_delta``."""
 
     def __init__(self, options: EarlyStopConfig) -> None:
         self.options = options
@@ -21,9 +22,10 @@ class EarlyStop(Hook):
         """Compare, if this step was evaluated."""
         if trainer.state.evaluated_step != trainer.step:
             return
-        loss = trainer.metrics["val_loss"]
-        if loss < (math.inf if self.best is None else self.best - self.options.min_delta):  # never true for NaN
-            self.best, self.waited = loss, 0
+        options, value = self.options, trainer.metrics[self.options.metric]
+        higher = higher_is_better(options.metric, options.mode)
+        if improves(value, self.best, options.min_delta, higher=higher):
+            self.best, self.waited = value, 0
         else:
             self.waited += 1
 
@@ -34,9 +36,10 @@ class EarlyStop(Hook):
         return f"stopped early: {self.waited} evaluations without an improvement (hooks.early_stop.patience)"
 
     def state(self) -> dict[str, Any]:
-        """Return the best loss and the evaluations since."""
-        return {"best": self.best, "waited": self.waited}
+        """Return the best value and the evaluations since."""
+        return {"metric": self.options.metric, "best": self.best, "waited": self.waited}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the best loss and the count."""
-        self.best, self.waited = state["best"], state["waited"]
+        """Restore the best value and the count, unless they are of another metric."""
+        if state.get("metric", "val_loss") == self.options.metric:
+            self.best, self.waited = state["best"], state["waited"]

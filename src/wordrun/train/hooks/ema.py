@@ -14,6 +14,7 @@ from wordrun.backend.native import local
 from wordrun.checkpoint.saved import MODEL
 from wordrun.config import EMAConfig
 from wordrun.log import LOGGER
+from wordrun.train.metrics import QUIET
 from wordrun.train.training import Hook, Training, due, native
 
 
@@ -49,9 +50,10 @@ class EMA(Hook):
             self._update(trainer)
         if self.options.evaluate and trainer.state.evaluated_step == trainer.step:
             with self.applied(trainer):
-                loss = trainer.evaluate()
-            trainer.log_metrics({"ema_val_loss": loss})
-            LOGGER.info("step %d  val_loss of the averaged weights %.4f", trainer.step, loss)
+                values = trainer.measure()
+            trainer.log_metrics({f"ema_{name}": value for name, value in values.items()})
+            shown = "".join(f"  {name} {value:.4g}" for name, value in values.items() if name not in QUIET)
+            LOGGER.info("step %d  averaged weights: val_loss %.4f%s", trainer.step, values["val_loss"], shown)
 
     @torch.no_grad()
     def _update(self, trainer: Training) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from wordrun.log import FOR_FILES, LOGGER
+from wordrun.track.jsonl import read
 from wordrun.train.checkpoint import SaveError
-from wordrun.train.metrics import one_line, rate
+from wordrun.train.hooks.curve import Curve
+from wordrun.train.metrics import QUIET, one_line, rate
 from wordrun.train.training import Hook, Training, due
+from wordrun.validation import higher_is_better
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
 LINE_S = 5.0
-# Shown otherwise: the loss in front, and the perplexity at the end of the run.
-QUIET = ("val_loss", "val_perplexity")
 
 
 class Log(Hook):
@@ -68,14 +72,16 @@ class Evaluate(Hook):
         state, train = trainer.state, trainer.cfg.train
         if not train.eval_interval or not (due(state.step, train.eval_interval) or state.step == train.max_iters):
             return
-        values = trainer.measure()
-        loss = values["val_loss"]
-        state.record_evaluation(loss)
-        state.metrics.update(values)
+        values, metric = trainer.measure(), train.best_metric
+        state.record_evaluation(values, metric, higher=higher_is_better(metric, train.best_mode))
         trainer.run.log({"step": state.step, **values})
-        best = float("inf") if state.best_loss is None else state.best_loss
+        best = "" if state.best_value is None else f"{state.best_value:.4f}"
+        which = "" if metric == "val_loss" else f" {metric}"
         others = "".join(f"  {name} {value:.4g}" for name, value in values.items() if name not in QUIET)
-        LOGGER.info("step %d/%d  val_loss %.4f  best %.4f%s", state.step, train.max_iters, loss, best, others)
+        LOGGER.info(
+            "step %d/%d  val_loss %.4f  best%s %s%s", state.step, train.max_iters, values["val_loss"], which,
+            best or "none", others,
+        )  # fmt: skip
 
 
 class Sample(Hook):
@@ -125,21 +131,26 @@ class Checkpoint(Hook):
 
 
 class Bar(Hook):
-    """Shows a progress bar on a terminal."""
+    """Shows a progress bar on a terminal, and above it the loss curve if there is room."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
+        self._curve = Curve()
 
     def at_start(self, trainer: Training) -> None:
         """Show the bar."""
         screen = trainer.log.screen
         if trainer.world.rank != 0 or not screen.is_terminal:
             return
-        self._progress = Progress(
+        self._progress = (WithCurve if Curve.fits(screen) else Progress)(
             TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  {task.fields[rate]}"), TimeRemainingColumn(),
             console=screen, refresh_per_second=4, expand=True,
         )  # fmt: skip
+        if isinstance(self._progress, WithCurve):
+            self._progress.curve = self._curve
+            for line in read(trainer.run.path) if trainer.step else ():
+                self._add(line)
         self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", rate="")
         self._progress.start()
 
@@ -150,13 +161,31 @@ class Bar(Hook):
         # A resumed run has no metrics until its first line.
         metrics = trainer.state.metrics
         loss = metrics.get("loss")
+        if metrics.get("step") == trainer.step:
+            self._add(metrics)
         self._progress.update(
             self._progress.task_ids[0], completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
             rate=rate(metrics) if "sps" in metrics else "",
         )  # fmt: skip
+
+    def _add(self, metrics: Mapping[str, Any]) -> None:
+        if metrics.get("loss") is not None:
+            self._curve.add(metrics["step"], metrics["loss"])
 
     def close(self) -> None:
         """Leave the bar on the screen as it is."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class WithCurve(Progress):
+    """A progress bar below a curve."""
+
+    curve = Curve()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the curve, the bar and an empty line: ``launch`` forwards whole lines at once, and others later."""
+        yield self.curve
+        yield from super().get_renderables()
+        yield ""

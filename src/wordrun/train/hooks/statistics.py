@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wordrun import compat
 from wordrun.backend.native import local
-from wordrun.checks import microbatches
-from wordrun.config import PPConfig, StatisticsConfig
+from wordrun.config import StatisticsConfig
 from wordrun.dist.collectives import gather_json
 from wordrun.train.training import Hook, Training, due, native
 
@@ -38,7 +37,7 @@ class Statistics(Hook):
     def setup(self, trainer: Training) -> None:
         """Agree on the layers of the model, of which the ranks of a pipeline have different ones."""
         backend = trainer.backend
-        mine = [f"blocks.{key}" for part in backend.parts for key in part.blocks]
+        mine = [f"blocks.{key}" for part in backend.parts for key, _ in part.blocks.named_children()]
         if self.options.gradients:
             own = native(trainer, "statistics")
             mine = [_layer(name) for name, _ in own.named_parameters(once=True)]
@@ -58,7 +57,7 @@ class Statistics(Hook):
         self._passes = {}
         if self.options.activations:
             for part in trainer.backend.parts:
-                for key, block in part.blocks.items():
+                for key, block in part.blocks.named_children():
                     row = self._layers[f"blocks.{key}"]
                     self._handles.append(block.register_forward_hook(self._measure_activations(row)))
 
@@ -103,9 +102,8 @@ class Statistics(Hook):
 
     def _add_passes(self, trainer: Training) -> None:
         """Add the forward passes to the tables, except the one in which a new pipeline learns its shapes."""
-        cfg, count = trainer.cfg, trainer.gas
-        if isinstance(cfg.backend, PPConfig):
-            count *= microbatches(cfg, cfg.backend, trainer.layout.pp)
+        cfg = trainer.cfg
+        count = trainer.gas * cfg.backend.microbatches_of(cfg.model.batch_size, trainer.layout.pp)
         for row, passes in self._passes.items():
             squares, numbers, largest = zip(*passes[-count:], strict=True)
             self._sums[row, 1], self._sums[row, 2] = torch.stack(squares).sum(), sum(numbers)

@@ -1,0 +1,202 @@
+"""What the ranks' answers mean: who has not come to which collective, and where each group of ranks is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from wordrun.dist import stacks
+from wordrun.dist.world import World
+
+# A message names this many groups of ranks, and each this many ranges and hosts; the report has all of them.
+GROUPS, SHOWN = 6, 8
+
+
+@dataclass
+class Answer:
+    """Where a rank is."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str = ""
+    """What the main thread does, as far as the trainer says."""
+    step: int | None = None
+    """Optimizer steps so far."""
+    idle_s: float = 0.0
+    """Seconds since the main thread's last sign of progress."""
+    stacks: Mapping[str, Any] = field(default_factory=dict)
+    """The calls of each thread."""
+    line: str = ""
+    """The innermost line of the user's code."""
+    state: str = ""
+    """Why it could not answer, if the system knows."""
+    spoken_for: bool = False
+    """Whether another rank on its host answers for it."""
+    groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    """The ranks of each process group, as ranges: the first, the last and their distance; empty: all ranks."""
+    call: str = ""
+    """The function of torch.distributed that the main thread is in."""
+    pending: Sequence[Mapping[str, Any]] = ()
+    """The collectives that it waits for: group, number in the group (seq), operation (op) and size."""
+    last: Mapping[str, int] = field(default_factory=dict)
+    """The number of its last collective in each group."""
+
+    def waits_for(self, group: str) -> Mapping[str, Any] | None:
+        """Return the first collective of ``group`` that it waits for."""
+        return min((each for each in self.pending if each["group"] == group), key=lambda e: e["seq"], default=None)
+
+    def place(self, blocked: str) -> str:
+        """Return what the rank does, to follow "is" or "are" in a message about a collective of group ``blocked``."""
+        if self.state:
+            return f"{self.state}{f' at {self.line}' if self.line else ''}"
+        if self.spoken_for:
+            return f"at {self.line}, where its interpreter is blocked" if self.line else "silent"
+        doing = f" ({self.phase}{'' if self.step is None else f' after {self.step} steps'})" if self.phase else ""
+        others = [] if self.waits_for(blocked) else sorted({each["group"] for each in self.pending})
+        calls = [f"{call['op']} of {call['size']}" for group in others[:1] if (call := self.waits_for(group))]
+        return f"at {self.line}{doing}{f', waiting in {calls[0]} of another group' if calls else ''}"
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A collective that some ranks wait for."""
+
+    group: str
+    seq: int
+    waiting: frozenset[int]
+    missing: frozenset[int]
+    """Members of the group that have not come to it."""
+    calls: Mapping[tuple[str, str], Sequence[int]]
+    """The ranks that wait, by operation and size; several if they disagree."""
+    members: int
+
+
+def describe(answers: Sequence[Answer], world: World) -> str:
+    """Return one paragraph about the ``answers`` of the ranks: who waits for whom, and the line of each group of ranks.
+
+    Args:
+        answers: of the ranks that have answered, or that others have answered for, in order.
+        world: a rank of the job.
+    """
+    by_rank = {answer.rank: answer for answer in answers}
+    silent = [rank for rank in range(world.size) if rank not in by_rank]
+    sentences = []
+    if blocked := culprit(answers, world.size):
+        sentences.append(_who_waits(blocked, by_rank))
+    elif (waiting := [answer.rank for answer in answers if answer.call]) and len(waiting) < len(answers):
+        others = [rank for rank in by_rank if rank not in waiting]
+        calls = " and ".join(sorted({answer.call for answer in answers if answer.call}))
+        sentences.append(f"{names(waiting)} {'wait' if waiting[1:] else 'waits'} in {calls} for {names(others)}")
+    if silent:
+        are = "is" if len(silent) == 1 else "are"
+        sentences.append(f"{names(silent, hosts_of(silent, by_rank, world))} {are} silent")
+    first = blocked.missing if blocked else frozenset[int]()
+    places: dict[tuple[bool, str], list[int]] = {}
+    for answer in answers:
+        place = answer.place(blocked.group if blocked else "")
+        places.setdefault((answer.rank not in first, place), []).append(answer.rank)
+    ordered = sorted(places.items(), key=lambda item: (item[0][0], len(item[1])))
+    for (_, place), ranks in ordered[:GROUPS]:
+        are = "is" if len(ranks) == 1 else "are"
+        sentences.append(f"{names(ranks, hosts_of(ranks, by_rank, world))} {are} {place}")
+    if len(ordered) > GROUPS:
+        sentences.append(f"the other ranks are at {len(ordered) - GROUPS} other places")
+    return "; ".join(sentences)
+
+
+def culprit(answers: Sequence[Answer], size: int) -> Blocked | None:
+    """Return the collective that explains most: one that lacks ranks which wait for nothing themselves.
+
+    Without any, one whose ranks disagree about it; None: nobody waits for a collective.
+    """
+    groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p"})
+    found = [_blocked(group, answers, size) for group in groups]
+    free = set(range(size)) - {answer.rank for answer in answers if answer.pending}
+
+    def weight(blocked: Blocked) -> tuple[bool, bool, bool, int]:
+        missing = blocked.missing
+        return bool(missing and missing <= free), bool(missing & free), len(blocked.calls) > 1, len(blocked.waiting)
+
+    return max(found, key=weight, default=None)
+
+
+def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
+    waits = {answer.rank: call for answer in answers if (call := answer.waits_for(group))}
+    seq = min(call["seq"] for call in waits.values())
+    spans = next((answer.groups[group] for answer in answers if answer.groups.get(group)), [(0, size - 1, 1)])
+    members = [rank for first, last, distance in spans for rank in range(first, last + 1, distance)]
+    came = {a.rank for a in answers if a.last.get(group, 0) >= seq}
+    calls: dict[tuple[str, str], list[int]] = {}
+    for rank, call in waits.items():
+        if call["seq"] == seq:
+            calls.setdefault((call["op"], call["size"]), []).append(rank)
+    return Blocked(
+        group, seq, frozenset(rank for ranks in calls.values() for rank in ranks), frozenset({*members} - came), calls,
+        len(members),
+    )  # fmt: skip
+
+
+def _who_waits(blocked: Blocked, by_rank: Mapping[int, Answer]) -> str:
+    """Return who has not come to a collective, or how the ranks disagree about it."""
+    of = f"of {blocked.members} ranks" + (f" in group {blocked.group}" if blocked.group not in ("0", "MPI") else "")
+    calls = [
+        (f"{op} number {blocked.seq}{f' of {size}' if size else ''}", ranks)
+        for (op, size), ranks in sorted(blocked.calls.items(), key=lambda item: len(item[1]))
+    ]
+    if blocked.missing:
+        have = "has" if len(blocked.missing) == 1 else "have"
+        whom = " and ".join(f"{what} ({ranges(ranks)})" for what, ranks in calls)
+        return f"{names(sorted(blocked.missing))} {have} not come to {whom} {of}" if len(calls) > 1 else (
+            f"{names(sorted(blocked.missing))} {have} not come to {calls[0][0]} {of}"
+        )  # fmt: skip
+    if len(calls) > 1:
+        each = ", ".join(f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} in {what}" for what, ranks in calls)
+        return f"the ranks have called different collectives: {each}, {of}"
+    return f"all ranks have come to {calls[0][0]} {of}, but it does not end: is the network between them intact?"
+
+
+def names(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Return ranks for a message, such as ``ranks 0-2 and 5 (node1, node2)``."""
+    where = f" ({', '.join(hosts[:SHOWN])}{', ...' if len(hosts) > SHOWN else ''})" if hosts else ""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{where}"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return sorted numbers such as ``0-2, 5``, and only the first few ranges."""
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    ]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:SHOWN]]
+    return ", ".join(shown) + (f" and {sum(map(len, runs[SHOWN:]))} more" if len(runs) > SHOWN else "")
+
+
+def hosts_of(ranks: Sequence[int], by_rank: Mapping[int, Answer], world: World) -> list[str]:
+    """Return the hosts of ``ranks``, without repetition; of a silent rank the one where it should be."""
+
+    def host(rank: int) -> str:
+        if rank in by_rank:
+            return by_rank[rank].host
+        node = rank // world.local_size
+        return world.hosts[node] if node < len(world.hosts) else f"node {node}"
+
+    return list(dict.fromkeys(host(rank) for rank in ranks))
+
+
+def all_stacks(answers: Sequence[Answer]) -> str:
+    """Return the stacks of all ranks, with equal ones once, for a file."""
+    alike: dict[str, list[Answer]] = {}
+    for answer in answers:
+        alike.setdefault(stacks.text_of(answer.stacks) or f"no stacks: {answer.state or 'silent'}\n", []).append(answer)
+    parts = []
+    for text, group in alike.items():
+        processes = ", ".join(f"{answer.rank}: {answer.host} process {answer.pid}" for answer in group)
+        waits = "".join(
+            f"rank {answer.rank} waits for {call['op']} number {call['seq']} of group {call['group']}: {call['size']}\n"
+            for answer in group
+            for call in answer.pending
+        )
+        parts.append(f"{names([answer.rank for answer in group])}\n({processes})\n{waits}{text}")
+    return "\n".join(parts)

@@ -1,0 +1,24 @@
+"""Which of their kernels models use: the plan needs to know it without importing torch."""
+
+from __future__ import annotations
+
+SHORT = 512
+"""Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
+LARGE = 2**24
+"""Number of logits above which ``model.loss.cross_entropy`` is used; below, their memory does not matter."""
+CHUNK = 2**25
+"""Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
+
+
+def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
+    """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
+
+    torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
+    longer to set up its many small products than to compute them, except for long sequences.
+
+    Args:
+        p: dropout probability of the attention weights.
+        tokens: length of the sequences.
+        bf16: whether the computation is in bf16.
+    """
+    return p > 0 or (bf16 and tokens <= SHORT)

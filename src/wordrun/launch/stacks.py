@@ -1,0 +1,61 @@
+"""``launch --stacks RUN``: ask the ranks of a living job where they are, from any host that has its files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from wordrun import reports
+from wordrun.errors import ConfigError, UserError
+
+# Ranks look for requests at least this often, and wait for each other's answers as long again.
+PATIENCE_S = 90.0
+
+
+def main(run: str, records: str) -> int:
+    """Print where the ranks of ``run`` are.
+
+    Args:
+        run: a run directory, the path of a launch.json, or a run ID.
+        records: the folder of the records of launches.
+
+    Raises:
+        UserError: there is no such run, it has ended, or nobody answers.
+    """
+    folder = _folder(run, records)
+    try:
+        name = reports.request(folder, "question")
+    except OSError as error:
+        raise ConfigError(f"--stacks {run}: cannot write to {folder}: {error.strerror}") from None
+    deadline = time.monotonic() + PATIENCE_S
+    while (reports.read(folder / reports.REQUEST) or {}).get("id") == name:
+        if time.monotonic() > deadline:
+            reports.withdraw(folder, name)
+            raise UserError(
+                f"--stacks {run}: no rank has answered in {PATIENCE_S:g} s: the job has ended, or its program uses "
+                "neither wordrun nor launch --hang"
+            )
+        time.sleep(0.1)
+    found = max(folder.glob("*-*.txt"), key=lambda path: path.stat().st_mtime)
+    sys.stdout.write(found.read_text(encoding="utf-8"))
+    print(f"({found})")
+    return 0
+
+
+def _folder(run: str, records: str) -> Path:
+    """Return the folder in which the ranks of a run report."""
+    path = Path(run).expanduser()
+    if path.is_dir():
+        record, folder = reports.read(path / "launch.json"), path.resolve() / "failures"
+        state = str((reports.read(path / "run.json") or {}).get("exit_reason", ""))
+        if record is None and not state:
+            raise ConfigError(f"--stacks {run} is not a run directory: it has neither a run.json nor a launch.json")
+    else:
+        file = path if path.is_file() else Path(records) / f"{run}.json"
+        record, folder, state = reports.read(file), reports.folder_of(str(file)), ""
+        if record is None:
+            raise ConfigError(f"--stacks {run} should be a run directory, a launch.json or the ID of a run")
+    if (record or {}).get("end") or state not in ("", "running"):
+        raise UserError(f"--stacks {run}: it has ended ({(record or {}).get('end') or state})")
+    return folder

@@ -1,0 +1,139 @@
+"""A GPT with what has made training faster since GPT-2, each part an option; the sources are beside them.
+
+Most were found or combined in the speed runs of modded-nanogpt (Jordan et al. 2024) and nanochat (Karpathy 2025).
+
+Shapes: B sequences, T tokens, C = n_embd, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wordrun.config import ModernConfig
+from wordrun.model import llama
+from wordrun.model.cache import KVCache
+from wordrun.model.dropout import Dropout
+from wordrun.model.transformer import Block
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"relu2": lambda x: x * F.relu(x), "gelu": F.gelu}  # on a CPU, the gradient of square() takes 10 times as long
+)
+"""By the names that model.mlp takes; relu2 is Primer's squared ReLU (So et al. 2021)."""
+
+
+MULTIPLIER = 6364136223846793005
+"""Knuth's, of a linear congruential generator modulo 2^64."""
+
+
+class MLP(nn.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(self, cfg: ModernConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[cfg.mlp]
+        self.up = nn.Linear(cfg.n_embd, cfg.n_hidden, bias=False)
+        self.proj = nn.Linear(cfg.n_hidden, cfg.n_embd, bias=False)
+        self.drop = Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token independently; ``x`` and the result are (B, T, C)."""
+        return self.drop(self.proj(self.activation(self.up(x))))  # type: ignore[no-any-return]
+
+
+class Modern(llama.Llama):
+    """Llama's attention with norms of queries and keys, another MLP, a bound of the logits, and more embeddings.
+
+    Value embeddings (Zhou et al. 2024; modded-nanogpt): in the blocks of model.value_layers, each token has a learned
+    vector that is added to its values, so that attention also moves the token itself. Embeddings of n-grams tell the
+    first block what small models spend their blocks on: which characters precede this one.
+    """
+
+    cfg: ModernConfig
+
+    def __init__(
+        self, cfg: ModernConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
+    ) -> None:
+        super().__init__(cfg, vocab_size, layers, multiple)
+        self.softcap = cfg.softcap
+        shared = cfg.attention_width() * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
+        here = [layer for layer in self.layers if layer in cfg.layers_with_values()]
+        if here:
+            self.values = nn.ModuleDict({str(layer): nn.Embedding(self.vocab_size, shared) for layer in here})
+            self.values.requires_grad_(not cfg.lora_rank)  # LoRA has frozen the rest
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The linear layers of a block that read the residual stream."""
+        gated = ("mlp.gate",) if self.cfg.mlp == "swiglu" else ()
+        return ("attention.q", "attention.k", "attention.v", "mlp.up", *gated)
+
+    def add_embedding(self) -> None:
+        """Add the embeddings of tokens and n-grams."""
+        super().add_embedding()
+        self.ngrams = nn.ModuleList(nn.Embedding(rows, self.cfg.n_embd) for rows in self.cfg.ngram_rows)
+
+    def new_block(self) -> Block:
+        """Return a block."""
+        mlp = llama.MLP(self.cfg) if self.cfg.mlp == "swiglu" else MLP(self.cfg)
+        return Block(self.new_norm(), llama.Attention(self.cfg), self.new_norm(), mlp)
+
+    def initial_std(self, name: str) -> float:
+        """Return the standard deviation of the initial values of the matrix ``name``.
+
+        With model.zero_init, each block starts as the identity, and all tokens are equally likely.
+        """
+        if self.cfg.zero_init and (name.endswith("proj.weight") or (name == "head.weight" and not self.tied)):
+            return 0.0
+        return super().initial_std(name)
+
+    def embed(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
+        """Return the embeddings of the tokens, and of each with those before it, (B, T, C)."""
+        x = self.tokens(tokens)
+        keys = ngrams(tokens, len(self.ngrams), cache, documents)
+        for embedding, rows, key in zip(self.ngrams, self.cfg.ngram_rows, keys, strict=True):
+            x = x + embedding(key % rows)
+        if self.cfg.embed_norm:
+            x = F.rms_norm(x, x.shape[-1:], eps=self.cfg.norm_eps)
+        return self.drop(x)  # type: ignore[no-any-return]
+
+    def additions(self, layer: str, tokens: Tensor | None) -> dict[str, Tensor]:
+        """Return the value embeddings of ``tokens`` (B, T) if block ``layer`` has them."""
+        if int(layer) not in self.cfg.layers_with_values():
+            return {}
+        return {"values": self.values[layer](tokens)}
+
+    def in_every_stage(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return the tokens, if there are value embeddings."""
+        return {"tokens": tokens} if self.cfg.value_layers else {}
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Return how tensor-parallel ranks shard the matrices; value embeddings are divided as the heads are."""
+        from torch.distributed.tensor import Replicate, Shard, parallel as tp
+
+        plan = {
+            **super().tensor_parallel_plan(),
+            "ngrams.*": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "values.*": tp.ColwiseParallel(),
+        }
+        if not self.cfg.norm_weights:  # a norm of heads then has nothing to shard
+            plan = {name: style for name, style in plan.items() if not name.endswith(("q_norm", "k_norm"))}
+        return plan
+
+
+def ngrams(tokens: Tensor, earlier: int, cache: KVCache | None, documents: Tensor | None) -> Iterator[Tensor]:
+    """Yield a number for each of ``tokens`` (B, T) together with the token before it, with the two before it, and so
+    on up to ``earlier``: (B, T), equal for equal n-grams. Before the first token of a document is token 0.
+    """
+    T, key = tokens.shape[1], tokens
+    whole = (cache or KVCache()).with_earlier(tokens, earlier)
+    for back in range(1, earlier + 1):
+        before = whole[:, earlier - back : earlier - back + T]
+        if documents is not None:
+            before = before * (F.pad(documents, (back, 0))[:, :T] == documents)
+        key = key * MULTIPLIER + before + 1
+        yield key * MULTIPLIER >> 33  # the high bits depend on all of it

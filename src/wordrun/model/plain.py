@@ -1,0 +1,105 @@
+"""Makes a model of a plain ``nn.Module`` that has a method ``losses(batch)``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wordrun.errors import ConfigError
+from wordrun.model.base import Model
+
+SHARED = {"losses", "metrics", "tensor_parallel_plan", "blocks"}
+"""Attributes of ``Model`` that a plain module may define, with the same meaning."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""A plain module's ``blocks`` are sharded, recomputed and compiled one by one if they are one of these."""
+
+
+class PlainModel(Model):
+    """What backends need of a plain module, mixed into its class.
+
+    Its weights start with the values that its constructor gives them, for which every rank constructs it on the CPU.
+    """
+
+    _values: dict[str, Tensor] | None = None
+    """What the constructor has set, while it is copied."""
+
+    def remember(self, construct: Callable[[], nn.Module]) -> None:
+        """Note how to construct another such module, and which parameters have several names."""
+        self._construct, self._names = construct, dict[int, list[str]]()
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+
+    @torch.no_grad()
+    def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
+        """Copy the values that the constructor sets; see ``Model.initialise``."""
+        if self._values is None:
+            with torch.random.fork_rng([]), torch.device("cpu"):
+                torch.manual_seed(seed)
+                made = self._construct()
+            self._values = dict([*made.named_parameters(), *made.named_buffers()])
+        module = module or self
+        for tensors in (module.named_parameters, module.named_buffers):
+            for name, tensor in tensors(prefix.rstrip("."), recurse):
+                tensor.copy_(self._values[name])
+        if module is self:  # which is initialised last
+            self._values = None
+
+    def tie(self) -> None:
+        """Tie shared parameters again."""
+        for first, *others in self._names.values():
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+
+
+def check_losses(model: Any) -> None:
+    """Raise a ConfigError unless ``model`` is a module whose method ``losses`` can be called with a batch alone."""
+    name, losses = type(model).__name__, getattr(type(model), "losses", None)
+    wanted = "losses(self, batch), which returns the loss of each example of the batch, (B,)"
+    if not isinstance(model, nn.Module) or not callable(losses):
+        raise ConfigError(f"{name} should be an nn.Module with a method {wanted}")
+    try:
+        inspect.signature(losses).bind(model, None)
+    except TypeError:
+        raise ConfigError(f"{name}.losses{inspect.signature(losses)} should be {wanted}") from None
+
+
+def adapt(module: nn.Module, construct: Callable[[], nn.Module]) -> Model:
+    """Make ``module`` a ``Model``, by adding ``PlainModel`` to its class, and return it.
+
+    Args:
+        module: has a method ``losses(batch)``, and may have ``metrics(batch, outputs)``.
+        construct: returns another such module.
+
+    Raises:
+        ConfigError: it has other attributes whose names a ``Model`` uses.
+    """
+    name = type(module).__name__
+    ours = {each for each in dir(PlainModel) if not each.startswith("_")} - {*dir(nn.Module)} - SHARED
+    taken = sorted(each for each in ours if hasattr(module, each))
+    if not isinstance(getattr(module, "blocks", nn.ModuleList()), CONTAINERS):
+        taken.append("blocks")
+    if taken:
+        raise ConfigError(
+            f"{name} has attributes of names that wordrun uses ({', '.join(taken)}): rename them, or derive {name} "
+            "from wordrun.model.Model, which documents their meaning"
+        )
+    module.__class__ = _mixed(type(module))  # type: ignore[arg-type]
+    assert isinstance(module, PlainModel)
+    module.remember(construct)
+    return module
+
+
+@cache
+def _mixed(cls: type[nn.Module]) -> type[PlainModel]:
+    """Return ``cls`` with what a model needs; without a ``forward`` method, its forward pass computes the losses."""
+    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    if cls.forward is nn.Module.forward:
+        losses = cls.losses  # type: ignore[attr-defined]
+        own |= {"forward": losses, "losses": lambda self, batch: self(batch)}
+    return type(cls.__name__, (cls, PlainModel), own)

@@ -1,0 +1,158 @@
+"""What a trace of torch.profiler says: computing, communicating, both, idle, and the dearest operations."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+COMMUNICATION = re.compile(r"nccl|gloo:|mpi:|oneccl|rccl", re.IGNORECASE)
+ATTENTION = re.compile(r"attention|flash|fmha", re.IGNORECASE)
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+DEAREST = 10
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation, or a kernel of a device."""
+
+    name: str
+    seconds: float
+    """In total, without the operations that it calls."""
+    calls: int
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """Seconds of the recorded steps, as shares of which the rest is shown."""
+
+    where: str
+    """device or CPU: whose operations these are."""
+    steps: int
+    seconds: float
+    """From the first operation to the last."""
+    compute: float
+    communication: float
+    overlap: float
+    """Communication while something was computed, which costs no time."""
+    idle: float
+    attention: float
+    """Time of attention's operations; 0 if it is computed by products and softmax, which are not only attention's."""
+    operations: Sequence[Operation]
+    """The dearest, dearest first."""
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the events of a Chrome trace, which may be compressed by gzip."""
+    text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    return list(json.loads(text)["traceEvents"])
+
+
+def summarize(events: Iterable[dict[str, Any]]) -> TraceSummary:
+    """Return the summary of the events of a rank's trace; times in a trace are microseconds."""
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    steps = sum(str(event["name"]).startswith("ProfilerStep#") for event in spans)
+    kernels = [event for event in spans if event.get("cat") in ON_DEVICE]
+    used = kernels or [
+        event for event in spans
+        if event.get("cat") == "cpu_op" or (event.get("cat") == "user_annotation" and _communicates(event))
+    ]  # fmt: skip
+    talk = _union(_interval(event) for event in used if _communicates(event))
+    work = _union(_interval(event) for event in used if not _communicates(event))
+    both = _union([*talk, *work])
+    begin, end = (both[0][0], both[-1][1]) if both else (0.0, 0.0)
+    compute, communication, busy = map(_length, (work, talk, both))
+    own = _own_times([event for event in used if not _communicates(event)])
+    return TraceSummary(
+        where="device" if kernels else "CPU", steps=steps, seconds=end - begin, compute=compute,
+        communication=communication, overlap=compute + communication - busy, idle=end - begin - busy,
+        attention=_length(_union(_interval(event) for event in used if ATTENTION.search(str(event["name"])))),
+        operations=own[:DEAREST],
+    )  # fmt: skip
+
+
+def _communicates(event: dict[str, Any]) -> bool:
+    return bool(COMMUNICATION.search(str(event["name"])))
+
+
+def _interval(event: dict[str, Any]) -> Interval:
+    """Return the begin and end of an event in seconds."""
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals that cover what ``intervals`` cover, without overlaps and in order."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _own_times(events: Iterable[dict[str, Any]]) -> list[Operation]:
+    """Return the operations by the time that they take without those that they call, dearest first."""
+    seconds: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    by_thread = defaultdict(list)
+    for event in events:
+        by_thread[event.get("pid"), event.get("tid")].append(event)
+    for spans in by_thread.values():
+        open_: list[tuple[str, float]] = []  # the operations that have begun, outermost first, with their ends
+        for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+            name, (begin, end) = str(event["name"]), _interval(event)
+            while open_ and open_[-1][1] <= begin:
+                open_.pop()
+            if open_:
+                seconds[open_[-1][0]] -= end - begin  # type: ignore[assignment]
+            seconds[name] += end - begin  # type: ignore[assignment]
+            calls[name] += 1
+            open_.append((name, end))
+    return [Operation(name, time, calls[name]) for name, time in seconds.most_common()]
+
+
+def as_text(summary: TraceSummary) -> str:
+    """Return the summary for people to read."""
+
+    def row(name: str, seconds: float) -> str:
+        return f"  {name:<42}{1e3 * seconds / max(1, summary.steps):>12.3f}{_percent(seconds, summary):>8}"
+
+    return "\n".join([
+        f"{summary.steps} steps, {1e3 * summary.seconds / max(1, summary.steps):.3f} ms each, on the {summary.where}",
+        "", f"  {'':<42}{'ms a step':>12}{'share':>8}",
+        row("computing", summary.compute), row("communicating", summary.communication),
+        row("  hidden behind computing", summary.overlap), row("idle", summary.idle),
+        *([row("attention (part of computing)", summary.attention)] if summary.attention else []),
+        "", f"  {'operation, without those that it calls':<42}{'ms a step':>12}{'share':>8}{'calls':>8}",
+        *(f"{row(each.name[:42], each.seconds)}{each.calls:>8}" for each in summary.operations), "",
+    ])  # fmt: skip
+
+
+def as_html(summary: TraceSummary, title: str) -> str:
+    """Return the summary as a page."""
+    from jinja2 import Environment, StrictUndefined
+
+    template = resources.files("wordrun.report").joinpath("trace.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    exposed = summary.communication - summary.overlap
+    bar = {"computing": summary.compute - summary.overlap, "both": summary.overlap,
+           "communicating": exposed, "idle": summary.idle}  # fmt: skip
+    shares = {name: 100 * seconds / max(summary.seconds, 1e-12) for name, seconds in bar.items()}
+    return environment.from_string(template).render(title=title, summary=summary, shares=shares)
+
+
+def _percent(seconds: float, summary: TraceSummary) -> str:
+    return f"{100 * seconds / max(summary.seconds, 1e-12):.1f} %"

@@ -1,0 +1,62 @@
+"""The folder through which the ranks of a job, and ``launch``, ask each other where they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+REQUEST = "asked.json"
+# A request that is older than this was left by ranks that have died.
+STALE_S = 120.0
+
+
+def folder_of(record: str) -> Path:
+    """Return where the ranks of a launch with this ``launch.json`` report: in the run directory, if they have one."""
+    if os.path.islink(record):  # a run has moved it into its directory
+        return Path(os.path.realpath(record)).parent / "failures"
+    return Path(record.removesuffix(".json") + ".failures")
+
+
+def request(folder: Path, why: str, seconds: float = 0.0) -> str:
+    """Ask the ranks that watch ``folder`` where they are; return the name of the request, also if it was there already.
+
+    Args:
+        folder: the folder, which is created.
+        why: hang or question.
+        seconds: how long there has been no progress.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = folder / REQUEST
+    if asked := read(path):
+        if time.time() - path.stat().st_mtime < STALE_S:
+            return str(asked["id"])
+        withdraw(folder, asked["id"])
+    name = f"answers-{time.time_ns():x}-{os.getpid()}"
+    (folder / name).mkdir(parents=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"id": name, "why": why, "seconds": seconds}))
+    except FileExistsError:  # another one was first
+        (folder / name).rmdir()
+        return str((read(path) or {"id": ""})["id"])
+    return name
+
+
+def withdraw(folder: Path, name: str) -> None:
+    """Remove a request and its answers."""
+    (folder / REQUEST).unlink(missing_ok=True)
+    shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Return the JSON in a file; None: there is none, or it is still being written."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None

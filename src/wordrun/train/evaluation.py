@@ -1,0 +1,86 @@
+"""Measures the loss and the metrics on the validation set, and finds what is wrong with them before the first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from wordrun.backend import Backend
+from wordrun.config import Config
+from wordrun.errors import ConfigError, UserError, nearest
+from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.model import Model
+from wordrun.registry import part_of, parts
+from wordrun.train.metrics import ValidationSet, means
+from wordrun.train.task import Task
+
+
+class Evaluation:
+    """The evaluation of a run; every rank must call its methods."""
+
+    def __init__(self, cfg: Config, task: Task, backend: Backend, validation: ValidationSet) -> None:
+        self.cfg, self.task, self.backend, self.validation = cfg, task, backend, validation
+        model = backend.parts[-1]
+        self.own = None if type(model).metrics is Model.metrics else model
+        """The model, if it has metrics of its own."""
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME."""
+        found = self._means(len(self.validation))
+        for name, value in found.items():
+            if not math.isfinite(value) and math.isfinite(found["val_loss"]):
+                LOGGER.warning("the metric %s is %s at step %d", name[4:], value, step, extra=FIRST_RANK)
+        return found
+
+    def try_one_batch(self, wanted: Iterable[tuple[str, str]]) -> None:
+        """Evaluate one batch, before the first step, so that a metric that fails does not cost the steps until then.
+
+        Args:
+            wanted: pairs of an option and the metric that it names.
+
+        Raises:
+            ConfigError: evaluations do not report such a metric.
+            UserError: a metric is not a value for each example.
+            PartError: a metric failed.
+        """
+        wanted = [(option, name) for option, name in wanted if name != "val_loss"]
+        if not (wanted or self.own or self.cfg.metrics):
+            return
+        known = self._means(1)
+        for option, name in wanted:
+            if name not in known:
+                raise ConfigError(
+                    f"{option}={name}: evaluations do not report it{nearest(name, known)} ({', '.join(known)})"
+                )
+
+    def _means(self, batches: int) -> dict[str, float]:
+        measure = self._metrics if self.own or self.cfg.metrics else None
+        found = means(self.backend, self.validation, measure, batches)
+        return {f"val_{name}": value for name, value in {**found, **self.task.derived(found)}.items()}
+
+    def _metrics(self, batch: Any, outputs: Tensor) -> dict[str, Tensor]:
+        """Return the values of the model's own metrics and of those in the config, by name."""
+        values, size = dict[str, Tensor](), self.cfg.model.batch_size
+        if self.own is not None:
+            part = part_of("model", self.cfg.model)
+            with part.blamed():
+                values = self.own.metrics(batch, outputs)
+            for name, each in values.items():
+                _check(f"{part}: metrics: {name}", name, each, size)
+        for name, options in self.cfg.metrics.items():
+            part = parts("metrics")[name]
+            values[name] = part.build(options, outputs, batch)
+            _check(str(part), name, values[name], size)
+        return values
+
+
+def _check(what: str, name: str, value: Any, examples: int) -> None:
+    """Raise a UserError unless ``value``, of the metric ``name``, is a tensor with a value for each example."""
+    if name == "loss":
+        raise UserError(f"{what} is the name of the loss: call the metric something else")
+    if not isinstance(value, Tensor) or value.shape != (examples,):
+        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(f"{what} should return a value for each example, a tensor of shape [{examples}], not {shape}")

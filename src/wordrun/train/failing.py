@@ -1,0 +1,99 @@
+"""What happens when the code of a part fails: the traceback goes to a file, and a failing hook costs no steps."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from wordrun import dist
+from wordrun.dist.collectives import gather_json
+from wordrun.errors import PartError, UserError
+from wordrun.train.hints import relative
+from wordrun.train.run import note_failure
+from wordrun.train.training import Training
+
+# The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
+PATIENCE_S = 300.0
+PATIENCE_STEPS = 20
+# A rank whose hook has failed reports that before the others.
+REPORT_S = 1.0
+
+
+@contextlib.contextmanager
+def noted(run_dir: str, rank: int, step: int = 0) -> Iterator[None]:
+    """Within the ``with`` block, write the traceback of a PartError to failures/, and add its file to the message."""
+    try:
+        yield
+    except PartError as error:
+        note(error, run_dir, rank, step)
+        raise
+
+
+def note(error: Exception, run_dir: str, rank: int, step: int) -> None:
+    """Write the traceback of ``error`` to failures/; to the message of a PartError, add the name of the file."""
+    file = note_failure(Path(run_dir), rank, step, "".join(traceback.format_exception(error)))
+    if file and isinstance(error, PartError):
+        error.note(relative(file.absolute()))
+
+
+class FailedHooks:
+    """Ends a run after a hook has failed on some of the ranks, when all of them have saved a checkpoint together.
+
+    Until they agree to stop, this rank trains on without the hook. If that takes too long, because the hook of another
+    rank waits for this one, the job ends without a checkpoint.
+    """
+
+    def __init__(self, trainer: Training) -> None:
+        self.trainer = trainer
+        self.together = False
+        """Whether all ranks are ending the run because of a hook."""
+        self._is_noted = False
+        self._ended = threading.Event()
+
+    def seen(self) -> bool:
+        """Return whether a hook has failed on this rank, and write its traceback to failures/, once."""
+        trainer, error = self.trainer, self.trainer.hooks.failure
+        if error is not None and not self._is_noted:
+            self._is_noted = True
+            note(error, trainer.cfg.run_dir, trainer.world.rank, trainer.step)
+            if trainer.world.size > 1:
+                threading.Thread(target=self._watch, daemon=True).start()
+        return error is not None
+
+    def raise_first(self) -> None:
+        """Raise the error of a hook that has failed on any rank; every rank must call this."""
+        trainer = self.trainer
+        if not trainer.hooks.has_others:
+            return
+        mine = trainer.hooks.failure if self.seen() else None
+        found = gather_json(mine and str(mine), trainer.backend.device)
+        self.together = any(found)
+        if mine is not None:
+            raise mine
+        for rank, text in enumerate(found):
+            if text:
+                raise UserError(f"rank {rank}: {text}")
+
+    def wait(self) -> None:
+        """After an error that all ranks know of, wait for rank 0's files, and let a rank report whose hook failed."""
+        if self.together and self.trainer.world.size > 1:
+            dist.share(None, self.trainer.world)
+            time.sleep(0.0 if self._is_noted else REPORT_S)
+
+    def close(self) -> None:
+        """Stop watching the time: the ranks have agreed, and a checkpoint may take long."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        """End the job if this rank does not reach the step at which the ranks agree to stop."""
+        if self._ended.wait(PATIENCE_S + PATIENCE_STEPS * (self.trainer.metrics.get("dt") or 0.0)):
+            return
+        world = self.trainer.world
+        message = f"[rank {world.rank}] {self.trainer.hooks.failure} (no checkpoint: other ranks do not respond)\n"
+        sys.stderr.write(message)
+        dist.abort(world, 1)

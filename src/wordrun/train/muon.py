@@ -1,0 +1,156 @@
+"""Muon (Jordan et al. 2024) for hidden matrices, AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wordrun import compat
+from wordrun.backend.native import local
+from wordrun.backend.optimizer import NamedParameters
+from wordrun.config import MuonConfig
+from wordrun.model.base import Rows
+from wordrun.train.optim import Named, decay_groups
+from wordrun.train.orthogonal import cost, divided, joined, orthogonalized
+from wordrun.train.owners import Owners, assign
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps hidden matrices by an orthogonalized mean of their gradients, and all other parameters by AdamW.
+
+    ``NamedParameters`` say which are hidden matrices; in other ``parameters``, all of two or more dimensions are.
+    """
+
+    def __init__(self, cfg: MuonConfig, parameters: Named) -> None:
+        parameters = parameters if isinstance(parameters, NamedParameters) else NamedParameters(parameters)
+        self.cfg, self.group, self.device = cfg, parameters.group, parameters.device
+        self._owners: dict[tuple[int, ...], Owners] = {}
+        hidden = [(p, parameters.matrices[name]) for name, p in parameters if name in parameters.matrices]
+        self.rows = [rows_for(cfg.split, rows) for _, rows in hidden]
+        rest = [(name, p) for name, p in parameters if name not in parameters.matrices]
+        groups = decay_groups(replace(cfg, weight_decay=cfg.adamw_weight_decay), rest)
+        self.adamw = torch.optim.AdamW(
+            groups, lr=cfg.adamw_lr or cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
+            fused=all(compat.has_fused_adamw(p.device) for _, p in rest),
+        )  # fmt: skip
+        matrices = {"params": [p for p, _ in hidden], "weight_decay": cfg.weight_decay}
+        super().__init__([matrices, *self.adamw.param_groups], {"lr": cfg.learning_rate})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state that is loaded, for AdamW too."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Let AdamW work on the groups after the first, with this optimizer's state."""
+        groups = self.param_groups[1:]
+        self.adamw.__setstate__({"state": self.state, "param_groups": groups})  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step; ``closure`` is not used."""
+        chosen = tuple(item for item, p in enumerate(self.param_groups[0]["params"]) if p.grad is not None)
+        parameters = [self.param_groups[0]["params"][item] for item in chosen]
+        if not parameters:
+            self.adamw.step()
+            return
+        rows = [self.rows[item] for item in chosen]
+        if chosen not in self._owners:
+            self._owners[chosen] = self._assign(parameters, rows)
+        owners = self._owners[chosen]
+        directions = [each.to(owners.device, owners.dtype) for each in self._directions(parameters)]
+        gathering = owners.to_owners(0, directions)
+        self.adamw.step()
+        under_way: list[Callable[[], dict[int, Tensor]]] = []
+        for bucket in range(len(owners.routes)):
+            wholes = gathering()
+            if bucket + 1 < len(owners.routes):
+                gathering = owners.to_owners(bucket + 1, directions)
+            under_way.append(owners.from_owners(bucket, self._orthogonal(wholes, rows)))
+            if bucket:  # the next is on its way
+                self._update(parameters, rows, under_way.pop(0)())
+        self._update(parameters, rows, under_way.pop()())
+
+    def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> Owners:
+        """Divide the work on ``parameters`` among the ranks that hold them; every rank must call this."""
+        device = self.device or parameters[0].device
+        costs = [cost(p.shape, at) for p, at in zip(parameters, rows, strict=True)]
+        return assign(parameters, costs, self.group, compute_dtype(self.cfg.precision, device), device)
+
+    def _update(self, parameters: Sequence[Tensor], rows: Sequence[Rows], directions: Mapping[int, Tensor]) -> None:
+        """Step those of the ``parameters`` that have ``directions``, by number."""
+        group = self.param_groups[0]
+        for item, direction in directions.items():
+            p = parameters[item]
+            factor = step_factor(self.cfg.scale, p.shape, rows[item])
+            update(local(p), direction, group["lr"], factor, group["weight_decay"], cautious=self.cfg.cautious)
+
+    def _directions(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Update the running means of the gradients; return what will be orthogonalized, like the parameters."""
+        states = [self.state[p] for p in parameters]
+        step = 1 + max(state.get("step", 0) for state in states)
+        momentum = momentum_at(self.cfg, step)
+        for p, state in zip(parameters, states, strict=True):
+            if not state:
+                state["mean"] = torch.zeros_like(p)
+            state["step"] = step
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        means = [local(state["mean"]) for state in states]
+        compat.move_towards(means, gradients, 1 - momentum)
+        if not self.cfg.nesterov:
+            return means
+        return [gradient.lerp(mean, momentum) for gradient, mean in zip(gradients, means, strict=True)]
+
+    def _orthogonal(self, wholes: dict[int, Tensor], rows: Sequence[Rows]) -> dict[int, Tensor]:
+        """Return the orthogonalized ``wholes``, by the number of their parameter."""
+        stacks = {item: divided(whole, rows[item]) for item, whole in wholes.items()}
+        done = iter(orthogonalized([matrix for stack in stacks.values() for matrix in stack], iterations(self.cfg)))
+        return {
+            item: joined(torch.stack([next(done) for _ in stack]), rows[item], wholes[item].shape)
+            for item, stack in stacks.items()
+        }
+
+
+def update(p: Tensor, direction: Tensor, rate: float, factor: float, decay: float, *, cautious: bool) -> None:
+    """Step ``p`` against ``direction``, with decoupled weight decay; if ``cautious``, of weights that shrink anyway."""
+    direction = direction.to(p.device, p.dtype)
+    if cautious and decay:
+        p.addcmul_(p, (p * direction > 0).to(p.dtype), value=-rate * decay)
+    else:
+        p.mul_(1 - rate * decay)
+    p.sub_(direction, alpha=rate * factor)
+
+
+def step_factor(scale: str, shape: Sequence[int], rows: Rows) -> float:
+    """Return the factor of the steps of the matrices in a parameter; for "adamw", see Liu et al. 2025."""
+    n, m = shape[0] // rows.kinds, math.prod(shape[1:])
+    return 0.2 * math.sqrt(max(n, m)) if scale == "adamw" else math.sqrt(max(1.0, n / m))
+
+
+def momentum_at(cfg: MuonConfig, step: int) -> float:
+    """Return the momentum of ``step``, which counts from 1: a function of the step alone, so that resuming is exact."""
+    warm = min(1.0, (step - 1) / cfg.momentum_warmup) if cfg.momentum_warmup else 1.0
+    return cfg.momentum_start + (cfg.momentum - cfg.momentum_start) * warm
+
+
+def iterations(cfg: MuonConfig) -> list[tuple[float, float, float]]:
+    """Return the coefficients of each Newton-Schulz iteration."""
+    triples = list(zip(*[iter(cfg.ns_coefficients)] * 3, strict=True))
+    return triples if len(triples) == cfg.ns_steps else triples * cfg.ns_steps
+
+
+def rows_for(split: str, rows: Rows) -> Rows:
+    """Return how a matrix is divided under the option ``split``."""
+    return {"qkv": rows, "heads": Rows(1, rows.heads * rows.kinds), "none": Rows()}[split]
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of the iterations: on CPUs, bf16 products are slow or, without instructions, hopeless."""
+    fast = device.type != "cpu" if precision == "auto" else precision == "bf16"
+    return torch.bfloat16 if fast else torch.float32

@@ -1,0 +1,238 @@
+"""A run that hangs says which rank the others wait for, and in which line it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Start
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = """
+import os, re, signal, sys, threading, time
+from pathlib import Path
+import torch
+import torch.distributed
+import wordrun
+from wordrun import dist
+from wordrun.dist import watch
+from wordrun.train.training import Hook
+
+FOUND = 7
+kind, run_dir = sys.argv[1:]
+
+def end_when_reported():
+    while not list(Path(run_dir, "failures").glob("hang-*.txt")):
+        time.sleep(0.05)
+    time.sleep(0.2)  # for the message
+    sys.stdout.flush()
+    os._exit(FOUND)
+
+def loop_forever():
+    while True: pass  # endless
+
+def hold_the_lock():
+    re.match("(a+)+$", 60 * "a" + "b")  # backtracks
+
+class Asleep:
+    def __init__(self, real):
+        self.real = real
+    def __len__(self):
+        return len(self.real)
+    def step(self, index):
+        time.sleep(1000)  # loader
+    def __getitem__(self, index):
+        time.sleep(1000)  # validation
+    def close(self):
+        pass
+
+class Culprit(Hook):
+    def setup(self, trainer):
+        self.group = torch.distributed.new_group([0, 1]) if kind == "other" else None
+        if kind == "start-up" and trainer.world.rank == 1:
+            time.sleep(1000)  # setup
+    def after_step(self, trainer):
+        if trainer.step == 3 and trainer.world.rank == 0 and kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if trainer.step != 3 or trainer.world.rank != 1:
+            return
+        if kind == "loop":
+            loop_forever()
+        if kind == "lock":
+            hold_the_lock()
+        if kind == "other":
+            torch.distributed.all_reduce(torch.zeros(77), group=self.group)  # other
+        if kind == "data":
+            trainer.loader = Asleep(trainer.loader)
+        if kind == "evaluation":
+            trainer.validation = Asleep(trainer.validation)
+    def tensors(self):
+        if kind == "save" and dist.discover().rank == 1:
+            time.sleep(1000)  # tensors
+        return {}
+
+watch.SLOW = 2.0  # the first evaluation
+threading.Thread(target=end_when_reported, daemon=True).start()
+with dist.session() as world:
+    torch.set_num_threads(1)
+    words = [f"hydra.run.dir={run_dir}", "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl",
+        "train.dtype=fp32", "train.device=cpu", "train.max_iters=8", "train.eval_interval=4", "train.eval_iters=1",
+        "train.sample_tokens=0", "train.global_batch_size=6", "train.checkpoint_interval=4", "train.save_best=false",
+        "train.hang_s=1", "model.batch_size=2", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
+        "model.block_size=16"]
+    cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+    with wordrun.Trainer(cfg, world, hooks=[Culprit()]) as trainer:
+        trainer.train()
+"""
+FOUND = 7
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+
+
+@pytest.fixture
+def hang(ranks: Any, tmp_path: Path) -> Callable[[str], tuple[str, str]]:
+    """Return a function that lets rank 1 of 3 hang, and returns the message and the report."""
+
+    def run(kind: str, **options: Any) -> tuple[str, str]:
+        (tmp_path / "text.txt").write_text(50 * TEXT)
+        (tmp_path / "hang.py").write_text(SCRIPT)
+        done = ranks(3, "hang.py", kind, "run", **{"under": "fork", "timeout": 60, **options})
+        assert done.returncode == FOUND, done.stdout + done.stderr
+        messages = re.findall(r"no progress for .*", done.stdout)
+        assert len(messages) == 1, done.stdout + done.stderr
+        (report,) = (tmp_path / "run" / "failures").iterdir()
+        return messages[0], report.read_text()
+
+    return run
+
+
+def line_of(comment: str, script: str = SCRIPT) -> int:
+    """Return the number of the script's line with a comment."""
+    return next(number for number, line in enumerate(script.splitlines(), 1) if line.endswith(f"# {comment}"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "comment"),
+    [
+        ("loop", "loop_forever (training after 2 steps)", "endless"),
+        ("data", "step (training after 3 steps)", "loader"),
+        ("evaluation", "__getitem__ (evaluation after 3 steps)", "validation"),
+        ("save", "tensors (saving a checkpoint after 3 steps)", "tensors"),
+        ("start-up", "setup (start-up)", "setup"),
+    ],
+)
+def test_the_rank_that_does_not_come_is_named_with_its_line(hang: Any, kind: str, where: str, comment: str) -> None:
+    message, report = hang(kind)
+    assert ("ranks 0, 2 wait in new_group for rank 1" if kind == "save" else "rank 1 has not come to ") in message
+    assert re.search(r"rank 1 \([\w.-]+\) is at hang.py:" + str(line_of(comment)) + re.escape(f" in {where}"), message)
+    assert re.search(r"ranks 0, 2 \([\w.-]+\) are at ", message)
+    assert report.startswith(message.partition(". Stacks of all")[0])
+    assert f'hang.py", line {line_of(comment)}' in report
+
+
+def test_a_rank_that_holds_the_interpreter_is_described_by_its_neighbour(hang: Any) -> None:
+    message, report = hang("lock")
+    where = f"hang.py:{line_of('backtracks')} in hold_the_lock, where its interpreter is blocked"
+    assert re.search(r"rank 1 \([\w.-]+\) is at " + where, message)
+    assert "rank 1 has not come to " in message
+    assert "after_step" in report
+
+
+def test_a_stopped_process_is_named(hang: Any) -> None:
+    """Also if it is the one that reports as a rule, and has the store."""
+    message, _ = hang("stop")
+    assert re.search(r"rank 0 \([\w.-]+\) is stopped \(SIGSTOP", message)
+    assert "rank 0 has not come to " in message
+
+
+def test_ranks_in_different_collectives_are_named(hang: Any) -> None:
+    message, _ = hang("other")
+    assert "rank 1 has not come to all_reduce number" in message
+    assert f"hang.py:{line_of('other')} in after_step" in message
+    assert "waiting in all_reduce of float32 [77] of another group" in message
+
+
+def test_a_wait_in_mpi_is_named(hang: Any) -> None:
+    """DDP averages the gradients of CPUs over MPI, of which torch knows nothing."""
+    message, report = hang("loop", under="mpiexec")
+    assert re.search(r"rank 1 has not come to MPI_Allreduce number \d+ of float32 \[3872\] of 3 ranks; ", message)
+    assert f"hang.py:{line_of('endless')} in loop_forever" in message
+    assert "waits for MPI_Allreduce" in report
+
+
+NETWORK = """
+import os, sys
+import torch
+import torch.distributed
+from wordrun import dist
+
+with dist.session(hang_s=2) as world:
+    for step in range(100_000):
+        torch.distributed.all_reduce(torch.ones(8))  # network
+        if step == 3:
+            print("ready", flush=True)
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[..., list[str]]]:
+    """Return a function that runs a command in one of two network namespaces, which a cable connects."""
+    names = [f"wordrun-{os.getpid()}-{i}" for i in range(2)]
+
+    def on(host: int, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", names[host], *words]
+
+    def run(*words: str) -> None:
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"{' '.join(words)}: {done.stderr.strip()}")
+
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip")
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        cable = ["type", "veth", "peer", "name", "cable", "netns", names[1]]
+        run("ip", "link", "add", "cable", "netns", names[0], *cable)
+        for host in range(2):
+            run(*on(host, "ip", "addr", "add", f"10.99.77.{host + 1}/24", "dev", "cable"))
+            for device in ("lo", "cable"):
+                run(*on(host, "ip", "link", "set", device, "up"))
+        yield on
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_a_host_that_is_cut_off(hosts: Any, start: Start, tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text(NETWORK)
+    told = {
+        "WORDRUN_LAUNCHER": "local", "MASTER_ADDR": "10.99.77.1", "MASTER_PORT": "23456", "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORDRUN_HOSTS": "one,two", "GLOO_SOCKET_IFNAME": "cable",
+    }  # fmt: skip
+    jobs = [
+        start(*hosts(n, sys.executable, "network.py"), env={**os.environ, **told, "RANK": str(n), "NODE_RANK": str(n)})
+        for n in range(2)
+    ]  # fmt: skip
+    assert jobs[0].stdout is not None
+    assert jobs[0].stdout.readline() == "ready\n", jobs[0].communicate()[1]
+    subprocess.run(hosts(1, "ip", "link", "set", "cable", "down"), check=True)
+    deadline = time.monotonic() + 30
+    while not (found := list(tmp_path.glob("failures/*/hang-*.txt"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    text = found[0].read_text()
+    assert re.search(
+        r"(all ranks have|rank \d has not) come to all_reduce number \d+ of float32 \[8\] of 2 ranks", text
+    )
+    assert f"network.py:{line_of('network', NETWORK)} in <module>" in text
+    assert ("(one)" in text and "(two)" in text) or "(one, two)" in text

@@ -1,0 +1,115 @@
+"""A plain ``nn.Module`` as a model, from a project's folder: every backend that can train it gives the same losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+PARTS = """
+import wordrun
+
+wordrun.register("model", "net", "net:NetConfig", "net:Net")
+"""
+NET = '''
+from dataclasses import dataclass
+import torch.nn.functional as F
+from torch import nn
+from wordrun.config import ModelConfig
+
+
+@dataclass
+class NetConfig(ModelConfig):
+    """Three layers."""
+
+    name: str = "net"
+
+
+class Net(nn.Module):
+    def __init__(self, cfg, shape, classes):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, images):
+        x = images.flatten(1)
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        return self.head(x)
+
+    def losses(self, batch):
+        return F.cross_entropy(self(batch.inputs).float(), batch.targets, reduction="none")
+
+    def metrics(self, batch, outputs):
+        return {"right": outputs.argmax(1) == batch.targets}
+'''
+SMALL = [
+    "model=net", "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=16",
+    "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
+    "optimizer.warmup_iters=1", "optimizer.learning_rate=1e-2",
+]  # fmt: skip
+SCRIPT = """
+import json, sys
+import wordrun
+from wordrun import dist
+from wordrun.train import run
+
+run.draw = lambda *_: []
+with dist.session() as world:
+    for words in json.loads(sys.argv[1]):
+        with wordrun.Trainer(wordrun.compose(words, ranks=world.size), world) as trainer:
+            trainer.train()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path) -> None:
+    for name, text in {
+        "parts.py": PARTS,
+        "net.py": NET,
+        "wordrun.yaml": "module: parts\n",
+        "script.py": SCRIPT,
+    }.items():
+        (tmp_path / name).write_text(text)
+
+
+def figures(run: str) -> list[float]:
+    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss", "val_right") if key in line]
+
+
+def test_ddp_fsdp_and_deepspeed_train_it_like_one_process(ranks: Command) -> None:
+    runs = {
+        "ddp": ["train.backend=DDP", "model.batch_size=4", "train.checkpoint_interval=2"],
+        "fsdp": ["train.backend=FSDP", "model.batch_size=8"],
+        "again": ["train.backend=FSDP", "model.batch_size=8", "train.resume=ddp/checkpoints/step-00000002"],
+    }
+    if importlib.util.find_spec("deepspeed"):
+        runs |= {f"zero{stage}": ["train.backend=deepspeed", f"backend.stage={stage}", "model.batch_size=8"]
+                 for stage in (1, 3)}  # fmt: skip
+    words = [[*SMALL, f"hydra.run.dir={name}", *more] for name, more in runs.items()]
+    one = ranks(1, "script.py", json.dumps([[*SMALL, "hydra.run.dir=one", "model.batch_size=16"]]), under="fork")
+    two = ranks(2, "script.py", json.dumps(words), timeout=150)
+    for done in (one, two):
+        assert done.returncode == 0, done.stdout + done.stderr
+    expected = figures("one")
+    assert len(expected) == 12
+    for name in runs:
+        assert figures(name) == pytest.approx(expected, rel=1e-5), name
+
+
+def test_what_it_does_not_say_is_refused_and_not_estimated(command: Command) -> None:
+    launch = (sys.executable, "-c", "import wordrun, sys; wordrun.compose(sys.argv[1:], ranks=2)", *SMALL)
+    for backend, what in (("TP", "its matrices can be divided"), ("PP", "its layers can be divided into stages")):
+        done = command(*launch, f"train.backend={backend}", "model.batch_size=8")
+        assert done.returncode != 0
+        assert f"model=net does not say how {what}" in done.stderr
+    shown = command(sys.executable, "-m", "wordrun", "plan", "model=net", "data=digits")
+    assert shown.stderr.startswith("no estimate for model=net"), shown.stdout + shown.stderr

@@ -1,0 +1,49 @@
+"""docs/tasks.md: the project on the page trains, made word for word."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+FILES = dict(re.findall(r"`([\w.]+)`[^`]*?(?:\([^)]*\)[^`]*?)?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
+(LINE,) = re.findall(r"^launch -n 2 wordrun (model=line.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def _page() -> None:
+    """Make the page's project in the working directory."""
+    assert sorted(FILES) == ["line.py", "parts.py", "wordrun.yaml"]
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+
+
+def evaluations(run: str) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "val_loss" in line]
+
+
+def test_the_pages_task_learns_on_any_number_of_ranks(ranks: Command) -> None:
+    words = [*LINE.split(), "tracker=jsonl", "train.device=cpu", "train.dtype=fp32", "train.global_batch_size=24"]
+    for n in (1, 2):
+        sizes = [f"model.batch_size={24 // n}", f"hydra.run.dir=run-{n}"]
+        done = ranks(n, "-m", "wordrun", *words, *sizes, under="fork")
+        assert done.returncode == 0, done.stdout + done.stderr
+    last, other = evaluations("run-1")[-1], evaluations("run-2")[-1]
+    assert last["step"] == 300
+    assert last["val_absolute_error"] < 0.1  # of about 1.8
+    assert other == pytest.approx(last, rel=1e-3, abs=1e-6)
+
+
+def test_the_command_line_knows_it(command: Command) -> None:
+    shown = command(sys.executable, "-m", "wordrun", "--help", "model=line", "data=points")
+    assert "Whether the line can miss the origin." in shown.stdout
+    assert "Slope of the line." in shown.stdout

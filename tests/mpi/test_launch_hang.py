@@ -1,0 +1,116 @@
+"""``launch --hang`` and ``launch --stacks``: where ranks are, also of programs that know nothing of wordrun."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command, Start
+
+pytestmark = pytest.mark.mpi
+
+PLAIN = """
+import time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def forgets_the_others():
+    time.sleep(1000)  # here
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+for step in range(1000):
+    if step == 5 and dist.get_rank() == 1:
+        forgets_the_others()
+    model(torch.ones(2, 4)).sum().backward()  # there
+"""
+SESSION = """
+import sys, time
+import torch
+import torch.distributed
+from wordrun import dist
+
+with dist.session(hang_s=float(sys.argv[1])) as world:
+    for step in range(100_000):
+        if step == 3 and world.rank == 1 and sys.argv[1] == "1":
+            time.sleep(1000)  # here
+        torch.distributed.all_reduce(torch.ones(8))
+        time.sleep(0.01)  # between
+        if step == 3:
+            print("ready", flush=True)
+"""
+
+
+def line_of(script: str, comment: str) -> int:
+    return next(number for number, line in enumerate(script.splitlines(), 1) if line.endswith(f"# {comment}"))
+
+
+def test_a_program_that_knows_nothing_of_wordrun(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("import builtins\nbuiltins.own_site = True\n")
+    words = ["--hang", "2", "-n", "3", "--env", f"PYTHONPATH={tmp_path / 'own'}"]
+    check = "import runpy; assert own_site; runpy.run_path('plain.py', run_name='__main__')"
+    done = command("launch", *words, sys.executable, "-c", check)
+    assert done.returncode == 124, done.stderr
+    assert done.stderr.count("no progress for 2 s: rank 1 has not come to all_reduce number ") == 1, done.stderr
+    here, there = line_of(PLAIN, "here"), line_of(PLAIN, "there")
+    assert re.search(rf"rank 1 \([\w.-]+\) is at plain.py:{here} in forgets_the_others", done.stderr)
+    assert re.search(rf"ranks 0, 2 \([\w.-]+\) are at plain.py:{there} in <module>", done.stderr)
+
+
+def test_a_session_says_where_its_ranks_hang(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "session.py").write_text(SESSION)
+    job = start("mpiexec", "-n", "2", sys.executable, "session.py", "1")
+    deadline = time.monotonic() + 60
+    while not (found := list(tmp_path.glob("failures/*/hang-*.txt"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    text = found[0].read_text()
+    assert text.startswith("no progress for 1 s: rank 1 has not come to all_reduce number 4 of float32 [8] of 2 ranks")
+    assert f"is at session.py:{line_of(SESSION, 'here')} in <module>" in text
+    job.terminate()
+    job.wait(20)
+
+
+def test_a_living_job_is_asked_and_answers(start: Start, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "session.py").write_text(SESSION)
+    job = start("launch", "--hang", "4", "-n", "2", sys.executable, "session.py", "100")
+    assert job.stdout is not None
+    assert job.stdout.readline() == "ready\n"
+    (record,) = (tmp_path / "state").rglob("*.json")
+    for run in (record, record.stem):
+        done = command("launch", "--stacks", run)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("where the ranks are now: "), done.stdout
+        assert "session.py" in done.stdout
+        assert re.search("ranks? (0-)?1", done.stdout)
+    job.send_signal(signal.SIGQUIT)
+    deadline = time.monotonic() + 30
+    while len(list(record.parent.glob("*.failures/stacks-*.txt"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    job.terminate()
+    _, err = job.communicate(timeout=30)
+    assert "launch: asked the ranks where they are" in err
+    assert err.count("where the ranks are now: ") == 3, err
+    assert job.returncode == 128 + signal.SIGTERM
+    done = command("launch", "--stacks", record)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"launch: --stacks {record}: it has ended (20")
+
+
+def test_a_run_that_does_not_exist_cannot_be_asked(command: Command, tmp_path: Path) -> None:
+    for run, message in (("nothing", "should be a run directory, a launch.json or the ID of a run"), (".", "is not a")):
+        done = command("launch", "--stacks", run)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    (tmp_path / "run.json").write_text(json.dumps({"exit_reason": "finished"}))
+    done = command("launch", "--stacks", ".")
+    assert (done.returncode, done.stderr) == (1, "launch: --stacks .: it has ended (finished)\n")

@@ -1,0 +1,169 @@
+"""The message about a hang, from the answers of the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from wordrun import reports
+from wordrun.dist import World, hang, stacks, watch
+from wordrun.dist.hang import Answer
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+CALL = {"group": "0", "seq": 12, "op": "all_reduce", "size": "float32 [8]"}
+WAITS: Any = {"pending": [CALL], "last": {"0": 12}, "line": "train.py:9 in step"}
+WORLD = World(size=4, local_size=2, nodes=2, hosts=("a", "b"))
+
+
+def waiting(rank: int) -> Answer:
+    return Answer(rank, "ab"[rank // 2], 100 + rank, **WAITS)
+
+
+def test_who_has_not_come_is_named_first() -> None:
+    late = Answer(2, "b", 102, line="data.py:3 in read", last={"0": 11}, phase="training", step=5)
+    text = hang.describe([waiting(0), waiting(1), late, waiting(3)], WORLD)
+    assert text == (
+        "rank 2 has not come to all_reduce number 12 of float32 [8] of 4 ranks; "
+        "rank 2 (b) is at data.py:3 in read (training after 5 steps); ranks 0-1, 3 (a, b) are at train.py:9 in step"
+    )
+
+
+def test_silent_ranks_are_named_with_the_host_where_they_should_be() -> None:
+    text = hang.describe([waiting(0), waiting(1)], WORLD)
+    assert text.startswith("ranks 2-3 have not come to all_reduce number 12 of float32 [8] of 4 ranks; ")
+    assert "ranks 2-3 (b) are silent" in text
+
+
+def test_different_shapes_in_one_collective_are_named() -> None:
+    other = replace(waiting(3), pending=[{**CALL, "size": "float32 [9]"}])
+    text = hang.describe([waiting(0), waiting(1), waiting(2), other], WORLD)
+    assert text.startswith(
+        "the ranks have called different collectives: rank 3 is in all_reduce number 12 of float32 [9], "
+        "ranks 0-2 are in all_reduce number 12 of float32 [8], of 4 ranks; "
+    )
+
+
+def test_the_rank_that_waits_for_nobody_is_the_reason() -> None:
+    """Rank 3 sleeps; rank 2, in a group with it, cannot come to the collective of all."""
+    inner = {"group": "g", "seq": 3, "op": "all_gather", "size": "float32 [2]"}
+    in_group = Answer(2, "b", 102, pending=[inner], last={"0": 11, "g": 3}, groups={"g": [(2, 3, 1)]}, line="tp.py:1")
+    asleep = Answer(3, "b", 103, last={"0": 11, "g": 2}, line="user.py:7 in nap")
+    text = hang.describe([waiting(0), waiting(1), in_group, asleep], WORLD)
+    assert text.startswith("rank 3 has not come to all_gather number 3 of float32 [2] of 2 ranks in group g; rank 3 (")
+
+
+def test_without_collectives_the_lines_are_all_there_is() -> None:
+    found = [Answer(rank, "a", 1, line=f"x.py:{rank // 3} in f") for rank in range(4)]
+    assert hang.describe(found, WORLD) == "rank 3 (a) is at x.py:1 in f; ranks 0-2 (a) are at x.py:0 in f"
+
+
+def test_ten_thousand_ranks_are_one_paragraph_and_one_stack() -> None:
+    calls = {"MainThread": [["train.py", 9, "step"]]}
+    found = [replace(waiting(0), rank=rank, host=f"n{rank // 8}", stacks=calls) for rank in range(10_000)]
+    del found[77]
+    begun = time.monotonic()
+    text = hang.describe(found, World(size=10_000, local_size=8, nodes=1250))
+    assert "rank 77 has not come" in text
+    assert len(text) < 400
+    assert hang.all_stacks(found).count("train.py") == 1
+    assert time.monotonic() - begun < 10
+
+
+def test_members_of_a_group_are_few_ranges() -> None:
+    assert watch._spans(range(8), 8) == []
+    assert watch._spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
+    assert watch._spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
+
+
+def test_ranges_are_short() -> None:
+    assert hang.ranges([5, 0, 1, 2]) == "0-2, 5"
+    assert hang.ranges(range(0, 100, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 42 more"
+
+
+def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(tmp_path: Path) -> None:
+    script = tmp_path / "busy.py"
+    script.write_text(
+        "import re\nfrom wordrun.dist import stacks\ndump = stacks.Dump('name', 7)\nprint(flush=True)\n"
+        "re.match('(a+)+$', 60 * 'a' + 'b')\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            (peer,) = stacks.peers("name")
+            assert peer[:2] == (7, process.pid)
+            found = stacks.ask(*peer[1:])
+            assert stacks.user_line(found) == "busy.py:5 in <module>"
+            assert os.stat(peer[2]).st_size == 0
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.1)
+            assert stacks.state(process.pid) == "T"
+            assert stacks.ask(*peer[1:]) == {}
+        finally:
+            process.kill()
+
+
+def test_a_request_is_there_once_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
+    first = reports.request(tmp_path, "hang", 3.0)
+    assert reports.request(tmp_path, "question") == first
+    old = time.time() - 1000
+    os.utime(tmp_path / reports.REQUEST, (old, old))
+    assert reports.request(tmp_path, "question") != first
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = watch.Watch(World(), tmp_path / "failures", 1.0)
+    try:
+        for _ in range(25):
+            one.mark(1)
+            time.sleep(0.05)
+        assert not (tmp_path / "failures").exists()
+        os.kill(os.getpid(), signal.SIGQUIT)
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob("failures/stacks-*.txt")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        one.close()
+    (report,) = (tmp_path / "failures").iterdir()
+    assert f"{Path(__file__).name}" in report.read_text()
+    assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    one = watch.Watch(World(), tmp_path / "file" / "failures", 0.2)
+    try:
+        with watch.phase("asleep"), watch.phase("asleep"), caplog.at_level("ERROR", "wordrun"):
+            deadline = time.monotonic() + 20
+            while not caplog.messages and time.monotonic() < deadline:
+                time.sleep(0.05)
+    finally:
+        one.close()
+    assert f"{Path(__file__).name}:" in caplog.messages[0]
+    assert "no progress for 1 s: at " in caplog.messages[0]
+    assert "cannot ask other ranks: " in caplog.messages[0]
+
+
+RECORDS = """
+import torch
+from wordrun import compat, dist
+with dist.session(device="cpu"):
+    torch.distributed.all_reduce(torch.ones(3, 4))
+    (record,) = compat.flight_records()
+    print(record["op"], record["size"], record["seq"], record["pending"], compat.group_members()[record["group"]])
+"""
+
+
+def test_torch_still_records_collectives_and_names_groups(command: Command) -> None:
+    assert command(sys.executable, "-c", RECORDS).stdout == "all_reduce float32 [3, 4] 1 False [0]\n"

@@ -1,0 +1,55 @@
+"""Ctrl-C before there is anything to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Start
+
+
+IN_C = """
+import ctypes, sys
+from wordrun.interrupts import end_at_once
+end_at_once()
+print("ready", flush=True)
+ctypes.PyDLL(None).sleep(1) if "held" in sys.argv else ctypes.CDLL(None).sleep(60)
+ctypes.CDLL(None).sleep(60)
+"""
+
+
+@pytest.mark.parametrize("lock", ["held", "released"])
+@pytest.mark.parametrize(("rank", "says"), [("", "interrupted; nothing to save\n"), ("1", "")])
+def test_ctrl_c_is_heard_in_the_midst_of_c_code(lock: str, rank: str, says: str, start: Start) -> None:
+    """As in an import, or while a tokenizer is trained; the code may hold the interpreter's lock for a moment."""
+    env = {**os.environ, **({"RANK": rank} if rank else {})}
+    job = start(sys.executable, "-c", IN_C, lock, env=env)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    assert job.communicate(timeout=30) == ("", says)
+    assert job.returncode == 130
+    assert time.monotonic() - begin < 20
+
+
+def test_ctrl_c_while_a_tokenizer_is_trained(start: Start, tmp_path: Path) -> None:
+    lines = (f"{number * 7919 % 104729} word{number % 9973} thing{number * 31 % 7817}\n" for number in range(400_000))
+    (tmp_path / "text.txt").write_text("".join(lines))
+    job = start("wordrun", "prepare", "data=text", "data.path=text.txt", "tokenizer=bpe", cwd=tmp_path)
+    assert job.stdout is not None
+    assert "making tokenizer=bpe" in job.stdout.readline()
+    job.send_signal(signal.SIGINT)
+    assert job.communicate(timeout=30) == (
+        "",
+        "interrupted: run the same command again to continue preparing the data\n",
+    )
+    assert job.returncode == 130
+    assert not list(Path(os.environ["WORDRUN_DATA_HOME"]).rglob("*.lock"))

@@ -1,0 +1,227 @@
+"""A plain ``nn.Module`` with ``losses(batch)`` as a model: its first values, its names, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import wordrun
+from wordrun.backend.split import check_shared
+from wordrun.config import Config, DataConfig, HookConfig, MetricConfig, ModelConfig, OptimizerConfig, TrackerConfig
+from wordrun.errors import ConfigError, PartError
+from wordrun.model import Model, materialise, new_model
+from wordrun.registry import Part, parts
+
+DIGITS = [
+    "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6", "train.log_interval=1",
+    "train.eval_interval=3", "train.eval_iters=2", "model.batch_size=8", "hydra.run.dir=run",
+]  # fmt: skip
+
+
+@dataclass
+class NetConfig(ModelConfig):
+    """A network of one's own."""
+
+    name: str = "net"
+    """Name of the preset; part of the run directory."""
+    bug: bool = False
+    """Fail in the constructor."""
+
+
+class Net(nn.Module):
+    """Two tied layers in ``blocks``, a buffer without reset_parameters, and a weight with a value of its own."""
+
+    def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+        super().__init__()
+        if cfg.bug:
+            self.scale = 1 / 0
+        self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.blocks[1].bias = self.blocks[0].bias
+        self.scale = nn.Parameter(torch.full((2, 2), 0.25))
+        self.register_buffer("shift", torch.arange(64.0) / 64, persistent=False)
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images.flatten(1) + self.shift
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * self.scale.mean()
+        return self.head(x)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self(batch.inputs), batch.targets, reduction="none")
+
+    def metrics(self, batch: Any, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"right": outputs.argmax(1) == batch.targets}
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that registers a class as model=net, and returns the config of a short run with it."""
+
+    def register(make: Any, *words: str) -> Config:
+        monkeypatch.setitem(parts("model"), "net", Part(NetConfig, make, "model", "net", "mine/parts.py:3"))
+        return wordrun.compose(["model=net", *DIGITS, *words])
+
+    return register
+
+
+def trained(cfg: Config) -> list[dict[str, Any]]:
+    with wordrun.Trainer(cfg) as trainer:
+        trainer.train()
+    return [json.loads(line) for line in Path(cfg.run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_trains_from_its_constructors_values_and_reports_its_metrics(own: Any) -> None:
+    cfg = own(Net)
+    model = new_model(cfg.model, shape=(1, 8, 8), classes=10)
+    assert type(model).__name__ == "Net"
+    assert isinstance(model, Model)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    made = materialise(model, 1337, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1337)
+    expected = Net(cfg.model, (1, 8, 8), 10)
+    assert made.state_dict().keys() == expected.state_dict().keys()
+    for name, value in [*expected.named_parameters(), *expected.named_buffers()]:
+        assert torch.equal(dict([*made.named_parameters(), *made.named_buffers()])[name], value), name
+    assert made.blocks[0].bias is made.blocks[1].bias
+    lines = trained(cfg)
+    assert lines[-1]["val_loss"] < lines[0]["loss"]
+    assert 0 < lines[-1]["val_right"] <= 1
+
+
+def test_it_is_resumed_bit_for_bit(own: Any) -> None:
+    whole = trained(own(Net, "train.checkpoint_interval=3"))
+    start = "train.resume=run/checkpoints/step-00000003"
+    again = trained(own(Net, start, "hydra.run.dir=again"))
+    assert [line["loss"] for line in again if "loss" in line] == [line["loss"] for line in whole if "loss" in line]
+
+
+def test_blocks_that_share_a_parameter_cannot_be_sharded_one_by_one(own: Any) -> None:
+    model = new_model(own(Net).model, shape=(1, 8, 8), classes=10)
+    with pytest.raises(ConfigError, match=r"Net.blocks.0.bias and blocks.1.bias are the same parameter"):
+        check_shared(model)
+
+
+class NoForward(nn.Module):
+    def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, classes)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.layer(batch.inputs.flatten(1)), batch.targets, reduction="none")
+
+
+def test_it_needs_no_forward_method(own: Any) -> None:
+    lines = trained(own(NoForward))
+    assert lines[-1]["val_loss"] < lines[0]["loss"]
+
+
+class TwoArguments(NoForward):
+    def losses(self, inputs: Any, targets: Any) -> Any:  # type: ignore[override]
+        raise AssertionError
+
+
+class NoLosses(nn.Module):
+    def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+        super().__init__()
+
+
+class Named(NoForward):
+    def weights(self) -> list[float]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (NoLosses, r"NoLosses should be an nn.Module with a method losses\(self, batch\)"),
+        (lambda cfg, shape, classes: "text", r"str should be an nn.Module with a method losses\(self, batch\)"),
+        (
+            TwoArguments,
+            r"TwoArguments.losses\(self, inputs: .*targets: .*\) .*should be losses\(self, batch\)",
+        ),
+        (Named, r"Named has attributes of names that wordrun uses \(weights\): rename them"),
+    ],
+)
+def test_what_cannot_be_a_model_is_one_message_that_names_the_part(own: Any, make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model=net \(mine/parts.py:3\): " + message):
+        wordrun.Trainer(own(make))
+
+
+def test_a_constructor_that_fails_is_named_with_its_line(own: Any) -> None:
+    with pytest.raises(PartError) as caught:
+        wordrun.Trainer(own(Net, "model.bug=true"))
+    assert str(caught.value).startswith("model=net (mine/parts.py:3): Net failed on the meta device")
+    line = 1 + Path(__file__).read_text().splitlines().index("            self.scale = 1 / 0")
+    assert f"ZeroDivisionError: division by zero (test_plain_model.py:{line})" in str(caught.value)
+
+
+@dataclass
+class OwnMetric(MetricConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnOptimizer(OptimizerConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnTracker(TrackerConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnHook(HookConfig):
+    """Nothing to say."""
+
+
+@dataclass
+class OwnData(DataConfig):
+    """Nothing to say."""
+
+
+def fails(*arguments: Any) -> Any:
+    raise KeyError("what they lack")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "choice"),
+    [
+        ("metrics", OwnMetric, "metrics=[broken]"),
+        ("optimizer", OwnOptimizer, "optimizer=broken"),
+        ("tracker", OwnTracker, "tracker=[jsonl,broken]"),
+        ("hooks", OwnHook, "hooks=[broken]"),
+        ("data", OwnData, "data=broken"),
+    ],
+)
+def test_a_part_that_fails_is_named_with_its_line_and_the_file_of_the_traceback(
+    own: Any, monkeypatch: pytest.MonkeyPatch, kind: str, options: Any, choice: str
+) -> None:
+    monkeypatch.setitem(parts(kind), "broken", Part(options, fails, kind, "broken", "mine/parts.py:7"))
+    with pytest.raises(PartError) as caught:
+        trained(own(Net, choice))
+    line = 1 + Path(__file__).read_text().splitlines().index('    raise KeyError("what they lack")')
+    named = f"{kind}=broken (mine/parts.py:7): fails failed: KeyError: 'what they lack' (test_plain_model.py:{line})"
+    assert str(caught.value) == f"{named}; traceback: run/failures/rank-0.txt"
+    assert "Traceback" in Path("run/failures/rank-0.txt").read_text()
+    log = Path("run/metrics.jsonl")
+    assert not log.exists() or not log.read_text()  # before the first step
+
+
+def test_metrics_need_the_results_of_the_forward_pass(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Net, "losses", lambda self, batch: self.head(batch.inputs.flatten(1)).square().mean(1))
+    with (
+        wordrun.Trainer(own(Net)) as trainer,
+        pytest.raises(wordrun.errors.UserError, match=r"Net.losses should call self\(...\)"),
+    ):
+        trainer.evaluate()
