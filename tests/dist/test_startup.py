@@ -31,7 +31,7 @@ RUN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_one_rank_imports_no_compiler(optimizer: str, command: Command, tmp_path: Path) -> None:
     """It trains, evaluates, saves a checkpoint, resumes from it and samples."""
     (tmp_path / "script.py").write_text(SCRIPT)

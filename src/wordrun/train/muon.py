@@ -58,7 +58,7 @@ class Muon(torch.optim.Optimizer):
         chosen = tuple(item for item, p in enumerate(self.param_groups[0]["params"]) if p.grad is not None)
         parameters = [self.param_groups[0]["params"][item] for item in chosen]
         if not parameters:
-            self.adamw.step()
+            compat.step(self.adamw)
             return
         rows = [self.rows[item] for item in chosen]
         if chosen not in self._owners:
@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
         owners = self._owners[chosen]
         directions = [each.to(owners.device, owners.dtype) for each in self._directions(parameters)]
         gathering = owners.to_owners(0, directions)
-        self.adamw.step()
+        compat.step(self.adamw)
         under_way: list[Callable[[], dict[int, Tensor]]] = []
         for bucket in range(len(owners.routes)):
             wholes = gathering()
