@@ -219,12 +219,12 @@ def measuring(world: dist.World, folder: str, rounds: int) -> list[str]:
                 clock.lap("hooks")
                 clock.lap("data")
                 result = backend.train_step(batches, 1e-4, clock)
-                meter.add(result, 1e-4)
+                meter.add(result, 1e-4, trainer.examples_per_step)
             if measured:
                 meter.line(trainer.state)
 
         def ten_steps_laps() -> None:
-            meter.add(*meter._last)
+            meter.add(*meter._last, trainer.examples_per_step)
             for _ in range(STEPS):
                 for label in ("hooks", "data", "forward", "backward", "communication", "communication", "optimizer"):
                     meter.clock.lap(label)
