@@ -145,7 +145,7 @@ def test_the_phases_of_a_step_add_up() -> None:
         with figures.clock.collective() if label in ("forward", "communication") else contextlib.nullcontext():
             time.sleep(seconds)
         figures.clock.lap(label)
-    figures.add(RESULT, 0.001)
+    figures.add(RESULT, 0.001, 24)
     line = figures.line(TrainState(step=1))
     assert line["dt_hooks"] >= 0.04
     assert line["dt_data"] >= 0.01
