@@ -115,9 +115,9 @@ def measure(world: World, chosen: Sequence[int], axes: Layout | None, say: Calla
         axes: also measure the groups of this layout.
         say: shows a line on rank 0.
     """
-    hosts = gather_json(world.host, world.device)
+    nodes, hosts = zip(*gather_json([world.node, world.host], world.device), strict=True)
     results = []
-    for group in groups(world, hosts, axes):
+    for group in groups(world, nodes, axes):
         say(f"{group.name}: {len(group.ranks)} ranks")
         say(TITLES)
         for name, (make, factor) in operations(world, group).items():
@@ -132,7 +132,7 @@ def measure(world: World, chosen: Sequence[int], axes: Layout | None, say: Calla
         say(f"pairs of nodes, {_size(PAIR_BYTES)}: {', '.join(shown)}")
     return {
         "device": world.device, "backend": td.get_backend(), "ranks": world.size, "nodes": world.nodes,
-        "hosts": list(dict.fromkeys(hosts)), "versions": versions(),
+        "hosts": list(dict(zip(nodes, hosts, strict=True)).values()), "versions": versions(),
         "results": [asdict(result) for result in results], "pairs": between,
     }  # fmt: skip
 
@@ -149,17 +149,22 @@ def _size(size: int) -> str:
     return f"{size / UNITS[unit]:g} {unit}"
 
 
-def groups(world: World, hosts: Sequence[str], axes: Layout | None) -> Iterator[Group]:
-    """Yield the groups of this rank: all ranks, those of its node, its peers on other nodes, and those of each axis."""
+def groups(world: World, nodes: Sequence[int], axes: Layout | None) -> Iterator[Group]:
+    """Yield the groups of this rank: all ranks, those of its node, its peers on other nodes, and those of each axis.
+
+    Args:
+        world: this rank.
+        nodes: the node of each rank.
+        axes: the layout.
+    """
     if world.size == 1:
         yield Group("all ranks", (0,), None)
         return
     yield Group("all ranks", tuple(range(world.size)), None)
-    nodes = list(dict.fromkeys(hosts))
-    by_node = [tuple(rank for rank, host in enumerate(hosts) if host == node) for node in nodes]
+    by_node = [tuple(rank for rank, at in enumerate(nodes) if at == node) for node in dict.fromkeys(nodes)]
     least = min(map(len, by_node))
     found: dict[str, list[tuple[int, ...]]] = {}
-    if len(nodes) > 1 and least > 1:
+    if len(by_node) > 1 and least > 1:
         found["within a node"] = by_node
         found["across nodes"] = [tuple(ranks[i] for ranks in by_node) for i in range(least)]
     for axis in AXES if axes else ():
