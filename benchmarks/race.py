@@ -144,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each program, at least 2 (default 5)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of wordrun's first run (default 1)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per program")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     parser.add_argument("overrides", nargs="*", default=["experiment=fastest"], help="what wordrun trains")
@@ -156,11 +157,11 @@ def main() -> None:
     prepare(nanogpt)
     theirs, ours = [], []
     with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(1, args.rounds + 1):
+        for seed in range(args.seed, args.seed + args.rounds):
             theirs.append(run_nanogpt(nanogpt, Path(scratch), steps, interval))
             ours.append(run_wordrun(Path(scratch) / f"run{seed}", overrides, seed))
             for name, result in (("nanoGPT", theirs[-1]), ("wordrun", ours[-1])):
-                print(f"  round {seed}, {name}: {result.seconds:.1f} s, loss {result.loss:.4f}", flush=True)
+                print(f"  seed {seed}, {name}: {result.seconds:.1f} s, loss {result.loss:.4f}", flush=True)
     mark = statistics.mean(each.loss for each in theirs)
     p = stats.ttest_1samp([each.loss for each in ours], mark, alternative="less").pvalue
     print("\n| | parameters | seconds | without start-up | steps | tokens | loss |\n|---|---|---|---|---|---|---|")

@@ -71,6 +71,7 @@ README_LINES = [
 README_LINES.remove("launch -n 2 python -m wordrun.test_dist")  # test_train.py runs it, and looks closer
 
 NEED_A_RUN = [line for line in README_LINES if re.match("wordrun (generate|export)", line)]
+OF_RUNS = [line for line in README_LINES if re.match("wordrun (ls|report)", line)]
 SHORT = [line for line in README_LINES if re.search(r"smoke|--help|--dry-run|--doctor|wordrun (plan|prepare)", line)]
 
 
@@ -87,6 +88,17 @@ def test_readme_command_on_a_run_has_valid_options(line: str, command: Any) -> N
     done = command("sh", "-c", line)
     assert (done.returncode, done.stdout) == (2, "")
     assert "outputs/latest is not a folder" in done.stderr
+
+
+@pytest.mark.parametrize("line", OF_RUNS)
+def test_readme_command_on_all_runs(line: str, command: Any, tmp_path: Path) -> None:
+    assert "wordrun ls shows" in command("sh", "-c", line).stderr or line == "wordrun ls"
+    run = tmp_path / "outputs" / "sample" / "nano-DDP" / "1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"exit_reason": "finished", "steps": 7}')
+    done = command("sh", "-c", line)
+    assert done.returncode == 0, done.stderr
+    assert "finished" in (tmp_path / "report.html").read_text() if "report" in line else "finished" in done.stdout
 
 
 def test_the_command_of_the_talk_trains(command: Any) -> None:
@@ -109,11 +121,11 @@ def test_quickstart_reuses_the_environment_and_shows_the_result(command: Any, tm
     assert (tmp_path / "run" / "plots" / "loss.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("line", [line for line in README_LINES if line not in SHORT + NEED_A_RUN])
+@pytest.mark.parametrize("line", [line for line in README_LINES if line not in SHORT + NEED_A_RUN + OF_RUNS])
 def test_long_readme_command_composes(line: str, command: Any) -> None:
     """Both launch and wordrun accept the long ones as printed."""
     words = shlex.split(line)
-    assert words[0] == "launch"
-    assert command("launch", "--dry-run", *words[1:]).returncode == 0
+    if words[0] == "launch":
+        assert command("launch", "--dry-run", *words[1:]).returncode == 0
     done = command("wordrun", *words[words.index("wordrun") + 1 :], "--cfg", "job")
     assert done.returncode == 0, done.stderr
