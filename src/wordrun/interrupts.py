@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -18,6 +19,10 @@ _last: list[tuple[str, Callable[[], None]]] = [("", lambda: None)]
 """What to say and to do before the end; the last entry counts."""
 _ending = threading.Lock()
 _watching = False
+_taken = float("-inf")
+"""When a handler of somebody else's took a SIGINT, by the monotonic clock [s]."""
+LATE_S = 1.0
+"""The watching thread may see a signal this long after its handler, on a busy machine."""
 
 
 def end_at_once(message: str = "interrupted; nothing to save") -> None:
@@ -76,9 +81,16 @@ def raising() -> Iterator[None]:
         signal.signal(signal.SIGINT, _end)
 
 
+def taken() -> None:
+    """Note that a handler has taken a SIGINT, so that it does not end the process if it then restores ours."""
+    global _taken
+    _taken = time.monotonic()
+
+
 def _watch(reader: int) -> None:
     while numbers := os.read(reader, 64):
-        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is _end:
+        is_ours = signal.getsignal(signal.SIGINT) is _end and time.monotonic() - _taken > LATE_S
+        if signal.SIGINT in numbers and is_ours:
             _end(signal.SIGINT, None)
 
 

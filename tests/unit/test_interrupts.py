@@ -53,3 +53,27 @@ def test_ctrl_c_while_a_tokenizer_is_trained(start: Start, tmp_path: Path) -> No
     )
     assert job.returncode == 130
     assert not list(Path(os.environ["WORDRUN_DATA_HOME"]).rglob("*.lock"))
+
+
+TAKEN = """
+import os, signal, time
+from wordrun import interrupts
+interrupts.end_at_once()
+ours = signal.getsignal(signal.SIGINT)
+
+def record(number, frame):
+    interrupts.taken()
+    signal.signal(signal.SIGINT, ours)  # at once, so that a second one ends the process
+
+for _ in range(50):
+    signal.signal(signal.SIGINT, record)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)
+print("alive")
+"""
+
+
+def test_a_handler_that_restores_ours_does_not_end_the_process(start: Start) -> None:
+    """As training does, which saves a checkpoint after the first Ctrl-C; the watching thread sees it a moment later."""
+    job = start(sys.executable, "-c", TAKEN)
+    assert job.communicate(timeout=30) == ("alive\n", "")

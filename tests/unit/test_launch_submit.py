@@ -279,7 +279,7 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
 
 
 # Options that --submit itself acts on or that exclude it; every other one must reach the job.
-NOT_FOR_JOBS = {"submit", "dry_run", "json", "info", "doctor", "help", "version"}
+NOT_FOR_JOBS = {"submit", "stacks", "dry_run", "json", "info", "doctor", "help", "version"}
 VALUES = {
     "--env": "A=b",
     "--launcher-args": "-x y",

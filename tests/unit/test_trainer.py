@@ -563,8 +563,8 @@ def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path, start: Sta
     _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "")
     told = record(folder)
+    assert (process.returncode, err) == (130, ""), (told, out)
     assert told["exit_reason"] == "stopped by SIGINT, saved"
     lines = read(folder)
     assert told["steps"] == lines[-1]["step"] >= 3

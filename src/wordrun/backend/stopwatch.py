@@ -80,7 +80,9 @@ class Stopwatch:
         times = [
             (label, self._seconds(self._zero, begin), self._seconds(self._zero, end)) for label, begin, end in kept
         ]
-        return [(label, begin, end) for label, begin, end in times if begin <= end]  # others only correct a sum
+        return [
+            (label, max(0.0, begin), end) for label, begin, end in times if begin <= end
+        ]  # others only correct a sum
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return float(end - begin if self._on_cpu else begin.elapsed_time(end) / 1000)

@@ -145,7 +145,7 @@ def _gpt(cfg: GPTConfig, V: int) -> ModelShapes:
     norm = [ParameterShape((C,))] * (2 if bias else 1)
     attention = [*_linear(3 * C, C, 0, bias), *_linear(C, C, 1, bias)]
     mlp = [*_linear(4 * C, C, 0, bias), *_linear(C, 4 * C, 1, bias)]
-    first, head = [ParameterShape((V, C), 0), ParameterShape((cfg.block_size, C), 0)], _linear(V, C, 0)
+    first, head = [ParameterShape((V, C), 0), ParameterShape((cfg.block_size, C), 0)], [_head(V, C)]
     return ModelShapes(cfg, V, first, [*norm, *attention, *norm, *mlp], [*norm, *head], tied=head)
 
 
@@ -157,14 +157,18 @@ def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
     attention = [each for rows in (width, shared, shared) for each in _linear(rows, C, 0)]
     attention += [*_linear(C, width, 1), *([ParameterShape((head_size,))] * 2 if cfg.qk_norm else [])]
     mlp = [*_linear(hidden, C, 0), *_linear(hidden, C, 0), *_linear(C, hidden, 1)]
-    head = _linear(V, C, 0)
+    head = [_head(V, C)]
     block = [*norm, *attention, *norm, *mlp]
     return ModelShapes(cfg, V, [ParameterShape((V, C), 0)], block, [*norm, *head], tied=head if cfg.tie else [])
 
 
 def _linear(outputs: int, inputs: int, tp_dim: int, bias: bool = False) -> list[ParameterShape]:
-    weight = ParameterShape((outputs, inputs), tp_dim, matmul=True)
+    weight = ParameterShape((outputs, inputs), tp_dim, matmul=True, hidden=True)
     return [weight, *([ParameterShape((outputs,), None if tp_dim else 0, matmul=True)] if bias else [])]
+
+
+def _head(V: int, C: int) -> ParameterShape:
+    return ParameterShape((V, C), 0, matmul=True)
 
 
 def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[ParameterShape]:

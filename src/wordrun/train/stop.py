@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from wordrun import interrupts
 from wordrun.errors import REQUEUE
 
 # The ranks check for each other's signals about this often.
@@ -47,6 +48,8 @@ class StopSignal:
 
         def record(number: int, frame: FrameType | None) -> None:
             self.signal = number
+            if number == signal.SIGINT:
+                interrupts.taken()
             for each in (number,) if number == signal.SIGUSR1 else (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, old[signal.Signals(each)])
             if number == signal.SIGTERM:
