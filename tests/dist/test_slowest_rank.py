@@ -25,12 +25,12 @@ SLEEP_S = float(sys.argv[1])
 
 def delay(trainer, where):
     loader, block = trainer.loader, trainer.backend.parts[0].blocks["1"].mlp
-    load = loader.step
-    def slow(number):
+    load = loader.take
+    def slow(first, gas):
         time.sleep(SLEEP_S)
-        return load(number)
+        return load(first, gas)
     if where == "data":
-        loader.step = slow
+        loader.take = slow
     elif where == "forward":
         block.register_forward_pre_hook(lambda module, inputs: time.sleep(SLEEP_S / 2))  # in each micro-step
     else:

@@ -196,7 +196,7 @@ def _split_dim(module: nn.Module, name: str, styles: Sequence[Any]) -> int | Non
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     if any(isinstance(style, ColwiseParallel) for style in styles):
-        return 0
+        return 1 if isinstance(module, nn.Embedding) else 0
     if any(isinstance(style, RowwiseParallel) for style in styles):
         return 0 if isinstance(module, nn.Embedding) else 1 if name == "weight" else None
     return None
