@@ -50,7 +50,7 @@ class Asleep:
         self.real = real
     def __len__(self):
         return len(self.real)
-    def step(self, index):
+    def take(self, first, gas):
         time.sleep(1000)  # loader
     def __getitem__(self, index):
         time.sleep(1000)  # validation
@@ -127,7 +127,7 @@ def line_of(comment: str, script: str = SCRIPT) -> int:
     ("kind", "where", "comment"),
     [
         ("loop", "loop_forever (training after 2 steps)", "endless"),
-        ("data", "step (training after 3 steps)", "loader"),
+        ("data", "take (training after 3 steps)", "loader"),
         ("evaluation", "__getitem__ (evaluation after 3 steps)", "validation"),
         ("save", "tensors (saving a checkpoint after 3 steps)", "tensors"),
         ("start-up", "setup (start-up)", "setup"),

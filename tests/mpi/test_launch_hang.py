@@ -83,7 +83,9 @@ def test_a_session_says_where_its_ranks_hang(start: Start, tmp_path: Path) -> No
 
 def test_a_living_job_is_asked_and_answers(start: Start, command: Command, tmp_path: Path) -> None:
     (tmp_path / "session.py").write_text(SESSION)
-    job = start("launch", "--hang", "10", "-n", "2", sys.executable, "session.py", "100")
+    # In the background of a script, which ignores SIGQUIT.
+    words = ["launch", "--hang", "10", "-n", "2", sys.executable, "session.py", "100"]
+    job = start("sh", "-c", 'trap "" QUIT; exec "$@"', "sh", *words)
     assert job.stdout is not None
     assert job.stdout.readline() == "ready\n"
     (record,) = (tmp_path / "state").rglob("*.json")

@@ -90,11 +90,14 @@ def test_ranges_are_short() -> None:
     assert hang.ranges(range(0, 100, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 42 more"
 
 
-def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["SIG_DFL", "SIG_IGN"])
+def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(before: str, tmp_path: Path) -> None:
+    """Also if it was started in the background of a script, where SIGQUIT is ignored."""
     script = tmp_path / "busy.py"
     script.write_text(
-        "import re\nfrom wordrun.dist import stacks\ndump = stacks.Dump('name', 7)\nprint(flush=True)\n"
-        "re.match('(a+)+$', 60 * 'a' + 'b')\n"
+        "import re, signal\nfrom wordrun.dist import stacks\n"
+        f"signal.signal(signal.SIGQUIT, signal.{before})\ndump = stacks.Dump('name', 7)\n"
+        "print(flush=True); re.match('(a+)+$', 60 * 'a' + 'b')\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -123,6 +126,7 @@ def test_a_request_is_there_once_and_a_stale_one_is_replaced(tmp_path: Path) -> 
 
 
 def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGQUIT)
     one = watch.Watch(World(), tmp_path / "failures", 1.0)
     try:
         for _ in range(25):
@@ -137,7 +141,7 @@ def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.Log
         one.close()
     (report,) = (tmp_path / "failures").iterdir()
     assert f"{Path(__file__).name}" in report.read_text()
-    assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGQUIT) == before
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

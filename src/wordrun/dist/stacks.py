@@ -129,8 +129,8 @@ class Dump:
         self.register()
 
     def register(self) -> None:
-        """Handle SIGQUIT, unless the user does."""
-        self._registered = signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, None)
+        """Handle SIGQUIT, unless the user does; a shell's background jobs ignore it, which is no wish of the user's."""
+        self._registered = signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN, None)
         if self._registered:
             faulthandler.register(signal.SIGQUIT, file=self._fd, all_threads=True)
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
@@ -50,9 +50,10 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         watch, outcome = OomWatch(), Outcome(CANNOT_START)
         output = _output(plan, status_dir)
         passes = idle or bool(output.pipes or (status_dir and plan.launcher.noise))
+        ignored = [signal.SIGQUIT] if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN else []
         with _signals() as arrived:
             try:
-                child = _start(plan, env, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
+                child = _start(plan, env, ignored, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 output.close()
@@ -126,15 +127,20 @@ def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
     return record, env
 
 
-def _start(plan: LaunchPlan, env: dict[str, str], *, stdout: bool, stderr: bool) -> subprocess.Popen[bytes]:
-    """Start the command; ``stdout`` and ``stderr`` say which of its streams pass through launch."""
+def _start(
+    plan: LaunchPlan, env: dict[str, str], ignored: Sequence[int], *, stdout: bool, stderr: bool
+) -> subprocess.Popen[bytes]:
+    """Start the command, which ignores the signals ``ignored``.
+
+    ``stdout`` and ``stderr`` say which of its streams pass through launch.
+    """
     own_group = not plan.launcher.keeps_terminal()
     return subprocess.Popen(
         plan.argv, env=env, bufsize=0,
         stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
         preexec_fn=processes.before_exec(
             own_group=own_group, death_signal=plan.launcher.death_signal,
-            ignored=(signal.SIGUSR1,) if plan.options.trains else (),
+            ignored=[*ignored, signal.SIGUSR1] if plan.options.trains else ignored,
         ),
     )  # fmt: skip
 
@@ -147,8 +153,8 @@ def _signals() -> Iterator[int]:
     os.set_blocking(writer, False)
     before: dict[signal.Signals, Any] = {}
     for number in (*PASSED_ON, signal.SIGQUIT, signal.SIGCHLD):
-        # A signal ignored on entry (nohup, a shell's background job) stays ignored.
-        if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+        # A signal ignored on entry (nohup, a shell's background job) stays ignored, unless it does not stop us.
+        if number in (signal.SIGQUIT, signal.SIGCHLD) or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
