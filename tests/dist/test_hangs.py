@@ -32,10 +32,17 @@ from wordrun.train.training import Hook
 FOUND = 7
 kind, run_dir = sys.argv[1:]
 
+reported, report = Path("reported").absolute(), watch.Watch._report
+
+def report_and_say_so(*words):
+    report(*words)
+    reported.touch()
+
+watch.Watch._report = report_and_say_so
+
 def end_when_reported():
-    while not list(Path(run_dir, "failures").glob("hang-*.txt")):
+    while not reported.exists():
         time.sleep(0.05)
-    time.sleep(0.2)  # for the message
     sys.stdout.flush()
     os._exit(FOUND)
 
