@@ -6,6 +6,7 @@ skipped with what it needs; under ``CI=true`` a tier that ought to run and did n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -101,12 +102,33 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     option, folders = session.config.option, {folder.removeprefix("tests/") for folder in session.config.args}
     whole = not option.keyword and not option.markexpr and folders <= {"tests", *TIERS}
     in_worker = hasattr(session.config, "workerinput")  # of pytest-xdist; the main process sees all reports
+    if not in_worker:
+        _remove_shared_memory()
     if os.environ.get("CI") != "true" or not whole or in_worker:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     passed = _passed_by_tier(reporter)
     if any(not passed[tier] for tier in EXPECTED_IN_CI if folders & {"tests", tier}):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remove what an earlier session left, because MPICH fails if it finds a segment of the name that it chooses."""
+    if not hasattr(session.config, "workerinput"):
+        _remove_shared_memory()
+
+
+def _remove_shared_memory() -> None:
+    """Remove the shared memory of MPI ranks that tests have killed: segments that no process maps."""
+    segments = set(Path("/dev/shm").glob("mpich_shm_*"))
+    if not segments:
+        return
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            text = maps.read_text()
+            segments = {segment for segment in segments if segment.name not in text}
+    for segment in segments:
+        segment.unlink(missing_ok=True)
 
 
 def _passed_by_tier(reporter: pytest.TerminalReporter) -> dict[str, int]:

@@ -60,7 +60,7 @@ def test_the_slowest_rank_is_named(ranks: Any, tmp_path: Path) -> None:
             line = json.loads(text.splitlines()[1])  # of steps 2 to 5
             assert line["step"] == 5
             assert (line["slowest_rank"], backend, where) == (rank, backend, where), line
-            assert 0.3 * SLEEP_S < line["slowest_by"] < line["dt"], line  # on busy cores the others are slow, too
+            assert 0.6 * SLEEP_S < line["slowest_by"] < line["dt"], line
             # The two others wait for it, and these times are means.
             assert line["dt_comm"] > 0.4 * SLEEP_S, line
             named = {"data": "dt_data", "forward": "dtf", "backward": "dtb"}[where]

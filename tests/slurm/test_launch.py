@@ -142,8 +142,8 @@ def test_under_a_bare_srun_mpi_uses_libfabric(cluster: Cluster) -> None:
     """UCX's addresses do not always fit into the lines of pmi2."""
     script = "import sys, wordrun.dist as d; d.identify(); from mpi4py import MPI; import os\n"
     script += "sys.stdout.write(f'{MPI.COMM_WORLD.size} over {os.environ[\"MPIR_CVAR_CH4_NETMOD\"]}\\n')"
-    got = cluster.run("srun", "--mpi=pmi2", "-N2", "-n2", sys.executable, "-c", script)
-    assert got.stdout.splitlines() == ["2 over ofi"] * 2, got.stderr
+    got = cluster.run("srun", "--mpi=pmi2", "-N2", "-n4", sys.executable, "-c", script)
+    assert got.stdout.splitlines() == ["4 over ofi"] * 4, got.stderr
 
 
 def test_a_bare_srun_shares_the_cores_among_the_ranks_of_a_node(cluster: Cluster) -> None:

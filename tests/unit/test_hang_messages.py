@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wordrun import reports
+from wordrun import stack_requests
 from wordrun.dist import World, hang, stacks, watch
 from wordrun.dist.hang import Answer
 
@@ -117,11 +117,11 @@ def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(
 
 
 def test_a_request_is_there_once_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
-    first = reports.request(tmp_path, "hang", 3.0)
-    assert reports.request(tmp_path, "question") == first
+    first = stack_requests.request(tmp_path, "hang", 3.0)
+    assert stack_requests.request(tmp_path, "question") == first
     old = time.time() - 1000
-    os.utime(tmp_path / reports.REQUEST, (old, old))
-    assert reports.request(tmp_path, "question") != first
+    os.utime(tmp_path / stack_requests.REQUEST, (old, old))
+    assert stack_requests.request(tmp_path, "question") != first
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -129,9 +129,13 @@ def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.Log
     before = signal.getsignal(signal.SIGQUIT)
     one = watch.Watch(World(), tmp_path / "failures", 1.0)
     try:
-        for _ in range(25):
-            one.mark(1)
-            time.sleep(0.05)
+        with one.phase("training"):
+            pass  # the first time, the limit is longer
+        with one.phase("training"):
+            assert one.limit == 1.0
+            for _ in range(30):
+                one.mark(1)
+                time.sleep(0.05)
         assert not (tmp_path / "failures").exists()
         os.kill(os.getpid(), signal.SIGQUIT)
         deadline = time.monotonic() + 20

@@ -106,6 +106,7 @@ def test_the_averaged_weights_are_evaluated_exported_and_generate(
     folder, _, _ = averaged
     measured = series(folder, "ema_val_loss")
     assert len(measured) == 2
+    assert series(folder, "ema_val_perplexity") == pytest.approx([math.exp(loss) for loss in measured])
     assert measured[-1] != series(folder, "val_loss")[-1]
     # A run that starts from the export has the loss of the average.
     out = export(ExportConfig(run=str(folder), weights="ema", form="checkpoint"))

@@ -24,7 +24,7 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"version", "errors", "files", "reports", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
+BASE = {"version", "errors", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "checks",
     "composer",
@@ -34,7 +34,7 @@ MAY_USE: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "files": set(),
-    "reports": set(),
+    "stack_requests": set(),
     "cgroup": {"files"},
     "interrupts": set(),
     "devices": set(),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun import files, reports
+from wordrun import files, stack_requests
 from wordrun.dist import hang, stacks
 from wordrun.dist.world import World, discover
 from wordrun.log import LOGGER
@@ -128,7 +128,7 @@ class Watch:
         """Ask all ranks where they are, unless somebody has just done so; ``why``: hang or question."""
         seconds = self.hang_s if math.isinf(self.limit) else self.limit
         try:
-            reports.request(self.folder, why, seconds)
+            stack_requests.request(self.folder, why, seconds)
         except OSError as error:  # such as a full disk
             since = f"no progress for {seconds:g} s: " if why == "hang" else ""
             line = stacks.user_line(stacks.own())
@@ -163,7 +163,7 @@ class Watch:
 
     def _answer(self, idle_s: float) -> bool:
         """Answer a request that is new, and report if this rank is the lowest; return whether it was about a hang."""
-        asked = reports.read(self.folder / reports.REQUEST)
+        asked = stack_requests.read(self.folder / stack_requests.REQUEST)
         if not asked or asked["id"] == self._answered:
             return False
         self._answered = asked["id"]
@@ -225,7 +225,7 @@ class Watch:
         )  # fmt: skip
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
-        found = [hang.Answer(**each) for path in answers.glob("*[0-9].json") if (each := reports.read(path))]
+        found = [hang.Answer(**each) for path in answers.glob("*[0-9].json") if (each := stack_requests.read(path))]
         found.sort(key=lambda answer: answer.rank)
         kind = "hang" if asked["why"] == "hang" else "stacks"
         name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -234,7 +234,7 @@ class Watch:
         lead = f"no progress for {asked['seconds']:g} s" if kind == "hang" else "where the ranks are now"
         text = f"{lead}: {hang.describe(found, self.world)}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
-        reports.withdraw(self.folder, asked["id"])
+        stack_requests.withdraw(self.folder, asked["id"])
         log = LOGGER.error if kind == "hang" else LOGGER.warning
         log("%s. Stacks of all ranks: %s", text, os.path.relpath(path))
 
@@ -264,7 +264,7 @@ def phase(name: str, factor: float = 1.0) -> Iterator[None]:
 def folder_of_job(env: Mapping[str, str]) -> Path:
     """Return where the ranks of a program without a run directory report; the same on all of them."""
     if env.get("WORDRUN_LAUNCH_RECORD"):
-        return reports.folder_of(env["WORDRUN_LAUNCH_RECORD"])
+        return stack_requests.folder_of(env["WORDRUN_LAUNCH_RECORD"])
     step = "-".join(env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in env)
     return Path.cwd() / "failures" / (step or env.get("TORCHELASTIC_RUN_ID") or env.get("MASTER_PORT") or "job")
 

@@ -50,8 +50,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         watch, outcome = OomWatch(), Outcome(CANNOT_START)
         output = _output(plan, status_dir)
         passes = idle or bool(output.pipes or (status_dir and plan.launcher.noise))
-        ignored = [signal.SIGQUIT] if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN else []
-        with _signals() as arrived:
+        with _signals() as (arrived, ignored):
             try:
                 child = _start(plan, env, ignored, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
             except OSError as error:  # no interpreter, or an argument list that is too long
@@ -146,8 +145,11 @@ def _start(
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[int]:
-    """Yield a file descriptor from which to read the numbers of arriving signals, in order."""
+def _signals() -> Iterator[tuple[int, list[int]]]:
+    """Yield a file descriptor from which to read the numbers of arriving signals, in order.
+
+    Also yield the signals that are handled here though they were ignored on entry, as the command is to ignore them.
+    """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -158,7 +160,7 @@ def _signals() -> Iterator[int]:
             before[number] = signal.signal(number, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        yield reader
+        yield reader, [signal.SIGQUIT] if before[signal.SIGQUIT] == signal.SIG_IGN else []
     finally:
         signal.set_wakeup_fd(wakeup)
         for caught, handler in before.items():

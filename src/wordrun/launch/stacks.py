@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from wordrun import reports
+from wordrun import stack_requests
 from wordrun.errors import ConfigError, UserError
 
 # Ranks look for requests at least this often, and wait for each other's answers as long again.
@@ -25,13 +25,13 @@ def main(run: str, records: str) -> int:
     """
     folder = _folder(run, records)
     try:
-        name = reports.request(folder, "question")
+        name = stack_requests.request(folder, "question")
     except OSError as error:
         raise ConfigError(f"--stacks {run}: cannot write to {folder}: {error.strerror}") from None
     deadline = time.monotonic() + PATIENCE_S
-    while (reports.read(folder / reports.REQUEST) or {}).get("id") == name:
+    while (stack_requests.read(folder / stack_requests.REQUEST) or {}).get("id") == name:
         if time.monotonic() > deadline:
-            reports.withdraw(folder, name)
+            stack_requests.withdraw(folder, name)
             raise UserError(
                 f"--stacks {run}: no rank has answered in {PATIENCE_S:g} s: the job has ended, or its program uses "
                 "neither wordrun nor launch --hang"
@@ -47,13 +47,13 @@ def _folder(run: str, records: str) -> Path:
     """Return the folder in which the ranks of a run report."""
     path = Path(run).expanduser()
     if path.is_dir():
-        record, folder = reports.read(path / "launch.json"), path.resolve() / "failures"
-        state = str((reports.read(path / "run.json") or {}).get("exit_reason", ""))
+        record, folder = stack_requests.read(path / "launch.json"), path.resolve() / "failures"
+        state = str((stack_requests.read(path / "run.json") or {}).get("exit_reason", ""))
         if record is None and not state:
             raise ConfigError(f"--stacks {run} is not a run directory: it has neither a run.json nor a launch.json")
     else:
         file = path if path.is_file() else Path(records) / f"{run}.json"
-        record, folder, state = reports.read(file), reports.folder_of(str(file)), ""
+        record, folder, state = stack_requests.read(file), stack_requests.folder_of(str(file)), ""
         if record is None:
             raise ConfigError(f"--stacks {run} should be a run directory, a launch.json or the ID of a run")
     if (record or {}).get("end") or state not in ("", "running"):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from wordrun import reports
+from wordrun import stack_requests
 from wordrun.errors import REQUEUE, short_lines
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import STOPPING
@@ -227,14 +227,14 @@ class Supervisor:
 
     def has_reported_hang(self) -> bool:
         """Return whether a rank has written a report about a hang (``--hang``)."""
-        folder = reports.folder_of(self.plan.env["WORDRUN_LAUNCH_RECORD"])
+        folder = stack_requests.folder_of(self.plan.env["WORDRUN_LAUNCH_RECORD"])
         return any(path.stat().st_mtime > self.begun - 1 for path in folder.glob("hang-*.txt"))
 
     def ask_for_stacks(self) -> None:
         """Ask the ranks where they are; they print it."""
         record = self.plan.env["WORDRUN_LAUNCH_RECORD"]
         try:
-            reports.request(reports.folder_of(record), "question")
+            stack_requests.request(stack_requests.folder_of(record), "question")
             say("asked the ranks where they are (programs that do not use wordrun answer if started by launch --hang)")
         except OSError as error:
             say(f"cannot ask the ranks where they are: {error.filename}: {error.strerror}")

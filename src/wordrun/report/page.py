@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from wordrun import files
 from wordrun.errors import UserError
 from wordrun.report import facts
 from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, over_axes
+from wordrun.report.templates import render
 from wordrun.runs import metrics as run_metrics
 from wordrun.runs.metrics import Metrics
 from wordrun.runs.record import RunRecord, load
@@ -215,13 +215,8 @@ def _color(index: int) -> str:
 
 
 def _render(**content: Any) -> str:
-    from jinja2 import Environment, StrictUndefined
-
-    template = resources.files("wordrun.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["value"] = facts.text
     written = f"wordrun {__version__}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
-    return environment.from_string(template).render(**content, written=written)
+    return render("page", **content, written=written)
 
 
 def _save(text: str, file: Path) -> Path:

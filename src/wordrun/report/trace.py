@@ -8,9 +8,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from wordrun.report.templates import render
 
 COMMUNICATION = re.compile(r"nccl|gloo:|mpi:|oneccl|rccl", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|flash|fmha", re.IGNORECASE)
@@ -143,15 +144,11 @@ def as_text(summary: TraceSummary) -> str:
 
 def as_html(summary: TraceSummary, title: str) -> str:
     """Return the summary as a page."""
-    from jinja2 import Environment, StrictUndefined
-
-    template = resources.files("wordrun.report").joinpath("trace.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     exposed = summary.communication - summary.overlap
     bar = {"computing": summary.compute - summary.overlap, "both": summary.overlap,
            "communicating": exposed, "idle": summary.idle}  # fmt: skip
     shares = {name: 100 * seconds / max(summary.seconds, 1e-12) for name, seconds in bar.items()}
-    return environment.from_string(template).render(title=title, summary=summary, shares=shares)
+    return render("trace", title=title, summary=summary, shares=shares)
 
 
 def _percent(seconds: float, summary: TraceSummary) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -89,7 +88,7 @@ def _read(file: Path, position: int) -> bytes:
 
 
 def _write(text: bytes) -> None:
-    os.write(sys.stdout.fileno(), text) if not hasattr(sys.stdout, "buffer") else sys.stdout.buffer.write(text)
+    sys.stdout.buffer.write(text)
     sys.stdout.flush()
 
 

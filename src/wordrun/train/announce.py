@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from wordrun.checks import accumulation
@@ -39,7 +40,9 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
         cfg.model.batch_size, accumulation(cfg, dp),
         "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
     )  # fmt: skip
-    trainer.task.announce(trainer.examples_of(sum(accumulation(cfg, dp, step) for step in range(cfg.train.max_iters))))
+    ends = [min(step, cfg.train.max_iters) for step, _ in (*cfg.train.ramp(), (cfg.train.max_iters, 0))]
+    micro_steps = sum((end - begin) * accumulation(cfg, dp, begin) for begin, end in pairwise([0, *ends]))
+    trainer.task.announce(trainer.examples_of(micro_steps))
     LOGGER.info("run directory: %s", relative(trainer.run.path))
     if trainer.start.source is None and (found := resume.unfinished(trainer)):
         again = resume_command(found.path.parents[1], trainer.run.path, trainer.command, world.size)

@@ -19,10 +19,8 @@ EXAMPLES = """\
 Examples:
   wordrun data=sample train=smoke                a few steps, as a check
   launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
-  wordrun data=text data.path=my.txt model=gpt2 train.dtype=bf16
   wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep, in one process
   wordrun experiment=shakespeare --cfg job       print the config and exit
-
 Runs write below outputs/ (hydra.run.dir=DIR). Your own files: conf/."""
 EXPERIMENT = "experiment"
 GROUPS = (*SECTIONS, EXPERIMENT)
