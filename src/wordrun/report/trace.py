@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says: computing, communicating, both, idle, and the dearest operations."""
+"""What a trace of torch.profiler says: computing, communicating, both, idle, and where the self time goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wordrun.report.templates import render
 COMMUNICATION = re.compile(r"nccl|gloo:|mpi:|oneccl|rccl", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|flash|fmha", re.IGNORECASE)
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-DEAREST = 10
+SHOWN = 10
 
 Interval = tuple[float, float]
 
@@ -27,7 +27,7 @@ class Operation:
 
     name: str
     seconds: float
-    """In total, without the operations that it calls."""
+    """Self time: without the operations that it calls."""
     calls: int
 
 
@@ -48,7 +48,7 @@ class TraceSummary:
     attention: float
     """Time of attention's operations; 0 if it is computed by products and softmax, which are not only attention's."""
     operations: Sequence[Operation]
-    """The dearest, dearest first."""
+    """Those with the most self time, longest first."""
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> TraceSummary:
         where="device" if kernels else "CPU", steps=steps, seconds=end - begin, compute=compute,
         communication=communication, overlap=compute + communication - busy, idle=end - begin - busy,
         attention=_length(_union(_interval(event) for event in used if ATTENTION.search(str(event["name"])))),
-        operations=own[:DEAREST],
+        operations=own[:SHOWN],
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _own_times(events: Iterable[dict[str, Any]]) -> list[Operation]:
-    """Return the operations by the time that they take without those that they call, dearest first."""
+    """Return the operations by self time, longest first."""
     seconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     by_thread = defaultdict(list)
@@ -137,7 +137,7 @@ def as_text(summary: TraceSummary) -> str:
         row("computing", summary.compute), row("communicating", summary.communication),
         row("  hidden behind computing", summary.overlap), row("idle", summary.idle),
         *([row("attention (part of computing)", summary.attention)] if summary.attention else []),
-        "", f"  {'operation, without those that it calls':<42}{'ms a step':>12}{'share':>8}{'calls':>8}",
+        "", f"  {'operation (self time)':<42}{'ms a step':>12}{'share':>8}{'calls':>8}",
         *(f"{row(each.name[:42], each.seconds)}{each.calls:>8}" for each in summary.operations), "",
     ])  # fmt: skip
 
