@@ -5,6 +5,7 @@ For tests of what ranks do together, whoever started them. Those of starting, st
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -13,9 +14,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 # What a rank imports sooner or later; torch._dynamo by the first optimizer.
@@ -67,6 +72,20 @@ def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) ->
     return subprocess.CompletedProcess(words, next((s for s in statuses if s), 0), output, errors)
 
 
+@contextlib.contextmanager
+def undrawn() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+    """Let runs draw no plots and no report: nobody looks at them, and in small runs they take longer than training.
+
+    Yields:
+        what makes a context in which they are drawn nevertheless.
+    """
+    from wordrun.train import run
+
+    drawing = partial(mock.patch.multiple, run, draw=run.draw, page=run.page)
+    with mock.patch.multiple(run, draw=lambda *_: [], page=SimpleNamespace(write=lambda path: path / "report.html")):
+        yield drawing
+
+
 def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Path]) -> None:
     os.environ.clear()
     os.environ.update(env)
@@ -75,8 +94,7 @@ def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Pa
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     sys.argv, sys.path[0] = words, folder
     sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    # Nobody looks at the plots, and in small runs drawing takes longer than training.
-    with mock.patch("wordrun.train.run.draw", return_value=[]):
+    with undrawn():
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -122,7 +122,7 @@ def _check_choice(cfg: Config) -> Iterator[str]:
             "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
             "use train.compile=false"
         )
-    if train.compile_scope == "model" and not isinstance(backend, config.DDPConfig):
+    if train.compile_scope == "model" and not backend.replicated:
         yield (
             f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
             "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
@@ -205,7 +205,7 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
             f"train.global_batch_size={batch} needs {gas} micro-steps of {per_micro_step} "
             f"sequences, but optimizer.gas={cfg.optimizer.gas}: omit one of the two"
         )
-    elif isinstance(cfg.backend, config.DDPConfig) and cfg.backend.static_graph and gas != 1:
+    elif cfg.backend.one_micro_step and gas != 1:
         yield (
             f"backend.static_graph=true reduces gradients in every backward pass, but a step has {gas} of them and "
             "only the last may: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
@@ -226,13 +226,13 @@ def _check_ramp(cfg: Config, per_micro_step: int) -> Iterator[str]:
                 f"model.batch_size={cfg.model.batch_size} x the data-parallel ranks = {per_micro_step}: use {fits}, or "
                 "another model.batch_size"
             )
-    if sizes and isinstance(cfg.backend, DeepSpeedConfig | PPConfig):
-        what = "an engine" if isinstance(cfg.backend, DeepSpeedConfig) else "a pipeline"
+    if sizes and (cfg.backend.own_engine or cfg.backend.pipeline):
+        what = "an engine" if cfg.backend.own_engine else "a pipeline"
         yield (
             f"train.batch_ramp needs steps of different numbers of micro-steps, and train.backend={cfg.train.backend} "
             f"builds {what} for one number: use train.backend=FSDP, TP or DDP"
         )
-    if sizes and isinstance(cfg.backend, config.DDPConfig) and cfg.backend.static_graph:
+    if sizes and cfg.backend.one_micro_step:
         yield "train.batch_ramp accumulates gradients, which backend.static_graph=true does not allow: use false"
 
 

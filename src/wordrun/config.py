@@ -450,6 +450,8 @@ class BackendConfig(Section):
     """Whether the model's layers are divided into the stages of a pipeline."""
     own_engine: ClassVar[bool] = False
     """Whether a library's engine takes the steps, and flattens and shards the parameters."""
+    replicated: ClassVar[bool] = False
+    """Whether every rank has the whole model, with all gradients, as one module."""
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
@@ -463,6 +465,11 @@ class BackendConfig(Section):
         """Whether a pipeline computes gradients of weights later than those of activations."""
         return False
 
+    @property
+    def one_micro_step(self) -> bool:
+        """Whether a step must have one micro-step."""
+        return False
+
     def microbatches_of(self, batch_size: int, pp: int) -> int:
         """Return into how many micro-batches a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
         return 1
@@ -471,6 +478,8 @@ class BackendConfig(Section):
 @dataclass
 class DDPConfig(BackendConfig):
     """Distributed data parallel: a full model on every rank; gradients are averaged."""
+
+    replicated: ClassVar[bool] = True
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
@@ -482,6 +491,11 @@ class DDPConfig(BackendConfig):
     """Tell DDP that the graph never changes, which enables optimizations; requires one micro-step per step."""
     compress: str = "none"
     """Gradient compression for the all-reduce: none, or bf16 (half the traffic)."""
+
+    @property
+    def one_micro_step(self) -> bool:
+        """Whether a step must have one micro-step."""
+        return self.static_graph
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""

@@ -26,7 +26,7 @@ import torch
 import torch.distributed
 import wordrun
 from wordrun import dist
-from wordrun.dist import watch
+from wordrun.dist import stacks, watch
 from wordrun.train.training import Hook
 
 FOUND = 7
@@ -92,6 +92,7 @@ class Culprit(Hook):
 
 # On a busy machine, start-up and the first step take seconds.
 hang_s, watch.SLOW = (1, 5.0) if kind in ("start-up", "save") else (2, 10.0)
+stacks.DUMP_S = 20.0
 threading.Thread(target=end_when_reported, daemon=True).start()
 with dist.session() as world:
     torch.set_num_threads(1)

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import pytest
 from gpu_runs import DRY, SMALL, Ran, Train, ran
+
+import forked
 
 # cuBLAS reads it once, when CUDA starts; train.deterministic=true needs it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,9 +59,8 @@ def only_on_device(device: torch.device) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_plots() -> Iterator[None]:
-    """Nobody looks at the plots, and drawing takes longer than training."""
-    with mock.patch("wordrun.train.run.draw", return_value=[]):
+def _undrawn() -> Iterator[None]:
+    with forked.undrawn():
         yield
 
 

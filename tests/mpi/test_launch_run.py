@@ -9,11 +9,10 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +76,11 @@ def test_separate_runs_that_look_like_one_are_named(
     assert done.returncode == 0, done.stderr
     assert (APART in done.stderr) == bool(line)
     assert line in done.stderr
+    warned = "with torchrun (each rank of an MPI program is rank 0 of 1)\n" in done.stderr
+    assert warned == (launcher == "torchrun")
 
 
-def test_the_line_that_names_torchrun_says_that_mpi_programs_see_one_rank(command: Command) -> None:
-    done = command(LAUNCH, "-n", "2", "--launcher", "torchrun", "true")
-    assert "with torchrun (each rank of an MPI program is rank 0 of 1)\n" in done.stderr
+def test_a_dry_run_with_torchrun_says_that_mpi_programs_see_one_rank(command: Command) -> None:
     shown = command(LAUNCH, "--dry-run", "-n", "2", "--launcher", "torchrun", "true").stdout
     assert "# launcher: torchrun" in shown
     assert "(--launcher torchrun; each rank of an MPI program is rank 0 of 1)" in shown
@@ -614,12 +613,6 @@ def test_ranks_know_the_terminals_size(tmp_path: Path) -> None:
     assert len(re.findall(r"\[\d+x\d+\]", output)) == 2
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
 @pytest.mark.parametrize("status", [0, 3])
 def test_an_mpiexec_that_dies_of_its_input_after_the_ranks(status: int, tmp_path: Path) -> None:
     """Hydra's does when it passes on the end of its input to a proxy that has just ended: here every time."""
@@ -632,21 +625,6 @@ def test_an_mpiexec_that_dies_of_its_input_after_the_ranks(status: int, tmp_path
     command = [sys.executable, "-c", f"{imports}; {instead}", "-n", "2", "sh", "-c", f"exit {status}"]
     run = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
     assert run.returncode == status, run.stderr
-
-
-def test_overhead_over_mpiexec(tmp_path: Path) -> None:
-    """The figure is measured in benchmarks/figures.py; this is for something heavy, such as an import of torch."""
-    command = ("sleep", "0.2")
-    bare = [str(BIN / "mpiexec"), "-n", "2", *command]
-    times = [
-        (
-            seconds(lambda: subprocess.run(bare, env=environment(tmp_path), check=True, cwd=tmp_path)),
-            seconds(lambda: launch(tmp_path, "-n", "2", *command, check=True)),
-        )
-        for _ in range(3)
-    ]
-    overhead = min(ours for _, ours in times) - statistics.median(theirs for theirs, _ in times)
-    assert overhead < 1
 
 
 def test_doctor(tmp_path: Path) -> None:

@@ -52,22 +52,9 @@ def test_one_run_and_one_voice(under: str, ranks: Any, tmp_path: Path) -> None:
     assert (tmp_path / "outputs" / "latest").resolve() == run_dir
 
 
-def test_launch_record_moves_into_the_run_directory(command: Any, tmp_path: Path) -> None:
-    done = command("launch", "-n", "2", "python", "-m", "wordrun", *SMOKE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run_dir,) = run_dirs(tmp_path)
-    record = json.loads((run_dir / "launch.json").read_text())
-    assert record["exit_status"] == 0
-    assert record["np"] == 2
-    assert record["run_id"] == run_dir.name
-    (link,) = (tmp_path / "outputs" / "launches").iterdir()
-    assert link.resolve() == run_dir / "launch.json"
-
-
-@pytest.mark.parametrize("under", ["fork", "torchrun"])
-def test_mistakes_are_printed_once(under: str, ranks: Any, tmp_path: Path) -> None:
-    done = ranks(2, "-m", "wordrun", "data=sample", "train.max_itrs=3", "model.n_head=3", under=under)
-    assert done.returncode == (2 if under == "fork" else 1)  # torchrun has a status of its own
+def test_mistakes_are_printed_once(ranks: Any, tmp_path: Path) -> None:
+    done = ranks(2, "-m", "wordrun", "data=sample", "train.max_itrs=3", "model.n_head=3", under="fork")
+    assert done.returncode == 2
     assert done.stderr.count("unknown option 'train.max_itrs'; did you mean 'train.max_iters'?") == 1
     assert done.stderr.count("model.n_embd=128 is not divisible by model.n_head=3") == 1
     assert "Abort" not in done.stderr
@@ -153,6 +140,11 @@ def test_a_signal_ends_the_run_after_a_whole_step(
     assert (run_dir / "plots" / "loss.png").stat().st_size > 5000
     assert "Trainer.train" in (run_dir / "profile" / "pyinstrument.txt").read_text()
     assert "Traceback" not in rest
+    # The launch's record has moved into the run directory.
+    launched = json.loads((run_dir / "launch.json").read_text())
+    assert (launched["exit_status"], launched["np"], launched["run_id"]) == (status, 2, run_dir.name)
+    (link,) = (tmp_path / "outputs" / "launches").iterdir()
+    assert link.resolve() == run_dir / "launch.json"
 
 
 SLOW = """
@@ -218,20 +210,9 @@ def test_sweep_inside_ranks_is_refused(ranks: Any) -> None:
     assert done.stderr.count("run launch inside a loop") == 1
 
 
-def test_bandwidths_are_measured(command: Any, tmp_path: Path) -> None:
-    bench = (
-        "python",
-        "-m",
-        "wordrun.test_dist",
-        "--bench",
-        "--sizes",
-        "4KB..16KB",
-        "--layout",
-        "shard=2",
-        "--out",
-        "b",
-    )
-    done = command("launch", "-n", "2", *bench)
+def test_bandwidths_are_measured(command: Any, ranks: Any, tmp_path: Path) -> None:
+    bench = ["-m", "wordrun.test_dist", "--bench", "--sizes", "4KB..16KB"]
+    done = command("launch", "-n", "2", "python", *bench, "--layout", "shard=2", "--out", "b")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "b" / "bandwidth.json").read_text())
     assert (tmp_path / "b" / "bandwidth.png").stat().st_size > 10_000
@@ -247,7 +228,7 @@ def test_bandwidths_are_measured(command: Any, tmp_path: Path) -> None:
         assert result["algbw"] == pytest.approx(result["size"] / result["seconds"] / 1e9)
         assert result["busbw"] == pytest.approx(result["algbw"] * busbw[result["operation"]])
         assert f"  {result['operation']:<24}" in done.stdout
-    wrong = command("launch", "-n", "2", *bench[:-4], "--layout", "tp=3")
+    wrong = ranks(2, *bench, "--layout", "tp=3", under="fork")
     assert wrong.returncode == 2
     assert "--layout tp=3 is a layout of 3 ranks; there are 2" in wrong.stderr + wrong.stdout
 

@@ -118,7 +118,8 @@ class Cluster:
         """End all that a test left: its jobs, its processes and its nodes that are down."""
         self.run("scancel", "--user=root")
         sessions = {process.pid for process in self._started}
-        _kill(lambda pid: os.getsid(pid) in sessions)
+        # Most have ended, and another process may have the number of one by now.
+        _kill(lambda pid: os.getsid(pid) in sessions and _uses(pid, self.environment["SLURM_CONF"]))
         for process in self._started:
             process.wait()
             for stream in (process.stdout, process.stderr):

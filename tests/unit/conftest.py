@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+import forked
 
 if TYPE_CHECKING:
     from wordrun.model import Transformer
@@ -24,6 +27,16 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+Draws = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawing() -> Iterator[Draws]:
+    """Draw plots and the report at the end of a run only in this context."""
+    with forked.undrawn() as drawing:
+        yield drawing
 
 
 @pytest.fixture(scope="session")

@@ -44,8 +44,9 @@ def train(*words: str) -> wordrun.train.trainer.Summary:
         return trainer.train()
 
 
-def test_a_run_reports_examples_and_no_tokens() -> None:
-    summary = train("metrics=[accuracy,top5]")
+def test_a_run_reports_examples_and_no_tokens(drawing: Any) -> None:
+    with drawing():
+        summary = train("metrics=[accuracy,top5]")
     assert (summary.steps, summary.tokens) == (2, None)
     training, evaluation = lines()[0], lines()[1]
     assert not {"tps", "tps_per_gpu", "tokens"} & set(training)

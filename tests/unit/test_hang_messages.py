@@ -91,26 +91,30 @@ def test_ranges_are_short() -> None:
 
 
 @pytest.mark.parametrize("before", ["SIG_DFL", "SIG_IGN"])
-def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(before: str, tmp_path: Path) -> None:
+def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if it was started in the background of a script, where SIGQUIT is ignored."""
-    script = tmp_path / "busy.py"
+    monkeypatch.setattr(stacks, "DUMP_S", 20.0)
+    script, name = tmp_path / "busy.py", f"busy-{os.getpid()}-{before}"
     script.write_text(
         "import re, signal\nfrom wordrun.dist import stacks\n"
-        f"signal.signal(signal.SIGQUIT, signal.{before})\ndump = stacks.Dump('name', 7)\n"
+        f"signal.signal(signal.SIGQUIT, signal.{before})\ndump = stacks.Dump('{name}', 7)\n"
         "print(flush=True); re.match('(a+)+$', 60 * 'a' + 'b')\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:
-            (peer,) = stacks.peers("name")
+            (peer,) = stacks.peers(name)
             assert peer[:2] == (7, process.pid)
             found = stacks.ask(*peer[1:])
             assert stacks.user_line(found) == "busy.py:5 in <module>"
             assert os.stat(peer[2]).st_size == 0
             os.kill(process.pid, signal.SIGSTOP)
-            time.sleep(0.1)
-            assert stacks.state(process.pid) == "T"
+            deadline = time.monotonic() + 20
+            while stacks.state(process.pid) != "T" and time.monotonic() < deadline:
+                time.sleep(0.01)
             assert stacks.ask(*peer[1:]) == {}
         finally:
             process.kill()

@@ -564,7 +564,7 @@ def by_workers(texts: Path, folder: Path) -> Iterator[list[int]]:
 
 def children() -> set[int]:
     """Return the ids of the worker processes that this process has started."""
-    return {process.pid or 0 for process in multiprocessing.active_children()}
+    return {process.pid for process in multiprocessing.active_children() if process.pid}
 
 
 def test_workers_count_what_they_have_done(texts: Path, tmp_path: Path) -> None:

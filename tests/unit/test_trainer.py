@@ -39,7 +39,7 @@ from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
 
 if TYPE_CHECKING:
-    from conftest import Start
+    from conftest import Draws, Start
 
 Words = Callable[..., list[str]]
 ROOT = Path(__file__).parent.parent.parent
@@ -65,7 +65,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary, Config]:
+def learned(tmp_path_factory: pytest.TempPathFactory, drawing: Draws) -> tuple[Path, Summary, Config]:
     """A few hundred small steps on the sample."""
     folder = tmp_path_factory.mktemp("learned") / "run"
     words = [
@@ -75,7 +75,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary, Co
         "train.dtype=auto", f"hydra.run.dir={folder}",
     ]  # fmt: skip
     cfg = wordrun.compose(words)
-    with Trainer(cfg) as trainer:
+    with drawing(), Trainer(cfg) as trainer:
         summary = trainer.train()
     return folder, summary, cfg
 

@@ -28,8 +28,8 @@ MAIN = "MainThread"
 OWN = str(Path(__file__).parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 STATES = {"T": "stopped (SIGSTOP or SIGTSTP)", "t": "stopped by a debugger", "D": "waiting in the kernel (state D)"}
-# Time for a process to write its stacks.
-DUMP_S = 0.5
+# Time for a process to write its stacks, also where it must first get a core.
+DUMP_S = 3.0
 
 
 def own() -> dict[str, Stack]:

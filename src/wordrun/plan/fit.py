@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from wordrun.checks import accumulation, layout
-from wordrun.config import Config, DDPConfig, FSDPConfig
+from wordrun.config import Config, FSDPConfig
 from wordrun.dist.mesh import Layout
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
@@ -120,7 +120,7 @@ class Fit:
         full = replace(cfg, train=replace(cfg.train, activation_checkpointing="full"))
         if not cfg.backend.zero_bubble:
             yield "train.activation_checkpointing=full", full, self.layout
-        if isinstance(cfg.backend, DDPConfig) and self.layout.size > 1:
+        if cfg.backend.replicated and self.layout.size > 1:
             at = layout(FSDPConfig(), self.layout.size, self.per_node)
             yield "train.backend=FSDP", replace(cfg, backend=FSDPConfig()), at
             both = "train.backend=FSDP train.activation_checkpointing=full"
@@ -133,7 +133,7 @@ class Fit:
             return memory(self.model, strategy, cfg.train.activation_checkpointing)
         except NoEstimateError:
             # Under DDP every rank has all parameters and gradients, whatever else the model and the optimizer need.
-            size = float(FP32 * self.model.parameters) if isinstance(cfg.backend, DDPConfig) else 0.0
+            size = float(FP32 * self.model.parameters) if cfg.backend.replicated else 0.0
             return Memory(size, size, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 

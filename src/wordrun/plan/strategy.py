@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wordrun.checks import accumulation, stages
-from wordrun.config import INTERLEAVED, BackendConfig, Config, DDPConfig, FSDPConfig, PPConfig
+from wordrun.config import INTERLEAVED, BackendConfig, Config, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
 
 FP32 = 4
@@ -49,7 +49,7 @@ class Strategy:
         if self.cfg.train.dtype != "fp16":
             return self.compute
         unsharded = isinstance(self.backend, FSDPConfig) and self.layout.dp == 1
-        return FP32 if unsharded or isinstance(self.backend, DDPConfig) else self.compute
+        return FP32 if unsharded or self.backend.replicated else self.compute
 
 
 def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:

@@ -15,7 +15,7 @@ import torch
 from wordrun import dist, files
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
-from wordrun.config import Config, DDPConfig
+from wordrun.config import Config
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
@@ -89,11 +89,11 @@ class LanguageTask(Task):
     @classmethod
     def least_shapes(cls, cfg: Config) -> ModelShapes:
         """Return the shapes of the model with a vocabulary of one token."""
-        return shapes_of(cfg.transformer, 1, split=not isinstance(cfg.backend, DDPConfig))
+        return shapes_of(cfg.transformer, 1, split=not cfg.backend.replicated)
 
     def shapes(self) -> ModelShapes:
         """Return the shapes of the run's model."""
-        return shapes_of(self.cfg.transformer, self.vocab_size, split=not isinstance(self.cfg.backend, DDPConfig))
+        return shapes_of(self.cfg.transformer, self.vocab_size, split=not self.cfg.backend.replicated)
 
     def _check_vocabulary(self) -> None:
         data, size = self.cfg.data.name, self.cfg.transformer.vocab_size or self.vocab_size
