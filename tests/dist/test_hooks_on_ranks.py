@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,57 @@ def test_a_hook_that_raises_on_one_rank_ends_all_and_is_named(ranks: Any, tmp_pa
     saved = [each.step for each in folders.all_in(tmp_path / "run")]
     assert saved[-1] >= 4  # the ranks agree to stop a few steps later
     assert find(tmp_path / "run").step == saved[-1]
+
+
+NO_RATE = """
+import sys
+from dataclasses import dataclass
+
+import wordrun
+from wordrun import dist
+from wordrun.config import ScheduleConfig
+from wordrun.train import failing
+from wordrun.train.hooks import Hook
+
+@dataclass
+class OwnConfig(ScheduleConfig):
+    name: str = "own"
+
+def own(cfg, step, steps, highest, lowest):
+    return highest / (3 - step)
+
+class Rate(Hook):
+    def learning_rate(self, trainer, scheduled):
+        return None if trainer.step == 2 and trainer.world.rank in culprits else scheduled
+
+failing.TOGETHER_S = 2.0
+wordrun.register("schedule", "own", OwnConfig, own)
+culprits = [int(rank) for rank in sys.argv[1]]
+with dist.session() as world:
+    cfg = wordrun.compose([*sys.argv[2:], "schedule=own"])
+    wordrun.Trainer(cfg, world, hooks=[Rate()]).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("culprits", "saved", "message"),
+    [
+        ("", 3, "schedule=own (*script.py:25): own failed at step 3: ZeroDivisionError: * (script.py:16); traceback: "),
+        ("01", 2, "the hook Rate failed in learning_rate after 2 steps: ValueError: the learning rate is None, "),
+        ("1", None, "[[]rank 1] the hook Rate failed in learning_rate after 2 steps: ValueError: "),
+    ],
+)
+def test_a_learning_rate_that_fails_on_all_ranks_costs_no_steps(
+    ranks: Any, tmp_path: Path, culprits: str, saved: int | None, message: str
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(NO_RATE)
+    words = ["train.checkpoint_interval=100", "optimizer.warmup_iters=0", "hydra.run.dir=run"]
+    done = ranks(2, "script.py", culprits, *SMALL, *FSDP, *words, under="fork", timeout=100)
+    assert done.returncode == 1
+    assert fnmatch(done.stderr, f"*{message}*"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert [each.step for each in folders.all_in(tmp_path / "run")] == ([] if saved is None else [saved])
 
 
 WAITING = """
