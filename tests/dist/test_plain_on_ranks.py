@@ -120,7 +120,7 @@ def test_ddp_fsdp_and_deepspeed_train_it_like_one_process(ranks: Command) -> Non
                  for stage in (1, 3)}  # fmt: skip
     words = [[*SMALL, f"hydra.run.dir={name}", *more] for name, more in runs.items()]
     text = ["model=writer", "data=sample", "train.sample_tokens=8", *SMALL[2:]]
-    words += [[*text, f"hydra.run.dir=text-{name}", *runs[name][:2]] for name in runs if name != "again"]
+    words += [[*text, f"hydra.run.dir=text-{name}", *runs[name]] for name in runs if name != "again"]
     alone = [[*kind, f"hydra.run.dir={name}", "model.batch_size=16"] for kind, name in ((SMALL, "one"), (text, "text"))]
     one = ranks(1, "script.py", json.dumps(alone), under="fork")
     two = ranks(2, "script.py", json.dumps(words), timeout=150)
