@@ -69,7 +69,6 @@ class LanguageTask(Task):
         self.no_samples = self.tokenizer.missing or why_silent(
             self.meta_model, self.vocab_size, cfg.text_model.block_size
         )
-        """Why text cannot be generated; empty: it can."""
         self._check_vocabulary()
         self.sequences = order_of_run(cfg, self.corpus)
         self.base: dict[str, str] = {}

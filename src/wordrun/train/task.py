@@ -42,6 +42,8 @@ class Task:
     make_model: MakeModel
     meta_model: Model
     """The complete model, without memory."""
+    no_samples = "the data are not text"
+    """Why the model cannot generate text; empty: it can."""
     tokenizer_json: str | None = None
     """The tokenizer, which checkpoints contain; None: there is none."""
     tokens_per_example: int | None = None

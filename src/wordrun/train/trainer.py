@@ -312,7 +312,8 @@ class Trainer(Training):
         if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
             command = () if self.stop_reason else self.command
             most = self.cfg.train.max_iters
-            kind = {"text": self.task.tokenizer_json is not None, "own": bool(part_of("model", self.cfg.model).origin)}
+            is_text, own = self.task.tokenizer_json is not None, bool(part_of("model", self.cfg.model).origin)
+            kind = {"text": is_text, "own": own, "generates": not self.task.no_samples}
             if text := next_steps(self.run.path, command, self.world.size, most, finished=not error, **kind):
                 LOGGER.info(text)
 
