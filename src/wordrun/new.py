@@ -76,10 +76,10 @@ pythonpath = ["src"]
 #SBATCH --time=00:30:00
 #PBS -l select=1
 #PBS -l walltime=00:30:00
-# Runs in SLURM (sbatch job.sh), in PBS (qsub job.sh) and on a laptop (bash job.sh), one rank for each device.
+# In this folder: sbatch job.sh (SLURM), qsub job.sh (PBS) or bash job.sh (a laptop); one rank for each device.
 # Add what your site asks for above, such as an account, a queue and GPUs.
 export PATH={path}:"$PATH" # the environment with wordrun, which PBS does not pass on
-cd "${{SLURM_SUBMIT_DIR:-${{PBS_O_WORKDIR:-$(dirname "$0")}}}}" || exit 1
+cd "${{PBS_O_WORKDIR:-.}}" || exit 1
 launch wordrun experiment=first "$@"
 """,
     "conf/experiment/first.yaml": """\
