@@ -180,9 +180,11 @@ def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
     """Return the number whose multiple the vocabulary is padded to; 1: no padding.
 
     Tensor parallelism divides the vocabulary by ``tp``, and accelerators prefer multiples of ``ALIGNED``. It is not
-    padded if model.vocab_size sets it, nor for DeepSpeed, whose checkpoints would contain the padding.
+    padded if model.vocab_size sets it, nor for DeepSpeed, whose checkpoints would contain the padding, nor in a model
+    that is not a transformer of wordrun's.
     """
-    if cfg.transformer.vocab_size is not None or cfg.backend.own_engine:
+    model = cfg.model
+    if not isinstance(model, config.TransformerConfig) or model.vocab_size is not None or cfg.backend.own_engine:
         return 1
     return math.lcm(tp, 1 if on_cpu else ALIGNED)
 

@@ -71,5 +71,5 @@ def _print(text: str, file: TextIO | None = None) -> None:
 def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
     title = "wordrun trains language models, and your own, on laptops and clusters alike."
-    usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]"
-    return "\n".join([title, usage, "", "Commands (wordrun COMMAND --help):", *lines, ""])
+    usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]; wordrun COMMAND --help"
+    return "\n".join([title, usage, "", *lines, ""])

@@ -29,10 +29,23 @@ MOST_LAYERS = 10_000
 
 
 @dataclass
-class TransformerConfig(ModelConfig):
-    """Options of every transformer."""
+class TextModelConfig(ModelConfig):
+    """Options of every model of text."""
 
     task: ClassVar[str] = TEXT
+
+    block_size: int = 64
+    """Sequence length in tokens (context length)."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("model", self, "block_size")]
+
+
+@dataclass
+class TransformerConfig(TextModelConfig):
+    """Options of every transformer."""
+
     divides: ClassVar[tuple[str, ...]] = ("tp", "pp")
 
     name: str = "nano"
@@ -43,8 +56,6 @@ class TransformerConfig(ModelConfig):
     """Number of attention heads, which must divide n_embd."""
     n_embd: int = 128
     """Width of the residual stream."""
-    block_size: int = 64
-    """Sequence length in tokens (context length)."""
     dropout: float = 0.0
     """Dropout probability, at least 0 and less than 1."""
     vocab_size: int | None = None
@@ -61,7 +72,7 @@ class TransformerConfig(ModelConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from super().problems()
-        yield from positive("model", self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+        yield from positive("model", self, "n_layer", "n_head", "n_embd", "vocab_size")
         if self.n_layer > MOST_LAYERS:  # its memory is summed layer by layer
             yield f"model.n_layer={self.n_layer} should be at most {MOST_LAYERS}"
         yield from fractions("model", self, "dropout", "lora_dropout")
@@ -1233,6 +1244,12 @@ class Config:
     def transformer(self) -> TransformerConfig:
         """The model's options, for code about transformers."""
         assert isinstance(self.model, TransformerConfig)
+        return self.model
+
+    @property
+    def text_model(self) -> TextModelConfig:
+        """The model's options, for code about models of text."""
+        assert isinstance(self.model, TextModelConfig)
         return self.model
 
     @property

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from wordrun.arguments import run
 from wordrun.chat import Chat, Screen, converse
 from wordrun.config import DTYPES, Section
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, UserError
 from wordrun.validation import not_negative, one_of, positive
 
 if TYPE_CHECKING:
     import torch
 
     from wordrun.checkpoint.saved import Saved
-    from wordrun.model import Transformer
+    from wordrun.model import Model
 
 USAGE = """\
 Generate text from a trained model.
@@ -111,7 +111,7 @@ def write(options: GenerateConfig) -> None:
     from wordrun.data import tokenizers
     from wordrun.dist import World
     from wordrun.dist.setup import choose_device
-    from wordrun.model.generate import Cached, generate
+    from wordrun.model.generate import generate, predictor
 
     device = choose_device(options.device, World())
     asked = DTYPES[options.dtype]
@@ -134,9 +134,9 @@ def write(options: GenerateConfig) -> None:
         f"{str(dtype).removeprefix('torch.')} on {device}"
     )
     _say(_training(saved))
-    block_size = saved.config.transformer.block_size
+    block_size = saved.config.text_model.block_size
     sampled = partial(
-        generate, Cached(model), length=options.length, block_size=block_size, temperature=options.temperature,
+        generate, predictor(model), length=options.length, block_size=block_size, temperature=options.temperature,
         top_k=options.top_k, top_p=options.top_p, seed=options.seed,
     )  # fmt: skip
     if talks:
@@ -163,13 +163,15 @@ def write(options: GenerateConfig) -> None:
     _say(f"{count} tokens in {seconds:.1f} s: {count / max(seconds, 1e-9):.1f} tokens/s")
 
 
-def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: str = "model") -> Transformer:
+def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: str = "model") -> Model:
     """Return the checkpoint's model in evaluation mode, with its weights ``which`` in ``dtype`` on ``device``."""
-    model = saved.transformer()
+    from wordrun.model.generate import why_silent
+
+    model = saved.meta_model()
+    if reason := why_silent(model, saved.vocab_size, saved.config.text_model.block_size):
+        raise UserError(f"{saved.folder} cannot generate text: {reason}")
     state = {name: tensor.to(device, dtype) for name, tensor in saved.weights(which).items()}
-    if model.tied:
-        state["head.weight"] = state["tokens.weight"]
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=True, strict=False)  # shared weights have one name there
     model.fill_buffers(device)
     model.tie()
     return model.eval()

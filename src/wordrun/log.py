@@ -95,6 +95,17 @@ class ScreenHandler(logging.Handler):
         return textwrap.fill(line, self.screen.width, break_long_words=False, break_on_hyphens=False)
 
 
+class PipeHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Prints records. If nobody reads them any more, as after ``| head``, the run continues without printing."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Send what follows nowhere if the pipe is closed; else print the error."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
+
+
 class RaisingFileHandler(logging.FileHandler):
     """Raises write errors, such as a full disk, instead of printing a traceback for every line."""
 
@@ -178,7 +189,7 @@ def start(rank: int) -> LogHandle:
         handler = ScreenHandler(screen)
         handler.addFilter(lambda record: not hasattr(record, "for_files"))
     else:
-        handler = logging.StreamHandler(sys.stdout)
+        handler = PipeHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(lambda record: LogHandle.opened[-1:] == [handle])
     handle.add(handler)

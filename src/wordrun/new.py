@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,8 +76,10 @@ pythonpath = ["src"]
 #SBATCH --time=00:30:00
 #PBS -l select=1
 #PBS -l walltime=00:30:00
-# Runs in SLURM (sbatch job.sh), in PBS (qsub job.sh) and on a laptop (bash job.sh), one rank for each device.
-cd "${{SLURM_SUBMIT_DIR:-${{PBS_O_WORKDIR:-$(dirname "$0")}}}}" || exit 1
+# In this folder: sbatch job.sh (SLURM), qsub job.sh (PBS) or bash job.sh (a laptop); one rank for each device.
+# Add what your site asks for above, such as an account, a queue and GPUs.
+export PATH={path}:"$PATH" # the environment with wordrun, which PBS does not pass on
+cd "${{PBS_O_WORKDIR:-.}}" || exit 1
 launch wordrun experiment=first "$@"
 """,
     "conf/experiment/first.yaml": """\
@@ -249,6 +252,6 @@ def write(folder: Path) -> Path:
     for path, text in FILES.items():
         file = folder / path.format(name=name)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text.format(name=name), encoding="utf-8")
+        file.write_text(text.format(name=name, path=shlex.quote(f"{sys.prefix}/bin")), encoding="utf-8")
     (folder / "job.sh").chmod(0o755)
     return folder

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 MOST = {
-    "squared": 40, "mlp": 30, "sums": 25, "alphabet": 30, "rmsprop": 20, "stairs": 12, "sure": 10, "csv_file": 20,
-    "target": 15, "durations": 20, "plain": 40,
+    "squared": 40, "bigram": 40, "mlp": 30, "sums": 25, "alphabet": 30, "rmsprop": 20, "stairs": 12, "sure": 10,
+    "csv_file": 20, "target": 15, "durations": 20, "plain": 40,
 }  # fmt: skip
 """Lines, blank ones not counted, that each part may take."""
 SMALL = [
@@ -31,6 +31,7 @@ MLP = [
     "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
     "train.global_batch_size=16", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
+BIGRAM = ["model=bigram", "data=sums", "train.sample_tokens=4", *MLP[2:]]
 SCRIPT = """
 import json, sys
 import wordrun
@@ -71,7 +72,8 @@ def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
         ["train.backend=DDP", "model.batch_size=8", "hydra.run.dir=mlp-ddp"],
         ["train.backend=TP", "model.batch_size=16", "hydra.run.dir=mlp-tp"],
     )
-    words = [*([*SMALL, *run] for run in runs), *([*MLP, *run] for run in divided)]
+    plain_text = ["model.batch_size=8", "train.backend=FSDP", "hydra.run.dir=bigram"]
+    words = [*([*SMALL, *run] for run in runs), *([*MLP, *run] for run in divided), [*BIGRAM, *plain_text]]
     done = ranks(2, page / "script.py", json.dumps(words))
     assert done.returncode == 0, done.stdout + done.stderr
     plain = figures(page / "plain")
@@ -92,6 +94,8 @@ def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
     assert saved == {"kind": "alphabet", "characters": "\n+0123456789="}
     assert figures(page / "mlp-tp") == pytest.approx(figures(page / "mlp-ddp"), rel=1e-5)
     assert len(figures(page / "mlp-tp")) == 10
+    assert len(figures(page / "bigram")) == 10
+    assert (page / "bigram" / "samples.txt").exists()
 
 
 def lines_of(run: Path) -> list[dict[str, float]]:
@@ -112,8 +116,21 @@ def test_the_parts_are_short() -> None:
 def test_the_command_line_knows_them(command: Command, page: Path) -> None:
     wordrun = (sys.executable, "-m", "wordrun")
     shown = command(*wordrun, "--help")
-    ours = {"squared", "big", "mlp", "sums", "alphabet", "rmsprop", "stairs", "sure", "durations", "csv", "target"}
-    assert {*ours, "plain"} <= set(shown.stdout.split())
+    ours = {
+        "squared",
+        "bigram",
+        "big",
+        "mlp",
+        "sums",
+        "alphabet",
+        "rmsprop",
+        "stairs",
+        "sure",
+        "durations",
+        "csv",
+        "target",
+    }
+    assert {*ours, "plain"} <= set(re.split(r"[\s=]+", shown.stdout))
     shown = command(*wordrun, "--help", "model=big")
     assert "model.expansion=6" in shown.stdout
     assert "Hidden units of an MLP" in shown.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,61 @@ def test_a_hook_that_raises_on_one_rank_ends_all_and_is_named(ranks: Any, tmp_pa
     saved = [each.step for each in folders.all_in(tmp_path / "run")]
     assert saved[-1] >= 4  # the ranks agree to stop a few steps later
     assert find(tmp_path / "run").step == saved[-1]
+
+
+NO_RATE = """
+import sys
+from dataclasses import dataclass
+
+import wordrun
+from wordrun import dist
+from wordrun.config import ScheduleConfig
+from wordrun.errors import UserError
+from wordrun.train import failing
+from wordrun.train.hooks import Hook
+
+@dataclass
+class OwnConfig(ScheduleConfig):
+    name: str = "own"
+
+def own(cfg, step, steps, highest, lowest):
+    return highest / (3 - step)
+
+class Rate(Hook):
+    def learning_rate(self, trainer, scheduled):
+        return None if trainer.step == 2 and str(trainer.world.rank) in culprits else scheduled
+
+failing.TOGETHER_S = 2.0
+wordrun.register("schedule", "own", OwnConfig, own)
+with dist.session() as world:
+    for culprits in ("none", "01", "1"):
+        cfg = wordrun.compose([*sys.argv[1:], "schedule=own", f"hydra.run.dir=run-{culprits}"])
+        trainer = wordrun.Trainer(cfg, world, hooks=[Rate()])
+        try:
+            trainer.train()
+        except UserError as error:
+            print(error, flush=True)
+            if culprits == "1":  # the other rank waits for this one
+                raise
+        trainer.close()
+"""
+
+
+def test_a_learning_rate_that_fails_on_all_ranks_costs_no_steps(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(NO_RATE)
+    words = ["train.checkpoint_interval=100", "optimizer.warmup_iters=0"]
+    done = ranks(2, "script.py", *SMALL, *FSDP, *words, under="fork", timeout=100)
+    assert done.returncode == 1
+    own = (
+        r"^schedule=own \(.*script.py:\d+\): own failed at step 3: ZeroDivisionError: .* \(script.py:17\); traceback: "
+    )
+    rate = r"the hook Rate failed in learning_rate after 2 steps: ValueError: the learning rate is None, not a number"
+    for message, count in ((own, 2), (f"^{rate}", 3)):
+        assert len(re.findall(message, done.stdout, re.MULTILINE)) == count, done.stdout
+    assert re.search(rf"\[rank 1\] {rate}", done.stderr), done.stderr
+    saved = {name: [each.step for each in folders.all_in(tmp_path / f"run-{name}")] for name in ("none", "01", "1")}
+    assert saved == {"none": [3], "01": [2], "1": []}
 
 
 WAITING = """

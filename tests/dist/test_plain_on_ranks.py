@@ -17,12 +17,13 @@ PARTS = """
 import wordrun
 
 wordrun.register("model", "net", "net:NetConfig", "net:Net")
+wordrun.register("model", "writer", "net:WriterConfig", "net:Writer")
 """
 NET = '''
 from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
-from wordrun.config import ModelConfig
+from wordrun.config import ModelConfig, TextModelConfig
 
 
 @dataclass
@@ -49,6 +50,29 @@ class Net(nn.Module):
 
     def metrics(self, batch, outputs):
         return {"right": outputs.argmax(1) == batch.targets}
+
+
+@dataclass
+class WriterConfig(TextModelConfig):
+    """Predicts each token from the one before it."""
+
+    name: str = "writer"
+
+
+class Writer(nn.Module):
+    def __init__(self, cfg, vocab_size):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16)])
+        self.head = nn.Linear(16, vocab_size)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + F.silu(self.blocks[0](x)))
+
+    def losses(self, batch):
+        logits = self(batch.tokens).float()
+        return F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none").mean(1)
 '''
 SMALL = [
     "model=net", "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=16",
@@ -95,7 +119,10 @@ def test_ddp_fsdp_and_deepspeed_train_it_like_one_process(ranks: Command) -> Non
         runs |= {f"zero{stage}": ["train.backend=deepspeed", f"backend.stage={stage}", "model.batch_size=8"]
                  for stage in (1, 3)}  # fmt: skip
     words = [[*SMALL, f"hydra.run.dir={name}", *more] for name, more in runs.items()]
-    one = ranks(1, "script.py", json.dumps([[*SMALL, "hydra.run.dir=one", "model.batch_size=16"]]), under="fork")
+    text = ["model=writer", "data=sample", "train.sample_tokens=8", *SMALL[2:]]
+    words += [[*text, f"hydra.run.dir=text-{name}", *runs[name]] for name in runs if name != "again"]
+    alone = [[*kind, f"hydra.run.dir={name}", "model.batch_size=16"] for kind, name in ((SMALL, "one"), (text, "text"))]
+    one = ranks(1, "script.py", json.dumps(alone), under="fork")
     two = ranks(2, "script.py", json.dumps(words), timeout=150)
     for done in (one, two):
         assert done.returncode == 0, done.stdout + done.stderr
@@ -103,6 +130,9 @@ def test_ddp_fsdp_and_deepspeed_train_it_like_one_process(ranks: Command) -> Non
     assert len(expected) == 12
     for name in runs:
         assert figures(name) == pytest.approx(expected, rel=1e-5), name
+        if name != "again":
+            assert figures(f"text-{name}") == pytest.approx(figures("text"), rel=1e-5), name
+            assert Path(f"text-{name}/samples.txt").read_text() == Path("text/samples.txt").read_text()
 
 
 def test_what_it_does_not_say_is_refused_and_not_estimated(command: Command) -> None:

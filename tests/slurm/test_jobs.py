@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wordrun import new
+
 if TYPE_CHECKING:
     from conftest import Cluster
 
@@ -197,3 +199,17 @@ def test_ranks_lie_on_the_nodes_evenly(cluster: Cluster, tmp_path: Path, ranks: 
     cluster.wait_idle(60)
     text = next(tmp_path.glob("even-*.out")).read_text()
     assert [text.count(f"on {node}\n") for node in (0, 1)] == layout, text
+
+
+def test_the_script_of_a_new_project_needs_no_environment(cluster: Cluster, tmp_path: Path) -> None:
+    new.write(tmp_path / "adder")
+    words = ["tracker=jsonl", "model.n_layer=1", "model.n_embd=32", "train.max_iters=4", "train.eval_iters=2"]
+    out = tmp_path / "job.out"
+    job = cluster.run(
+        "sbatch", "--parsable", "--wait", f"--chdir={tmp_path / 'adder'}", f"--output={out}", "job.sh", *words,
+        timeout=200, PATH="/usr/bin:/bin",
+    )  # fmt: skip
+    assert job.returncode == 0, out.read_text()
+    run = tmp_path / "adder" / "outputs" / "latest"
+    assert json.loads((run / "run.json").read_text())["exit_reason"] == "finished"
+    assert steps(run) == 4

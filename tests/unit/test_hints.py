@@ -60,6 +60,8 @@ def test_a_finished_run_is_used_or_trained_further(run: Path) -> None:
     ]  # fmt: skip
     text = next_steps(run, (), 1, 50, finished=True)
     assert text.splitlines()[1:] == ["  wordrun generate run=runs/a", "  wordrun export run=runs/a"]
+    mute = next_steps(run, (), 1, 50, finished=True, own=True, generates=False)
+    assert mute.splitlines()[1:] == ["  wordrun export run=runs/a form=checkpoint"]
 
 
 def test_a_stopped_run_is_continued_as_it_was_launched(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,7 +391,7 @@ def test_a_hook_that_raises_is_named_and_costs_no_steps(small: Words, tmp_path: 
     assert (hook.closed, after.closed) == (True, True)
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["exit_reason"].startswith("HookError: the hook Break failed in")
-    reached = {"before_step": 1, "learning_rate": 1, "at_end": 8, "stop_reason": 0}.get(event, 4)
+    reached = {"before_step": 1, "learning_rate": 0, "at_end": 8, "stop_reason": 0}.get(event, 4)
     assert [each.step for each in folders.all_in(tmp_path / "run")][-1:] == [reached]
     assert "ERROR HookError: the hook Break failed in" in (tmp_path / "run/log.txt").read_text()
     assert "in _raise" in (tmp_path / "run/failures/rank-0.txt").read_text() or event == "set"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import re
 from pathlib import Path
 
@@ -78,3 +80,13 @@ def test_a_terminal_that_cannot_show_a_character_does_not_end_the_run(capsys: py
     record = log.LOGGER.makeRecord("wordrun", 20, "", 0, "sample:\nünï", (), None)
     handler.handle(record)
     assert "UnicodeEncodeError" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_costs_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w", buffering=1) as stream:
+        handler = log.PipeHandler(stream)
+        os.close(reads)
+        for message in ("one", "two"):
+            handler.handle(logging.makeLogRecord({"msg": message}))
+    assert capfd.readouterr() == ("", "")

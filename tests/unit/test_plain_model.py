@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
+from wordrun import generate
 from wordrun.backend.split import check_shared
-from wordrun.config import Config, DataConfig, HookConfig, MetricConfig, ModelConfig, OptimizerConfig, TrackerConfig
-from wordrun.errors import ConfigError, PartError
+from wordrun.checkpoint.saved import find
+from wordrun.config import (
+    Config,
+    DataConfig,
+    HookConfig,
+    MetricConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TextModelConfig,
+    TrackerConfig,
+)
+from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.model import Model, materialise, new_model
 from wordrun.registry import Part, parts
 
@@ -166,6 +178,75 @@ def test_a_constructor_that_fails_is_named_with_its_line(own: Any) -> None:
 
 
 @dataclass
+class WriterConfig(TextModelConfig):
+    """A text model of one's own."""
+
+    name: str = "writer"
+    """Name of the preset; part of the run directory."""
+
+
+class Writer(nn.Module):
+    """Tied weights, and a buffer that checkpoints do not store."""
+
+    def __init__(self, cfg: WriterConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 16)
+        self.head = nn.Linear(16, vocab_size)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("shift", torch.linspace(0, 1, 16), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.head(self.embedding(tokens) + self.shift)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        logits = self.head(self.embedding(batch.tokens) + self.shift)
+        return F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none").mean(1)
+
+
+TEXT = ["data=sample", "optimizer.learning_rate=0.02", "optimizer.warmup_iters=1", "train.sample_tokens=9", *DIGITS[1:]]
+
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setitem(parts("model"), "writer", Part(WriterConfig, Writer, "model", "writer", "mine/parts.py:4"))
+    return wordrun.compose(["model=writer", *TEXT])
+
+
+def test_a_text_model_trains_counts_tokens_and_generates_the_same_text_from_its_checkpoint(
+    writer: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = trained(writer)
+    assert lines[-1]["val_loss"] < lines[0]["loss"]
+    assert lines[-1]["val_perplexity"] > 1
+    assert lines[0]["tokens"] == 8 * 64
+    capsys.readouterr()
+    assert generate.main(["run=run", "length=9", "prompt=\n", "device=cpu", "dtype=fp32"]) == 0
+    assert capsys.readouterr().out.strip("\n") in Path("run/samples.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda self, tokens: self.embedding(tokens), r", but \(1, 1, 16\) for \(1, 1\)"),
+        (lambda self, tokens, mask: self.embedding(tokens), r" \(TypeError: .* missing .*'mask'\)"),
+    ],
+)
+def test_a_text_model_without_logits_trains_without_samples_and_says_so(
+    writer: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forward: Any, reason: str
+) -> None:
+    monkeypatch.setattr(Writer, "forward", forward)
+    wanted = r"Writer.forward\(tokens\) does not return logits \(B, T, V\) for tokens \(B, T\)"
+    with wordrun.Trainer(writer) as trainer:
+        trainer.train()
+        with pytest.raises(ConfigError, match=f"cannot generate text: {wanted}{reason}"):
+            trainer.generate("a")
+    assert re.search(f"no samples: {wanted}{reason}", capsys.readouterr().out)
+    assert not Path("run/samples.txt").exists()
+    with pytest.raises(UserError, match=f"step-00000006 cannot generate text: {wanted}"):
+        generate.read_model(find(Path("run")), torch.device("cpu"), torch.float32)
+
+
+@dataclass
 class OwnMetric(MetricConfig):
     """Nothing to say."""
 
@@ -222,6 +303,6 @@ def test_metrics_need_the_results_of_the_forward_pass(own: Any, monkeypatch: pyt
     monkeypatch.setattr(Net, "losses", lambda self, batch: self.head(batch.inputs.flatten(1)).square().mean(1))
     with (
         wordrun.Trainer(own(Net)) as trainer,
-        pytest.raises(wordrun.errors.UserError, match=r"Net.losses should call self\(...\)"),
+        pytest.raises(UserError, match=r"Net.losses should call self\(...\)"),
     ):
         trainer.evaluate()

@@ -118,11 +118,11 @@ def test_a_living_run_is_called_so_and_an_incomplete_line_is_no_damage(tmp_path:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([f"run={tmp_path}"]) == 1
+    assert cli.main([f"run={tmp_path}"]) == 2
     assert "contains no run" in capsys.readouterr().err
-    assert cli.main([f"run={tmp_path / 'none'}"]) == 1
+    assert cli.main([f"run={tmp_path / 'none'}"]) == 2
     assert "does not exist" in capsys.readouterr().err
-    assert cli.main([f"runs={tmp_path}"]) == 1
+    assert cli.main([f"runs={tmp_path}"]) == 2
     assert "there is no run there" in capsys.readouterr().err
     assert cli.main([f"run={make_run(tmp_path / 'run')}", f"out={tmp_path / 'none' / 'x.html'}"]) == 1
     assert "choose another file by out=FILE" in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_ls_shows_states_and_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rows["data/good"][1:6] == ["finished", "20", "3.0000", "3.1000", "100"]
     assert rows["data/bad"][1] == "failed"
     assert rows["data/killed"][1] == "died"
-    assert ls.main([str(tmp_path / "none")]) == 1
+    assert ls.main([str(tmp_path / "none")]) == 2
     assert "there are no runs below" in capsys.readouterr().err
     assert [path.name for path in find(tmp_path)] == ["bad", "good", "killed"]
     holder = (

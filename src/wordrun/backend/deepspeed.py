@@ -132,7 +132,7 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits at the last of ``tokens``, (B, V)."""
-        return self.engine(tokens, at=-1)  # type: ignore[no-any-return]
+        return self.parts[0].logits_at(tokens, -1, self.engine)
 
     def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
         """Return a save that the engine writes in its own format, which only the same number of ranks can read."""

@@ -140,7 +140,7 @@ class NativeBackend:
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits at the last of ``tokens``, (B, V)."""
         with self.forward_context():
-            return full(self.parts[0](self.padded(tokens), at=tokens.shape[1] - 1))
+            return full(self.parts[0].logits_at(self.padded(tokens), tokens.shape[1] - 1))
 
     def padded(self, tokens: Tensor) -> Tensor:
         """Return ``tokens`` padded at the end to a multiple of ``backend.tp``; no token attends to later padding."""

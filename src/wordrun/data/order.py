@@ -223,7 +223,7 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     Raises:
         ConfigError: if the corpus is too short, or an option needs an end-of-text token that the tokenizer lacks.
     """
-    seed, eot, size = cfg.train.seed, eot_for("align", cfg, corpus), cfg.transformer.block_size
+    seed, eot, size = cfg.train.seed, eot_for("align", cfg, corpus), cfg.text_model.block_size
     if cfg.data.kind == "pairs":
         return PairOrder(pairs_of_run(cfg, corpus, corpus.train), seed)
     order: Order
@@ -247,7 +247,7 @@ def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> Rows:
             f"data.kind=pairs needs an end-of-text token, which ends each answer, and tokenizer={cfg.tokenizer.name} "
             "has none: use tokenizer=hf with the model's tokenizer.path, or tokenizer=gpt2, bpe or byte"
         )
-    return Rows(tokens, cfg.transformer.block_size, corpus.tokenizer.eot, several=cfg.text.mask_documents)
+    return Rows(tokens, cfg.text_model.block_size, corpus.tokenizer.eot, several=cfg.text.mask_documents)
 
 
 def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:

@@ -91,6 +91,23 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     return values.loads(store.get(key))
 
 
+def all_arrive(place: str, world: World, timeout_s: float) -> bool:
+    """Return whether every rank calls this with the same, new ``place`` before ``timeout_s`` is over for one of them.
+
+    It needs no collective, so the ranks that do not call it may be in one.
+    """
+    if world.size == 1:
+        return True
+    store, key = shared_store(world), f"wordrun/arrived/{place}"
+    if store.add(key, 1) == world.size:
+        store.set(f"{key}/all", b"")
+    try:
+        store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
+    except RuntimeError:  # DistStoreError: the time is over
+        return False
+    return True
+
+
 def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> World:
     """Join the process group and return this process's World; every rank must call this.
 

@@ -110,6 +110,16 @@ class Model(nn.Module):
         """
         return {}
 
+    def logits_at(self, tokens: Tensor, at: int, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the logits (B, V) at position ``at`` of ``tokens`` (B, T), for models of text.
+
+        Args:
+            tokens: token ids.
+            at: the position whose next token is predicted.
+            forward: what to call instead of the model, such as an engine around it.
+        """
+        return (forward or self)(tokens)[:, at]
+
     def losses_and_outputs(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the losses of ``batch``, (B,), and the outputs from which its metrics are computed.
 

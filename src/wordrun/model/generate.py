@@ -7,8 +7,36 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from wordrun.errors import first_line
+from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
 from wordrun.model.transformer import Transformer
+
+
+def why_silent(model: Model, vocab_size: int, block_size: int) -> str:
+    """Return why ``model``, on the meta device, cannot generate text; empty: it can.
+
+    A plain module can if its forward pass maps tokens (B, T) to logits (B, T, V).
+    """
+    if isinstance(model, Transformer):
+        return ""
+    wanted = f"{type(model).__name__}.forward(tokens) does not return logits (B, T, V) for tokens (B, T)"
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            for length in (1, block_size):
+                *rows, classes = model(torch.empty(1, length, dtype=torch.int64)).shape
+                if rows != [1, length] or classes < vocab_size:
+                    return f"{wanted}, but {(*rows, classes)} for (1, {length})"
+    except Exception as error:  # a model may do anything
+        return f"{wanted} ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+def predictor(model: Model) -> Callable[[Tensor], Tensor]:
+    """Return a function that predicts the next token for ``generate``, with a KV cache if the model has one."""
+    if isinstance(model, Transformer):
+        return Cached(model)
+    return torch.inference_mode()(lambda tokens: model.logits_at(tokens, -1))  # type: ignore[no-any-return]
 
 
 class Cached:

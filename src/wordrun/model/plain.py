@@ -38,9 +38,7 @@ class PlainModel(Model):
     def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
         """Copy the values that the constructor sets; see ``Model.initialise``."""
         if self._values is None:
-            with torch.random.fork_rng([]), torch.device("cpu"):
-                torch.manual_seed(seed)
-                made = self._construct()
+            made = self._constructed(seed)
             self._values = dict([*made.named_parameters(), *made.named_buffers()])
         module = module or self
         for tensors in (module.named_parameters, module.named_buffers):
@@ -48,6 +46,20 @@ class PlainModel(Model):
                 tensor.copy_(self._values[name])
         if module is self:  # which is initialised last
             self._values = None
+
+    def _constructed(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng([]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            return self._construct()
+
+    @torch.no_grad()
+    def fill_buffers(self, device: torch.device) -> None:
+        """Copy the buffers that checkpoints do not store from another such module."""
+        if missing := [name for name, buffer in self.named_buffers() if buffer.is_meta]:
+            values = dict(self._constructed(0).named_buffers())
+            for name in missing:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, values[name].to(device))
 
     def tie(self) -> None:
         """Tie shared parameters again."""

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, V vocabulary with padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -262,6 +262,10 @@ class Transformer(Model):
     def additions(self, layer: str, tokens: Tensor | None) -> dict[str, Tensor]:
         """Return further arguments for the attention of block ``layer``, computed from ``tokens`` (B, T)."""
         return {}
+
+    def logits_at(self, tokens: Tensor, at: int, forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the logits (B, V) at position ``at`` of ``tokens`` (B, T), without computing the others."""
+        return (forward or self)(tokens, at=at)
 
     def losses(self, batch: TokenBatch) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""

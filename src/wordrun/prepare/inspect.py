@@ -93,10 +93,10 @@ def _longest(folder: Path, found: list[tuple[int, manifests.Entry, int]], tokeni
 
 
 def _sequences(folder: Path, manifest: manifests.Manifest, cfg: Config, tokenizer: Tokenizer) -> Table:
-    title = f"first training sequences with model.block_size={cfg.transformer.block_size} train.seed={cfg.train.seed}"
+    title = f"first training sequences with model.block_size={cfg.text_model.block_size} train.seed={cfg.train.seed}"
     table = Table("index", "position", "text", title=title, title_justify="left")
     tokens = manifests.split(folder, manifest, "train", examine=False)
-    sequences = Sequences(tokens, cfg.transformer.block_size, cfg.train.seed)
+    sequences = Sequences(tokens, cfg.text_model.block_size, cfg.train.seed)
     for index in range(min(SEQUENCES, sequences.per_epoch)):
         row = sequences.batch(index, 1).tokens[0].numpy()
         table.add_row(str(index), f"{sequences.starts(index, 1)[0]:,}", _text(tokenizer, row))

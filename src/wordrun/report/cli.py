@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wordrun.arguments import run, with_first
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import ConfigError
 from wordrun.runs.record import find
 from wordrun.sections import Section
 
@@ -60,13 +60,13 @@ def runs_in(text: str) -> list[Path]:
     """Return the run directories that ``runs=`` names, each once, in the order named.
 
     Raises:
-        UserError: a name or pattern matches no run.
+        ConfigError: a name or pattern matches no run.
     """
     found: dict[Path, None] = {}
     for pattern in filter(None, (part.strip() for part in text.split(","))):
         paths = [run for folder in sorted(glob.glob(pattern)) for run in find(Path(folder).resolve())]
         if not paths:
-            raise UserError(f"runs={pattern}: there is no run there; wordrun ls shows the runs below outputs/")
+            raise ConfigError(f"runs={pattern}: there is no run there; wordrun ls shows the runs below outputs/")
         found |= dict.fromkeys(paths)
     if not found:
         raise ConfigError("runs= names no folder: give run directories or folders above them, separated by commas")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.arguments import run, with_first
-from wordrun.errors import UserError
+from wordrun.errors import ConfigError
 from wordrun.runs.record import RunRecord, find, load
 from wordrun.sections import Section
 from wordrun.validation import positive
@@ -52,7 +52,7 @@ def show(options: LsConfig) -> None:
     """Print the table of runs.
 
     Raises:
-        UserError: there is none.
+        ConfigError: there is none.
     """
     from rich.table import Table
     from rich.text import Text
@@ -62,7 +62,7 @@ def show(options: LsConfig) -> None:
     folder = Path(options.dir)
     records = sorted((load(path) for path in find(folder)), key=lambda record: record.written)
     if not records:
-        raise UserError(f"there are no runs below {folder.absolute()}; wordrun ls DIR searches another folder")
+        raise ConfigError(f"there are no runs below {folder.absolute()}; wordrun ls DIR searches another folder")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state")

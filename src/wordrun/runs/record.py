@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wordrun.errors import UserError
+from wordrun.errors import ConfigError
 
 RECORD = "run.json"
 QUIET_S = 600
@@ -63,12 +63,12 @@ def load(path: Path) -> RunRecord:
     """Return the records in the run directory ``path``, or in the directory of its link.
 
     Raises:
-        UserError: ``path`` is not a run directory.
+        ConfigError: ``path`` is not a run directory.
     """
     path = Path(os.path.realpath(path))
     if not path.is_dir() or not ((path / RECORD).exists() or (path / "metrics.jsonl").exists()):
         what = "contains no run: neither run.json nor metrics.jsonl" if path.is_dir() else "does not exist"
-        raise UserError(f"{path} {what}; wordrun ls shows the runs below outputs/")
+        raise ConfigError(f"{path} {what}; wordrun ls shows the runs below outputs/")
     earlier = sorted(path.glob("launch-*.json"), key=lambda file: int("0" + "".join(filter(str.isdigit, file.stem))))
     launches = [content for file in (*earlier, path / "launch.json") if (content := read_json(file))]
     return RunRecord(path, read_json(path / RECORD), launches)

@@ -41,14 +41,16 @@ FLAGS = ("--version", "--info", *(names.split()[0] for names in (*SWITCHES, *SET
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = typed = list(sys.argv[1:] if argv is None else argv)
     world = dist.discover_or_exit()
     if problems := unknown_flags(arguments):
         if world.rank == 0:
             print("\n".join(problems), file=sys.stderr)
         return ConfigError.exit_status
     with contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
-        args = flags().parse_args(arguments)
+        args = flags().parse_intermixed_args(arguments)
+    # Hydra's own parser takes overrides only in one place.
+    arguments = [*(word for word in arguments if word not in args.overrides), *args.overrides]
     with dist.guard(world):
         if args.help:
             return _help(args) if world.rank == 0 else 0
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
             return int(status)
-        return train(cfg, world, own_command(arguments))
+        return train(cfg, world, own_command(typed))
 
 
 def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
@@ -213,8 +215,9 @@ def _help(args: Namespace) -> int:
     text = overview(folders)
     if groups or overrides:
         cfg, plain = (compose(words, tree=_tree(args), checked=False) for words in (overrides, []))
+        named = bool(groups)
         groups = list(SECTIONS) if "all" in groups else groups or changed_groups(cfg, plain, overrides)
-        text = options_of(cfg, groups, folders)
+        text = options_of(cfg, groups, folders, names=named)
     disposition = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `wordrun --help | head` ends without a traceback
     print(text, flush=True)
     signal.signal(signal.SIGPIPE, disposition)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import dist
 from wordrun.config import Config
@@ -16,7 +15,7 @@ from wordrun.dist.mesh import Layout
 from wordrun.log import LOGGER
 from wordrun.model import Model, new_model
 from wordrun.registry import part_of
-from wordrun.train.task import Task
+from wordrun.train.task import Task, flops_of
 
 
 class ExamplesTask(Task):
@@ -36,7 +35,9 @@ class ExamplesTask(Task):
             Reader(dataset, f"{split} split of data={cfg.data.name}", self.arguments.get("classes"), self.data.threads)
             for split, dataset in (("training", self.data.train), ("validation", self.data.val))
         )
-        self.flops_per_example = flops_of(self.make_model(), self.train)
+        one = self.train.empty(1)
+        one = Examples(one.inputs.to("meta"), one.targets.to("meta"))
+        self.flops_per_example = flops_of(self.make_model(), one)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
@@ -85,17 +86,3 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
         dist.share(None, world)
     assert found is not None
     return found
-
-
-def flops_of(model: Model, reader: Reader) -> int | None:
-    """Return the floating-point operations of an example's forward and backward pass; None if they cannot be counted.
-
-    The backward pass takes twice as many as the forward pass, which runs on the meta device.
-    """
-    batch = reader.empty(1)
-    try:
-        with FlopCounterMode(display=False) as counter:
-            model.eval().losses(Examples(batch.inputs.to("meta"), batch.targets.to("meta")))
-    except Exception:  # a model may do anything that has no meaning without values
-        return None
-    return 3 * int(counter.get_total_flops()) or None

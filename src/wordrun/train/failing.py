@@ -22,6 +22,8 @@ from wordrun.train.training import Training
 # The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
 PATIENCE_S = 300.0
 PATIENCE_STEPS = 20
+# If the rate of the next step fails on all ranks, it does so at the same time, apart from their hooks' own time.
+TOGETHER_S = 60.0
 # A rank whose hook has failed reports that before the others.
 REPORT_S = 1.0
 
@@ -70,6 +72,8 @@ class FailedHooks:
         self.trainer = trainer
         self.together = False
         """Whether all ranks are ending the run because of a hook."""
+        self.everywhere = False
+        """Whether the next step has no learning rate, on any rank: they agree to stop at once."""
         self._is_noted = False
         self._ended = threading.Event()
 
@@ -83,10 +87,24 @@ class FailedHooks:
                 threading.Thread(target=self._watch, daemon=True).start()
         return error is not None
 
+    def without_rate(self, error: UserError) -> None:
+        """Prepare to save and stop, because the learning rate of the next step could not be computed.
+
+        A rank cannot take the step with another rate than the others, whose weights would then differ.
+
+        Raises:
+            UserError: ``error``, if other ranks have a rate and are taking the step, which needs all of them.
+        """
+        trainer = self.trainer
+        if not dist.all_arrive(f"{trainer.cfg.run_dir} {trainer.step}", trainer.world, TOGETHER_S):
+            raise error
+        self.everywhere = True
+        trainer.hooks.failed.setdefault("the learning rate", error)
+
     def raise_first(self) -> None:
         """Raise the error of a hook that has failed on any rank; every rank must call this."""
         trainer = self.trainer
-        if not trainer.hooks.has_others:
+        if not (trainer.hooks.has_others or self.everywhere):
             return
         mine = trainer.hooks.failure if self.seen() else None
         found = gather_json(mine and str(mine), trainer.backend.device)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.arguments import describe, help_width
-from wordrun.config import SECTIONS, Config, parts_in, schemas
+from wordrun.config import SECTIONS, SEVERAL, Config, parts_in, schemas
 from wordrun.errors import ConfigError, nearest
 from wordrun.registry import backends
 from wordrun.track import LEGEND
@@ -28,16 +28,33 @@ METRICS = "metrics"
 
 
 def overview(folders: Iterable[Path]) -> str:
-    """Return the config groups with their files, those in the user's own ``folders`` included, and examples."""
-    lines = ["Options: KEY=VALUE or GROUP=NAME; `wordrun --help GROUP` lists a group's:"]
-    for group in GROUPS:
-        names = {file.stem for folder in (_own(), *folders) for file in (folder / group).glob("*.yaml")}
-        text = " ".join(sorted(names | set(schemas(group) if group in SECTIONS else ())))
-        if group == "backend":
-            group, text = "train.backend", " ".join(backends())
-        text += " (--help metrics: also the names in metrics.jsonl)" * (group == METRICS)
-        lines.append(textwrap.fill(text, help_width(), initial_indent=f"  {group:<15}", subsequent_indent=" " * 17))
-    return "\n".join([*lines, "", EXAMPLES])
+    """Return the config groups, the user's own choices in them (``folders`` have their files), and examples."""
+    folders = list(folders)
+    groups = " ".join("train.backend" if group == "backend" else group for group in GROUPS)
+    lines = ["Options: KEY=VALUE or GROUP=NAME; `wordrun --help GROUP` lists them. Groups:", _wrapped(groups)]
+    own = [f"{group}={name}" for group in GROUPS for name in sorted(_own_names(group, folders))]
+    return "\n".join([*lines, *([_wrapped(" ".join(own), "Your own: ")] if own else []), "", EXAMPLES])
+
+
+def names_of(group: str, folders: Sequence[Path]) -> str:
+    """Return what can be chosen in a group."""
+    if group == "backend":
+        return _wrapped(" ".join(backends()), "train.backend=NAME: ")
+    names = {file.stem for file in (_wordruns() / group).glob("*.yaml")} | set(schemas(group))
+    names |= _own_names(group, folders)
+    return _wrapped(" ".join(sorted(names)), f"{group}=[NAME,...]: " if group in SEVERAL else f"{group}=NAME: ")
+
+
+def _own_names(group: str, folders: Sequence[Path]) -> set[str]:
+    found = {file.stem for folder in folders for file in (folder / group).glob("*.yaml")}
+    return found | ({name for name, part in schemas(group).items() if part.origin} if group in SECTIONS else set())
+
+
+def _wrapped(text: str, title: str = "  ") -> str:
+    return textwrap.fill(
+        text, help_width(), initial_indent=title, subsequent_indent="  ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def changed_groups(cfg: Config, plain: Config, overrides: Sequence[str]) -> list[str]:
@@ -52,24 +69,24 @@ def changed_groups(cfg: Config, plain: Config, overrides: Sequence[str]) -> list
     return [*(word for word in overrides if word.startswith(f"{EXPERIMENT}=")), *changed]
 
 
-def options_of(cfg: Config, groups: Sequence[str], folders: Sequence[Path] = ()) -> str:
+def options_of(cfg: Config, groups: Sequence[str], folders: Sequence[Path] = (), *, names: bool = False) -> str:
     """Return the options of ``groups`` with their values in ``cfg`` and meanings; of ``metrics``, their meanings.
 
-    ``folders`` are the user's own, whose experiments are shown too.
+    ``folders`` are the user's own, whose experiments are shown too. With ``names``, begin with what can be chosen.
 
     Raises:
         ConfigError: there is no such group.
     """
     parts = parts_in(cfg)
-    return "\n\n".join(text for group in groups for text in _group(parts, group, folders))
+    return "\n\n".join(text for group in groups for text in _group(parts, group, folders, names))
 
 
-def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterator[str]:
+def _group(parts: dict[str, Any], group: str, folders: Sequence[Path], names: bool) -> Iterator[str]:
     if group == METRICS:
         yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
     group, _, chosen = group.partition("=")
     if group == EXPERIMENT:
-        found = (file for folder in (_own(), *folders) for file in (folder / group).glob(f"{chosen or '*'}.yaml"))
+        found = (file for folder in (_wordruns(), *folders) for file in (folder / group).glob(f"{chosen or '*'}.yaml"))
         for file in sorted(found):
             lines = file.read_text(encoding="utf-8").splitlines()
             about = next((line for line in lines if not line.startswith("# @")), "")
@@ -78,6 +95,8 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterat
     group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
     if group not in SECTIONS:
         raise ConfigError(f"--help {group}: unknown group{nearest(group, GROUPS)} ({', '.join(GROUPS)})")
+    if names:
+        yield names_of(group, folders)
     chosen_parts = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
     for name, node in chosen_parts.items():
         yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
@@ -87,6 +106,6 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path]) -> Iterat
             yield "\n".join([f"{group}=[{name}]: {schema.__doc__}", *describe(schema(), f"{group}.{name}.", width=35)])
 
 
-def _own() -> Path:
+def _wordruns() -> Path:
     """Return the folder of wordrun's own config files."""
     return Path(str(importlib.resources.files("wordrun.conf")))

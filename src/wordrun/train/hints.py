@@ -69,7 +69,7 @@ def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: i
 
 def next_steps(
     run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool, text: bool = True,
-    own: bool = False,
+    own: bool = False, generates: bool = True,
 ) -> str:  # fmt: skip
     """Return what can be done next with the run in ``run_dir``; an empty string if it has no checkpoint.
 
@@ -79,8 +79,9 @@ def next_steps(
         ranks: number of ranks.
         max_iters: train.max_iters.
         finished: whether it has taken all its steps.
-        text: whether it is a language model; others neither generate nor have a Hugging Face format.
+        text: whether it is a language model; others have no Hugging Face format.
         own: whether the model is from outside wordrun, which has no Hugging Face format either.
+        generates: whether it can generate text.
     """
     checkpoints = all_in(run_dir)
     if not checkpoints:
@@ -90,7 +91,7 @@ def next_steps(
         return f"to continue from step {checkpoints[-1].step}:\n  {again}"
     wordrun = shlex.join(_program(command))
     place = shlex.quote(str(relative(run_dir)))
-    steps = {"generate text": f"{wordrun} generate run={place}"} if text else {}
+    steps = {"generate text": f"{wordrun} generate run={place}"} if generates else {}
     steps["export the model"] = f"{wordrun} export run={place}{'' if text and not own else ' form=checkpoint'}"
     if command:
         steps["train further"] = resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}")

@@ -15,22 +15,23 @@ import torch
 from wordrun import dist, files
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
-from wordrun.config import Config
+from wordrun.config import Config, TransformerConfig
+from wordrun.data.batch import Batch
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
-from wordrun.model import Transformer, lora, meta_model, pretrained
-from wordrun.model.generate import generate
+from wordrun.model import Model, Transformer, lora, meta_model, new_model, pretrained
+from wordrun.model.generate import generate, why_silent
 from wordrun.plan.shapes import ModelShapes, shapes_of
 from wordrun.prepare.obtain import obtain
 from wordrun.prepare.sources import locate
 from wordrun.registry import refuse_own_model
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
-from wordrun.train.task import Task
+from wordrun.train.task import Task, flops_of
 from wordrun.train.training import Hook
 
 EPOCHS = 40
@@ -60,15 +61,20 @@ class LanguageTask(Task):
         self.tokenizer = self.corpus.tokenizer
         self.tokenizer_json = self.tokenizer.to_json()
         self.vocab_size = self.tokenizer.vocab_size
-        self._check_vocabulary()
         multiple = vocab_multiple(cfg, layout.tp, on_cpu=torch.device(world.device).type == "cpu")
-        self.make_model = partial(meta_model, cfg.transformer, self.vocab_size, multiple=multiple)
-        self.meta_model: Transformer = meta_model(cfg.transformer, self.vocab_size)
+        self.make_model = partial(new_model, cfg.model, vocab_size=self.vocab_size)
+        self.meta_model: Model = self.make_model()
+        if isinstance(self.meta_model, Transformer):
+            self.make_model = partial(self.make_model, multiple=multiple)
+        self.no_samples = self.tokenizer.missing or why_silent(
+            self.meta_model, self.vocab_size, cfg.text_model.block_size
+        )
+        self._check_vocabulary()
         self.sequences = order_of_run(cfg, self.corpus)
         self.base: dict[str, str] = {}
         """For LoRA, the source and the checksum of the frozen weights."""
-        self.tokens_per_example = cfg.transformer.block_size
-        self.flops_per_example = self.make_model().flops_per_token() * cfg.transformer.block_size
+        self.tokens_per_example = cfg.text_model.block_size
+        self.flops_per_example = self._flops()
 
     @classmethod
     def settle(cls, cfg: Config, world: dist.World) -> tuple[Config, str | None]:
@@ -87,16 +93,22 @@ class LanguageTask(Task):
         return replace(cfg, data=data, run_dir=str(moved) if cfg.run_dir else ""), banner
 
     @classmethod
-    def least_shapes(cls, cfg: Config) -> ModelShapes:
-        """Return the shapes of the model with a vocabulary of one token."""
-        return shapes_of(cfg.transformer, 1, split=not cfg.backend.replicated)
+    def least_shapes(cls, cfg: Config) -> ModelShapes | None:
+        """Return the shapes of the model with a vocabulary of one token; None: it is not a transformer."""
+        return _shapes(cfg, 1)
 
-    def shapes(self) -> ModelShapes:
-        """Return the shapes of the run's model."""
-        return shapes_of(self.cfg.transformer, self.vocab_size, split=not self.cfg.backend.replicated)
+    def shapes(self) -> ModelShapes | None:
+        """Return the shapes of the run's model; None: it is not a transformer."""
+        return _shapes(self.cfg, self.vocab_size)
+
+    def _flops(self) -> int | None:
+        model, size = self.make_model(), self.cfg.text_model.block_size
+        if isinstance(model, Transformer):
+            return model.flops_per_token() * size
+        return flops_of(model, Batch(*torch.empty(2, 1, size, dtype=torch.int64, device="meta")))
 
     def _check_vocabulary(self) -> None:
-        data, size = self.cfg.data.name, self.cfg.transformer.vocab_size or self.vocab_size
+        data, size = self.cfg.data.name, getattr(self.cfg.model, "vocab_size", None) or self.vocab_size
         if size < self.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={size} is too small for data={data}, which has {self.vocab_size} tokens: "
@@ -110,7 +122,7 @@ class LanguageTask(Task):
 
     def _samples(self) -> bool:
         """Return whether the run generates samples."""
-        return self.cfg.train.sample_tokens > 0 and not self.tokenizer.missing
+        return self.cfg.train.sample_tokens > 0 and not self.no_samples
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
         """Return the weights that train.init_from names, each read on access; None: initialise randomly.
@@ -129,8 +141,10 @@ class LanguageTask(Task):
         return weights
 
     @property
-    def initial_model(self) -> Transformer:
+    def initial_model(self) -> Model:
         """The model without LoRA's additions."""
+        if not self.cfg.lora_rank:
+            return self.meta_model
         return meta_model(lora.without(self.cfg.transformer), self.vocab_size)
 
     def _base_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
@@ -149,7 +163,7 @@ class LanguageTask(Task):
     def validation_set(self, count: int | None) -> FixedSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
         parts = [(len(part.val), part.share) for part in self.corpus.mix]
-        model, val = self.cfg.transformer, self.corpus.val
+        model, val = self.cfg.text_model, self.corpus.val
         rows = pairs_of_run(self.cfg, self.corpus, val) if self.cfg.data.kind == "pairs" else None
         return FixedSet(
             val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.sequences.document,
@@ -178,6 +192,8 @@ class LanguageTask(Task):
             top_k: sample from the k most likely tokens; None: train.top_k.
             seed: random seed for sampling; None: train.seed.
         """
+        if self.no_samples:
+            raise ConfigError(f"cannot generate text: {self.no_samples}")
         train = self.cfg.train
         prompt = train.sample_prompt if prompt is None else prompt
         length = train.sample_tokens if length is None else length
@@ -190,16 +206,17 @@ class LanguageTask(Task):
                 "top_k at least 1"
             )
         tokens = torch.from_numpy(self.tokenizer.encode(prompt))[None].to(backend.device)
+        vocab_size = self.meta_model.vocab_size if isinstance(self.meta_model, Transformer) else self.vocab_size
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
             # Without padding, so that every layout draws the same tokens.
-            return backend.logits(tokens)[:, : self.meta_model.vocab_size]
+            return backend.logits(tokens)[:, :vocab_size]
 
         # Without compilation, which would run again for each length of the growing text.
         eager = torch.compiler.set_stance("force_eager") if train.compile else nullcontext()
         with evaluation_mode(backend), eager:
             text = generate(
-                logits_of, tokens, length, block_size=self.cfg.transformer.block_size, temperature=temperature,
+                logits_of, tokens, length, block_size=self.cfg.text_model.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,
             )  # fmt: skip
         return self.tokenizer.decode(text[0].cpu().numpy())
@@ -233,7 +250,7 @@ class LanguageTask(Task):
             self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
             self.vocab_size, epochs, self.tokens_per_example,
         )  # fmt: skip
-        dropout = self.cfg.transformer.dropout
+        dropout = getattr(self.cfg.model, "dropout", 0)
         most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
         if epochs > most:
             steps = max(1, int(self.cfg.train.max_iters * most / epochs))
@@ -242,7 +259,13 @@ class LanguageTask(Task):
                 "train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
                 epochs, steps, "a larger model.dropout" if dropout else "model.dropout=0.2",
             )  # fmt: skip
-        if self.tokenizer.missing and self.cfg.train.sample_tokens:
-            LOGGER.warning("no samples: %s", self.tokenizer.missing)
+        if self.no_samples and self.cfg.train.sample_tokens:
+            LOGGER.warning("no samples: %s", self.no_samples)
         if self.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
+
+
+def _shapes(cfg: Config, vocab_size: int) -> ModelShapes | None:
+    if not isinstance(cfg.model, TransformerConfig):
+        return None
+    return shapes_of(cfg.model, vocab_size, split=not cfg.backend.replicated)

@@ -19,13 +19,25 @@ def learning_rate(
 
     ``dp`` is the number of data-parallel ranks. optimizer.scale_lr scales the peak with it: linearly (Goyal et al.
     2017), or by its square root (Krizhevsky 2014), which suits Adam's normalised steps.
+
+    Raises:
+        PartError: the schedule is not wordrun's own, and failed.
     """
     peak = optimizer.learning_rate * {"none": 1, "sqrt": math.sqrt(dp), "linear": dp}[optimizer.scale_lr]
     lowest = peak / 10 if optimizer.min_lr is None else optimizer.min_lr
     warmup, end = optimizer.warmup_iters, optimizer.lr_decay_iters or max_iters
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    return float(part_of("schedule", schedule).build(schedule, step - warmup, max(1, end - warmup), peak, lowest))
+    part = part_of("schedule", schedule)
+    with part.blamed(f" at step {step}"):
+        return checked_rate(part.load()(schedule, step - warmup, max(1, end - warmup), peak, lowest))
+
+
+def checked_rate(rate: float) -> float:
+    """Return ``rate``, or raise a ValueError if it is not a number."""
+    if not isinstance(rate, int | float) or not math.isfinite(rate):
+        raise ValueError(f"the learning rate is {rate!r}, not a number")
+    return rate
 
 
 def cosine(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import dist
 from wordrun.backend import Backend
@@ -41,6 +42,8 @@ class Task:
     make_model: MakeModel
     meta_model: Model
     """The complete model, without memory."""
+    no_samples = "the data are not text"
+    """Why the model cannot generate text; empty: it can."""
     tokenizer_json: str | None = None
     """The tokenizer, which checkpoints contain; None: there is none."""
     tokens_per_example: int | None = None
@@ -134,6 +137,19 @@ class Task:
     def announce(self, examples: int) -> None:
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""
         raise NotImplementedError
+
+
+def flops_of(model: Model, batch: Any) -> int | None:
+    """Return the floating-point operations of the forward and backward passes of ``batch``; None: not countable.
+
+    The backward pass takes twice as many as the forward pass, which runs on the meta device.
+    """
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model.eval().losses(batch)
+    except Exception:  # a model may do anything that has no meaning without values
+        return None
+    return 3 * int(counter.get_total_flops()) or None
 
 
 def _shown(shape: torch.Size | None) -> str:

@@ -153,13 +153,15 @@ class Trainer(Training):
         cfg = self.cfg
         with self._session(), rng.swapped(self.state.rng), self.memory.explained(), watch.phase("training"):
             self.meter.clock.start()
-            while not self.done and not self.stop.agreed(
-                self.step, self.metrics.get("dt"), hook_failed=self.failed_hooks.seen()
-            ):
+            while not self.done and not self._stops():
                 watch.mark(self.step)
                 self.hooks.call("before_step", self)
-                lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
-                lr = self.hooks.learning_rate(self, lr)
+                try:
+                    lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
+                    lr = self.hooks.learning_rate(self, lr)
+                except UserError as error:
+                    self.failed_hooks.without_rate(error)
+                    continue
                 self.gas = accumulation(cfg, self.layout.dp, self.step)
                 self.result = self._train_step(lr)
                 self.state.take(self.examples_of(self.gas))
@@ -176,6 +178,12 @@ class Trainer(Training):
                 self.hooks.call("at_end", self)
             self.failed_hooks.raise_first()
         return self.summary()
+
+    def _stops(self) -> bool:
+        """Return whether all ranks end the run before the next step."""
+        failed = self.failed_hooks.seen()
+        dt = None if self.failed_hooks.everywhere else self.metrics.get("dt")
+        return self.stop.agreed(self.step, dt, hook_failed=failed)
 
     def _train_step(self, lr: float) -> backend.StepResult:
         self.meter.clock.lap("hooks")  # and whatever else happens between steps
@@ -304,7 +312,8 @@ class Trainer(Training):
         if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
             command = () if self.stop_reason else self.command
             most = self.cfg.train.max_iters
-            kind = {"text": self.task.tokenizer_json is not None, "own": bool(part_of("model", self.cfg.model).origin)}
+            is_text, own = self.task.tokenizer_json is not None, bool(part_of("model", self.cfg.model).origin)
+            kind = {"text": is_text, "own": own, "generates": not self.task.no_samples}
             if text := next_steps(self.run.path, command, self.world.size, most, finished=not error, **kind):
                 LOGGER.info(text)
 

@@ -21,6 +21,7 @@ from wordrun.log import LOGGER, LogHandle
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run, Start
+from wordrun.train.schedule import checked_rate
 from wordrun.train.state import TrainState
 
 
@@ -209,7 +210,7 @@ class HookSet(Mapping[str, Hook]):
         self.has_others = bool(configured or added)
         """Whether there are hooks besides wordrun's own."""
         self.failed: dict[str, Exception] = {}
-        """Hooks that have raised an exception during training, and are no longer called."""
+        """Hooks that have raised an exception during training, and are no longer called; also a failed schedule."""
         self._with: dict[str, list[tuple[str, Hook]]] = {}
         """The hooks that define a method, by its name: most hooks have few, and a step calls several."""
 
@@ -243,11 +244,14 @@ class HookSet(Mapping[str, Hook]):
         return next(iter(self.failed.values()), None)
 
     def learning_rate(self, trainer: Training, scheduled: float) -> float:
-        """Return the learning rate of the next step."""
+        """Return the learning rate of the next step.
+
+        Raises:
+            UserError: a hook failed, or returned something else.
+        """
         for name, hook in self._defining("learning_rate"):
-            # On some ranks only, the schedule's rate would make the ranks' weights differ.
-            with self._named(name, "learning_rate", trainer.step, keep=trainer.world.size == 1):
-                scheduled = hook.learning_rate(trainer, scheduled)
+            with self._named(name, "learning_rate", trainer.step):
+                scheduled = checked_rate(hook.learning_rate(trainer, scheduled))
         return scheduled
 
     def stop_reason(self) -> str:
