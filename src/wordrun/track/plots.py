@@ -20,8 +20,9 @@ IN_LOSS = ("step", "val_loss", "val_perplexity")
 
 
 def load_beside() -> None:
-    """Begin to import matplotlib in another thread, so that drawing need not wait for it."""
-    threading.Thread(target=importlib.import_module, args=("matplotlib.figure",), name="matplotlib").start()
+    """Begin to import what the end of a run needs in another thread, so that drawing need not wait for it."""
+    modules = ("matplotlib.figure", "matplotlib.backends.backend_agg", "jinja2")
+    threading.Thread(target=lambda: [*map(importlib.import_module, modules)], name="matplotlib").start()
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:
