@@ -136,7 +136,7 @@ def _area(color: str, opacity: float) -> str:
 
 def _d(points: Iterator[tuple[float, float]], path: Path) -> str:
     """Return the points as the data of an SVG path; a line is interrupted where it is not finite, an area is not."""
-    found, pen = [], "M"
+    found, pen = list[str](), "M"
     for x, y in points:
         if not math.isfinite(y):
             pen = "L" if path.is_area and found else "M"
@@ -151,7 +151,7 @@ def _legend(curves: Sequence[Curve]) -> tuple[list[str], float]:
     found: list[str] = []
     if len(curves) < 2:
         return found, TOP
-    x, y = LEFT, TOP + 2.0
+    x, y = float(LEFT), TOP + 2.0
     for curve in curves:
         width = 24 + CHARACTER * len(curve.label)
         if x > LEFT and x + width > RIGHT:

@@ -50,14 +50,14 @@ class WandbTracker(Beside):
         self.mode = self.mode or choose_mode(options)
         limits = {"init_timeout": 30, "finish_timeout": FINISH_TIMEOUT_S}  # old versions lack the latter
         known = {name: limit for name, limit in limits.items() if name in wandb.Settings.model_fields}
-        settings = {
+        settings: dict[str, Any] = {
             "project": options.project, "entity": options.entity, "group": options.group, "tags": options.tags,
             "dir": str(run.path), "name": run.path.name, "config": {**asdict(run.cfg), **run.facts}, "id": self._id,
             "settings": wandb.Settings(console="off", silent=True, **known), **more,
         }  # fmt: skip
         (run.path / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary directory
         try:
-            self._wandb_run = wandb.init(**settings, mode=self.mode)
+            self._wandb_run = wandb.init(**{**settings, "mode": self.mode})
         except Exception as error:
             reason = first_line(error)
             if options.mode != "auto" or self.mode != "online":
@@ -66,7 +66,7 @@ class WandbTracker(Beside):
                 ) from error
             LOGGER.warning("W&B failed to go online (%s); recording offline", reason)
             self.mode = "offline"
-            self._wandb_run = wandb.init(**settings, mode=self.mode)
+            self._wandb_run = wandb.init(**{**settings, "mode": self.mode})
 
     def append(self, step: int, metrics: dict[str, Any]) -> None:
         """Pass one line of metrics to wandb's own process."""
