@@ -37,9 +37,12 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
 
 
 def settled_dtype(cfg: Config, world: dist.World) -> str:
-    """Return train.dtype or, if that is auto on a CPU, what rank 0 measures; every rank must call this."""
+    """Return train.dtype or, if that is auto on a CPU, what rank 0 measures; every rank must call this.
+
+    With train.deterministic, two starts must not differ, so nothing is measured.
+    """
     device, asked = torch.device(world.device), cfg.train.dtype
-    if asked != "auto" or device.type != "cpu":
+    if asked != "auto" or device.type != "cpu" or cfg.train.deterministic:
         return asked
     gain = 0.0
     if world.rank == 0 and fast_dtype(asked, device) == "bf16":
