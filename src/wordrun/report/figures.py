@@ -109,12 +109,12 @@ def _paths(figure: Figure) -> Iterator[Path]:
     below: list[float] = []
     for band in figure.bands:
         chosen = range(0, len(band.x), max(1, len(band.x) // POINTS))
-        x = [band.x[i] for i in chosen]
-        below = below or [0.0] * len(x)
+        over = [band.x[i] for i in chosen]
+        below = below or [0.0] * len(over)
         above = [
             least + (band.y[i] if math.isfinite(band.y[i]) else 0.0) for i, least in zip(chosen, below, strict=True)
         ]
-        yield Path([*x, *x[::-1]], [*above, *below[::-1]], _area(band.color, 0.75), is_area=True)
+        yield Path([*over, *over[::-1]], [*above, *below[::-1]], _area(band.color, 0.75), is_area=True)
         below = above
     for curve in figure.curves:
         x, low, high, y = thin(curve.x, curve.y)
