@@ -78,7 +78,7 @@ def _check_hooks(cfg: Config) -> Iterator[str]:
                 "hooks=[statistics] cannot read the gradients of train.backend=deepspeed, which its engine flattens: "
                 "use hooks.statistics.gradients=false, or train.backend=DDP or FSDP"
             )
-        if statistics.activations and train.compile:
+        if statistics.activations and train.compile is True:
             yield (
                 "hooks=[statistics] cannot read activations inside compiled blocks: use "
                 "hooks.statistics.activations=false, or train.compile=false"
@@ -117,7 +117,7 @@ def _check_choice(cfg: Config) -> Iterator[str]:
         )
     if cfg.lora_rank and not train.init_from:
         yield f"model.lora_rank={cfg.lora_rank} needs the weights that it adds to: set train.init_from"
-    if train.deterministic and train.compile:
+    if train.deterministic and train.compile is True:
         yield (
             "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
             "use train.compile=false"
@@ -143,7 +143,7 @@ def _check_choice(cfg: Config) -> Iterator[str]:
                 "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
                 "use train.on_nonfinite=rollback"
             )
-        if train.compile and backend.stage == 3:
+        if train.compile is True and backend.stage == 3:
             yield (
                 "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
                 "use train.compile=false, backend.stage=2, or train.backend=FSDP"
@@ -313,7 +313,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
     for is_conflict, reason, remedy in (
         (at.shard > 1, f"backend.shard={at.shard} cannot", "backend.shard=1"),
         (at.tp > 1, f"backend.tp={at.tp} cannot", "backend.tp=1"),
-        (cfg.train.compile, "compiled blocks cannot", "train.compile=false"),
+        (cfg.train.compile is True, "compiled blocks cannot", "train.compile=false"),
         (recomputes, "would recompute checkpointed activations twice", "train.activation_checkpointing=none"),
     ):
         if is_conflict:

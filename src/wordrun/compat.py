@@ -164,6 +164,11 @@ def is_compile_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
+def uncompile(module: torch.nn.Module) -> None:
+    """Undo ``module.compile()``; without the name, it stays compiled."""
+    module._compiled_call_impl = None
+
+
 def without_buffer_broadcast() -> dict[str, Any]:
     """Return the argument that keeps DistributedDataParallel from broadcasting buffers: torch 2.13 renamed it."""
     names = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
@@ -296,10 +301,7 @@ def _replace(module: str, name: str, value: Any) -> None:
 
 
 def sync_batch_norm(module: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
-    """Return what torch's SyncBatchNorm with the weights and statistics of ``module`` makes of ``x``.
-
-    ``module`` is not one itself, because DDP refuses a model on a CPU that contains one.
-    """
+    """Return what a SyncBatchNorm with the state of ``module`` makes of ``x``; DDP refuses one itself on a CPU."""
     return torch.nn.SyncBatchNorm.forward(module, x)  # type: ignore[arg-type]
 
 

@@ -871,8 +871,9 @@ class TrainConfig(Section):
     """Sample from the k most likely tokens; null: from all tokens."""
     dtype: str = "auto"
     """Compute precision: fp32, bf16, fp16, or auto (bf16 if the device supports it at full speed, else fp32)."""
-    compile: bool = False
-    """Compile the model with torch.compile: faster steps, up to minutes of extra startup time."""
+    compile: bool | str = False
+    """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: measure some steps
+    without and with it, and keep what is faster, if enough of the run is left for that to pay."""
     compile_scope: str = "blocks"
     """What is compiled as one graph: blocks (each block, and the loss; all blocks share their code, and DDP overlaps
     its communication with them) or model (the complete model: takes longer to compile, a few percent faster)."""
@@ -929,6 +930,8 @@ class TrainConfig(Section):
                 yield f"train.{name}={getattr(self, name)} should be at most {most}"
         yield from one_of("train.dtype", self.dtype, DTYPES)
         yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        if self.compile not in (True, False, "auto"):
+            yield f"train.compile={self.compile} should be true, false or auto"
         yield from one_of("train.compile_scope", self.compile_scope, ["blocks", "model"])
         yield from metric_of("train.best_metric", self.best_metric, self.best_mode, "train.best_mode")
         yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])

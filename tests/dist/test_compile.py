@@ -41,10 +41,14 @@ def test_a_compiled_model_has_the_same_losses(command: Command, ranks: Command, 
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 import torch
 import wordrun
 from wordrun import dist
+from wordrun.train.hooks import compiling
+
+compiling.LEAST_S, compiling.FASTER = 0, float("inf")  # auto compiles, however short the run is
+os.environ["CXX"] = sys.executable  # only its existence matters
 
 whole = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: whole(module, backend="aot_eager")  # as far as g++, which takes minutes
@@ -54,7 +58,7 @@ with dist.session() as world:
         with wordrun.Trainer(dist.share(wordrun.compose(words) if world.rank == 0 else None, world), world) as trainer:
             trainer.train()
             compiled = [block._compiled_call_impl is not None for block in trainer.backend.parts[0].blocks.values()]
-            assert all(compiled) == trainer.cfg.train.compile
+            assert all(compiled) == bool(trainer.cfg.train.compile)
 """
 
 
@@ -80,6 +84,24 @@ def test_compiled_blocks_of_every_backend_have_the_same_losses(
         compiled, plain = (losses(tmp_path / f"{backend}-{each}") for each in ("true", "false"))
         assert len(plain) == 2
         assert compiled == pytest.approx(plain, rel=1e-5), backend
+
+
+def test_ranks_compile_in_the_midst_of_a_run(ranks: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "train.max_iters=18", "train.checkpoint_interval=0"]
+    runs = [
+        [*words, f"train.backend={backend}", f"train.compile={compile_}", f"hydra.run.dir={backend}-{compile_}"]
+        for backend in ("DDP", "FSDP") for compile_ in ("auto", "false")
+    ]  # fmt: skip
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = ranks(2, "script.py", "runs.json", under="fork", timeout=170)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    for backend in ("DDP", "FSDP"):
+        auto, plain = (losses(tmp_path / f"{backend}-{each}") for each in ("auto", "false"))
+        assert len(plain) == 18
+        assert auto == pytest.approx(plain, rel=1e-5), backend
+        assert json.loads((tmp_path / f"{backend}-auto/run.json").read_text())["compile"]["compiled"] is True
 
 
 def test_without_a_compiler_it_says_what_to_do(command: Command, tmp_path: Path) -> None:

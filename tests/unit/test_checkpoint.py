@@ -572,6 +572,34 @@ def test_a_step_may_be_skipped(small: Words, tmp_path: Path) -> None:
     assert all(torch.isfinite(p).all() for p in trainer.backend.parts[0].parameters())
 
 
+def test_muon_skips_a_step_averages_its_weights_and_resumes(small: Words, tmp_path: Path) -> None:
+    """Its momentum takes nothing from the skipped step, and a resumed run continues bit for bit."""
+    words = small(*SAVING, "optimizer=muon", "train.on_nonfinite=skip", "hooks=[ema]", "hooks.ema.decay=0.8")
+    whole = train(words, tmp_path / "run", poison(1, 7))
+    for state in whole.backend.optimizer.state.values():
+        assert all(torch.isfinite(each).all() for each in state.values() if isinstance(each, torch.Tensor))
+    shutil.copytree(tmp_path / "run", tmp_path / "again", symlinks=True)
+    for step in (9, 12):
+        shutil.rmtree(tmp_path / f"again/checkpoints/step-{step:08d}")
+    again = train([*words, "train.resume=auto"], tmp_path / "again", poison(1, 7))
+    ours, theirs = whole.backend.model_state(), again.backend.model_state()
+    assert all(theirs[name].equal(tensor) for name, tensor in ours.items())
+    averages = whole.hooks["ema"].tensors()
+    assert all(tensor.equal(averages[name]) for name, tensor in again.hooks["ema"].tensors().items())
+    assert any(not tensor.equal(ours[f"model.{name}"]) for name, tensor in averages.items())
+
+
+def test_muon_trains_the_additions_of_lora(small: Words, tmp_path: Path) -> None:
+    train(small(*SAVING), tmp_path / "base")
+    words = small(*SAVING, "optimizer=muon", "optimizer.learning_rate=0.02", "optimizer.decay_lr=false")
+    words += ["model.lora_rank=2", f"train.init_from={tmp_path}/base", "model.dropout=0", "train.max_iters=40"]
+    trainer = train(words, tmp_path / "lora")
+    matrices = trainer.backend.optimizer.param_groups[0]["params"]
+    assert {id(p) for _, p in trainer.backend.named_parameters() if p.requires_grad} == {id(p) for p in matrices}
+    losses = [line["loss"] for line in read(tmp_path / "lora") if "loss" in line]
+    assert sum(losses[-5:]) < 0.99 * sum(losses[:5])
+
+
 def test_or_the_run_goes_back_to_its_checkpoint(small: Words, tmp_path: Path) -> None:
     words = small(*SAVING, "train.on_nonfinite=rollback")
     trainer = train(words, tmp_path / "run", poison(1, 7))

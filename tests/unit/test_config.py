@@ -342,7 +342,7 @@ UNKNOWN = {
     "experiment=shakspeare": ["experiment=shakspeare", "did you mean 'shakespeare'?"],
     "train.log_interval=abc": ["train.log_interval=abc", "a whole number"],
     "optimizer.learning_rate=fast": ["optimizer.learning_rate=fast", "a number"],
-    "train.compile=maybe": ["train.compile=maybe", "true or false"],
+    "train.compile=maybe": ["train.compile=maybe", "true, false or auto"],
     "train=null": ["train=null", "train=NAME"],
     "+foo.bar=1": ["'foo"],
     "novalue": ["'novalue'", "KEY=VALUE"],

@@ -205,6 +205,7 @@ from wordrun.train.hooks import Hook
 class Kill(Hook):
     def after_step(self, trainer):
         if trainer.step == 2:
+            trainer.run.trackers["wandb"].started.result()
             children = ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())]
             lines = subprocess.run(children, capture_output=True, text=True).stdout.splitlines()
             (service,) = [int(line.split()[0]) for line in lines if "wandb-core" in line]

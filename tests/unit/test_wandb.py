@@ -6,9 +6,12 @@ wandb reads its files in Go by now, its former Python reader is gone, and ``scan
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import struct
+import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from wandb.proto import wandb_internal_pb2
 
 import wordrun
@@ -23,6 +27,7 @@ from wordrun.config import WandbConfig
 from wordrun.errors import UserError
 from wordrun.track.jsonl import read
 from wordrun.track.wandb import choose_mode
+from wordrun.train.training import Hook, Training
 
 Words = Callable[..., list[str]]
 KEY = "0" * 40
@@ -194,6 +199,54 @@ def test_the_run_ended_well(records: list[Any]) -> None:
 def test_the_end_of_the_run_says_how_to_upload(offline: Path) -> None:
     (folder,) = offline.glob("wandb/offline-run-*")
     assert f"wandb sync {folder}" in (offline / "log.txt").read_text()
+
+
+def test_steps_do_not_wait_for_wandb_and_it_gets_them_all(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_step, init = threading.Event(), wandb.init
+
+    class Second(Hook):
+        def after_step(self, trainer: Training) -> None:
+            if trainer.step == 2:
+                second_step.set()
+
+    def late(**settings: Any) -> Any:
+        assert second_step.wait(100)
+        return init(**settings)
+
+    monkeypatch.setattr(wandb, "init", late)
+    words = [word for word in small("train.log_interval=1") if word != "tracker=jsonl"]
+    settings = ["tracker=wandb", "tracker.wandb.mode=offline", f"hydra.run.dir={tmp_path}/run"]
+    with wordrun.Trainer(wordrun.compose([*words, *settings]), hooks=[Second()]) as trainer:
+        trainer.train()
+    (file,) = tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")
+    entries = [wandb_internal_pb2.Record.FromString(data) for data in scan(file.read_bytes())]
+    history = [entry.history for entry in entries if entry.WhichOneof("record_type") == "history"]
+    told = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in history[0].item}
+    assert (told["_step"], "loss" in told) == (1, True)
+    assert len(history) == 4
+
+
+def test_a_failure_to_start_is_one_line_and_the_run_continues(small: Words, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/wandb").write_text("in the way")
+    words = [word for word in small() if word != "tracker=jsonl"]
+    settings = ["tracker=wandb", "tracker.wandb.mode=offline", f"hydra.run.dir={tmp_path}/run"]
+    with wordrun.Trainer(wordrun.compose([*words, *settings])) as trainer:
+        trainer.train()
+    (line,) = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "wandb failed" in line]
+    assert re.search(r"tracker=wandb failed \(FileExistsError: .*/wandb'.*\): the run continues without it", line)
+
+
+def test_a_missing_library_is_named(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = [word for word in small() if word != "tracker=jsonl"]
+    with (
+        wordrun.Trainer(wordrun.compose([*words, "tracker=wandb", f"hydra.run.dir={tmp_path}/run"])) as trainer,
+        pytest.raises(UserError, match="tracker=wandb: No module named 'wandb'; pip install wandb, or use tracker=jso"),
+    ):
+        trainer.train()
 
 
 def test_a_run_without_wandb_has_nothing_of_it(small: Words, tmp_path: Path) -> None:

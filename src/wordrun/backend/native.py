@@ -58,7 +58,7 @@ class NativeBackend:
         """Called with the complete gradients of each step, before they are clipped."""
         self.clock: Stopwatch | None = None
         """Measures the current step; None: there is none."""
-        self.alone = spec.world.size == 1
+        self.alone, self.compile_scope = spec.world.size == 1, spec.cfg.train.compile_scope
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
@@ -264,6 +264,19 @@ class NativeBackend:
             window = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.data.shape, strict=True))
             shard.data.copy_(weights[name][window])
 
+    def compile(self, *, on: bool) -> None:
+        """Compile the model, as train.compile_scope says, from the next pass on, or no longer."""
+        for part in self.parts:
+            blocks = [*part.blocks.children()] if self.compile_scope == "blocks" else []
+            if on:
+                compile_rest(part, self.compile_scope)
+                for block in blocks:
+                    block.compile()
+                continue
+            part.compiled_loss = False
+            for module in (part, *blocks):
+                compat.uncompile(module)
+
     def close(self) -> None:
         """Release everything that uses the process group."""
 
@@ -304,10 +317,14 @@ def prepare(model: Model, cfg: Config) -> None:
 
 def prepare_rest(model: Model, cfg: Config) -> None:
     """Apply torch.compile to what is outside the blocks, or to the complete ``model``, as set in ``cfg``."""
-    if not cfg.train.compile:
-        return
+    if cfg.train.compile is True:
+        compile_rest(model, cfg.train.compile_scope)
+
+
+def compile_rest(model: Model, scope: str) -> None:
+    """Compile what is outside the blocks or, if ``scope`` is "model", the complete ``model``."""
     model.compiled_loss = True
-    if cfg.train.compile_scope == "model":
+    if scope == "model":
         for name in model.uncompiled:
             setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
         model.compile()
@@ -321,7 +338,7 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     elif kind == "full" or (kind.isdecimal() and number % int(kind) == 0):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if cfg.train.compile and cfg.train.compile_scope == "blocks":
+    if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
         block.compile()  # per block: they are alike, so torch compiles only one
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+import time
+from statistics import median
 
-from wordrun import compat
+import torch
+import torch.nn.functional as F
+
+from wordrun import compat, dist
+from wordrun.config import Config
 from wordrun.log import LOGGER
 
+GAIN = 1.25
+"""bf16 is used where a product is at least this many times faster with it: those that compute it reach 2 to 4 from a
+width of 128 on, those that emulate it 0.01, so two starts of a run do not differ."""
+ROWS, WIDTHS = 256, (256, 512)
+"""The size of that product: rows, and the least and the greatest width, so that it takes a few milliseconds."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -24,6 +34,46 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
             asked, "processor" if device.type == "cpu" else torch.accelerator.current_accelerator(), asked,
         )  # fmt: skip
     return TORCH_DTYPES[name]
+
+
+def settled_dtype(cfg: Config, world: dist.World) -> str:
+    """Return train.dtype or, if that is auto on a CPU, what rank 0 measures; every rank must call this.
+
+    With train.deterministic, two starts must not differ, so nothing is measured.
+    """
+    device, asked = torch.device(world.device), cfg.train.dtype
+    if asked != "auto" or device.type != "cpu" or cfg.train.deterministic:
+        return asked
+    gain = 0.0
+    if world.rank == 0 and fast_dtype(asked, device) == "bf16":
+        gain = bf16_gain(getattr(cfg.model, "n_embd", None) or 0)
+        if gain < GAIN:
+            message = (
+                "train.dtype=auto: fp32, because products of this model's size are only %.2g times as fast in bf16"
+            )
+            LOGGER.info(message, gain)
+    return str(dist.share("bf16" if gain >= GAIN else "fp32", world))
+
+
+def bf16_gain(width: int) -> float:
+    """Return how many times as fast this processor is in bf16 at a layer of about this ``width``, with its casts."""
+    size = min(max(width, WIDTHS[0]), WIDTHS[1])
+    x, weight = torch.ones(ROWS, size), torch.ones(4 * size, size)
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the processor time of one thread hardly depends on other load
+    try:
+        with torch.no_grad():
+            for _ in range(4):
+                for dtype, each in seconds.items():
+                    begin = time.thread_time()
+                    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                        F.linear(x, weight)
+                    each.append(time.thread_time() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    fp32, bf16 = (median(each[1:]) for each in seconds.values())
+    return fp32 / bf16
 
 
 def fast_dtype(asked: str, device: torch.device) -> str:

@@ -56,7 +56,7 @@ class Fit:
     def may_fit(self, room: Room) -> bool:
         """Return whether the run could fit into ``room`` if the estimate is as much too high as it can be."""
         # Compiled blocks save fewer activations; how many is unknown.
-        need = replace(self.need, activations=0.0, block=0.0) if self.cfg.train.compile else self.need
+        need = replace(self.need, activations=0.0, block=0.0) if self.cfg.train.compile is True else self.need
         return room.scaled(TOLERANCE).holds(need)
 
     def fits(self, room: Room) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,31 @@ class Appending(Tracker):
     def rewind(self, step: int, logged: int) -> None:
         """Do not record again what has been recorded up to step ``logged``."""
         self._logged = max(self._logged, logged)
+
+
+class Beside(Appending):
+    """The base class of trackers whose library another thread calls, so that no step waits for it."""
+
+    def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:
+        super().__init__(options, run, state)
+        self._thread, self._sent = ThreadPoolExecutor(1), deque[Future[Any]]()
+
+    def send(self, call: Callable[..., Any], *values: Any) -> Future[Any]:
+        """Let the thread call ``call(*values)`` after everything sent before; raise what went wrong since last time."""
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        self._sent.append(self._thread.submit(call, *values))
+        return self._sent[-1]
+
+    def drain(self) -> None:
+        """Wait for the thread to end; raise what went wrong first."""
+        self._thread.shutdown()
+        for sent in self._sent:
+            sent.result()
+
+    def abandon(self) -> None:
+        """Drop what is pending."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def missing(tracker: str, error: ImportError) -> UserError:

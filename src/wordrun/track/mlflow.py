@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from wordrun.config import MlflowConfig
-from wordrun.track.base import Appending, RunInfo, missing
+from wordrun.track.base import Beside, RunInfo, missing
 
 PARAMS = 100
 """MLflow takes at most this many parameters at once."""
 
 
-class MlflowTracker(Appending):
-    """One MLflow run. A thread sends what is recorded, so that a slow server does not delay the training."""
+class MlflowTracker(Beside):
+    """One MLflow run."""
 
     def __init__(self, options: MlflowConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
@@ -24,7 +22,6 @@ class MlflowTracker(Appending):
         except ImportError as error:
             raise missing("mlflow", error) from None
         self._entities, self._client = entities, MlflowClient(tracking_uri=options.uri)
-        self._thread, self._sent = ThreadPoolExecutor(1), deque[Future[Any]]()
         self._id = state.get("id") or self._create()
         self._client.update_run(self._id, status="RUNNING")
 
@@ -37,20 +34,15 @@ class MlflowTracker(Appending):
             self._client.log_batch(created, params=params[first : first + PARAMS])
         return created
 
-    def _send(self, call: Any, *values: Any) -> None:
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()  # raises what went wrong
-        self._sent.append(self._thread.submit(call, self._id, *values))
-
     def append(self, step: int, metrics: dict[str, Any]) -> None:
         """Send a line of metrics."""
         now = int(1000 * time.time())
         values = [self._entities.Metric(name, value, now, step) for name, value in metrics.items() if name != "step"]
-        self._send(self._client.log_batch, values)
+        self.send(self._client.log_batch, self._id, values)
 
     def sample(self, step: int, text: str) -> None:
         """Send the text as an artifact."""
-        self._send(self._client.log_text, text, f"samples/step-{step:08d}.txt")
+        self.send(self._client.log_text, self._id, text, f"samples/step-{step:08d}.txt")
 
     def state(self) -> dict[str, Any]:
         """Return the run's id."""
@@ -58,11 +50,5 @@ class MlflowTracker(Appending):
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Send what is pending, and close the run."""
-        self._send(self._client.set_terminated, "FAILED" if exit_status else "FINISHED")
-        self._thread.shutdown()
-        for sent in self._sent:
-            sent.result()
-
-    def abandon(self) -> None:
-        """Drop what is pending."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.send(self._client.set_terminated, self._id, "FAILED" if exit_status else "FINISHED")
+        self.drain()

@@ -20,8 +20,9 @@ IN_LOSS = ("step", "val_loss", "val_perplexity")
 
 
 def load_beside() -> None:
-    """Begin to import matplotlib in another thread, so that drawing need not wait for it."""
-    threading.Thread(target=importlib.import_module, args=("matplotlib.figure",), name="matplotlib").start()
+    """Begin to import what the end of a run needs in another thread, so that drawing need not wait for it."""
+    modules = ("matplotlib.figure", "matplotlib.backends.backend_agg", "jinja2")
+    threading.Thread(target=lambda: [*map(importlib.import_module, modules)], name="matplotlib").start()
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:
@@ -63,11 +64,15 @@ def _figure(height: float) -> Any:
     # Figure rather than pyplot: no global state, no display.
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(7, height), layout="constrained", dpi=130)
+    figure = Figure(figsize=(7, height), dpi=130)
+    # An automatic layout takes almost as long as the drawing.
+    figure.subplots_adjust(0.12, 0.5 / height, 0.91, 1 - 0.35 / height, wspace=0.35, hspace=0.35)  # left to top
+    return figure
 
 
 def _label(axes: Any, y_label: str, **labels: str) -> None:
     axes.set(xlabel="step", ylabel=y_label, **labels)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 5))  # keeps the numbers short
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 

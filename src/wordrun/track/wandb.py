@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import netrc
 import os
+import secrets
 import socket
+import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -15,77 +18,84 @@ from urllib.parse import urlsplit
 from wordrun.config import WandbConfig
 from wordrun.errors import UserError, first_line, nearest
 from wordrun.log import LOGGER
-from wordrun.track.base import Appending, RunInfo
+from wordrun.track.base import Beside, RunInfo
 
 # At the end of a run, wandb's service has this long to send what remains.
 FINISH_TIMEOUT_S = 60
 MODES = ("online", "offline", "disabled", "dryrun", "shared")
 
 
-class WandbTracker(Appending):
-    """One W&B run."""
+class WandbTracker(Beside):
+    """One W&B run, which starts beside the first steps: importing wandb and starting its process takes a second."""
 
     def __init__(self, options: WandbConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
         LOGGER.info("starting W&B")
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(f"tracker=wandb: {error}; pip install wandb, or use tracker=jsonl") from None
-        logging.getLogger("wandb").setLevel(logging.ERROR)
-        self.mode = choose_mode(options)
-        settings = {
-            "project": options.project, "entity": options.entity, "group": options.group, "tags": options.tags,
-            "dir": str(run.path), "name": run.path.name, "config": {**asdict(run.cfg), **run.facts},
-        }  # fmt: skip
-        if state:
-            settings |= {"id": state["id"], "resume": "allow"}
-        self._wandb_run = self._init(wandb, settings, fall_back=options.mode == "auto")
+        if importlib.util.find_spec("wandb") is None:
+            raise UserError("tracker=wandb: No module named 'wandb'; pip install wandb, or use tracker=jsonl")
+        asks = options.mode == "auto" and not os.environ.get("WANDB_MODE")
+        self.mode = "" if asks else choose_mode(options)
+        # Known before wandb is, because a checkpoint needs it.
+        self._id = state.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        self.started = self.send(self._start, {"resume": "allow"} if state else {})
+        """Ends when the run is there."""
+        if options.mode == "online":  # whoever asks for it wants to know before the first step
+            self.started.result()
 
-    def _init(self, wandb: Any, settings: dict[str, Any], fall_back: bool) -> Any:
+    def _start(self, more: dict[str, Any]) -> None:
+        import wandb
+
+        logging.getLogger("wandb").setLevel(logging.ERROR)
+        options, run = self.options, self.run
+        self.mode = self.mode or choose_mode(options)
         limits = {"init_timeout": 30, "finish_timeout": FINISH_TIMEOUT_S}  # old versions lack the latter
         known = {name: limit for name, limit in limits.items() if name in wandb.Settings.model_fields}
-        quiet = wandb.Settings(console="off", silent=True, **known)
-        (self.run.path / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary directory
+        settings: dict[str, Any] = {
+            "project": options.project, "entity": options.entity, "group": options.group, "tags": options.tags,
+            "dir": str(run.path), "name": run.path.name, "config": {**asdict(run.cfg), **run.facts}, "id": self._id,
+            "settings": wandb.Settings(console="off", silent=True, **known), **more,
+        }  # fmt: skip
+        (run.path / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary directory
         try:
-            return wandb.init(**settings, mode=self.mode, settings=quiet)
+            self._wandb_run = wandb.init(**{**settings, "mode": self.mode})
         except Exception as error:
             reason = first_line(error)
-            if not fall_back or self.mode != "online":
+            if options.mode != "auto" or self.mode != "online":
                 raise UserError(
                     f"W&B failed to start ({reason}): tracker.wandb.mode=offline or tracker=jsonl"
                 ) from error
             LOGGER.warning("W&B failed to go online (%s); recording offline", reason)
             self.mode = "offline"
-            return wandb.init(**settings, mode=self.mode, settings=quiet)
+            self._wandb_run = wandb.init(**{**settings, "mode": self.mode})
 
     def append(self, step: int, metrics: dict[str, Any]) -> None:
         """Pass one line of metrics to wandb's own process."""
-        self._wandb_run.log(metrics, step=step)
+        self.send(lambda: self._wandb_run.log(metrics, step=step))
 
     def state(self) -> dict[str, Any]:
         """Return the run's id."""
-        return {"id": self._wandb_run.id}
+        return {"id": self._id}
 
     def sample(self, step: int, text: str) -> None:
         """Keep the latest sample in the summary."""
-        self._wandb_run.summary["sample"] = text
+        self.send(lambda: self._wandb_run.summary.update({"sample": text}))
 
     def abandon(self) -> None:
         """Forget wandb's process, which may have died."""
-        import wandb
-
-        wandb.teardown()
+        super().abandon()
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].teardown()
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Close the run, and log where it is or how to upload it."""
-        self._wandb_run.summary.update(summary)
-        folder, url = Path(self._wandb_run.dir).parent, self._wandb_run.url if self.mode == "online" else None
-        self._wandb_run.finish(exit_code=exit_status)
+        self.send(lambda: self._wandb_run.summary.update(summary))
+        self.send(lambda: self._wandb_run.finish(exit_code=exit_status))
+        self.drain()
         if self.mode == "offline":
+            folder = Path(self._wandb_run.dir).parent
             LOGGER.info("W&B recorded offline; to upload, on a machine with network access:\n  wandb sync %s", folder)
         elif self.mode == "online":
-            LOGGER.info("W&B: %s", url)
+            LOGGER.info("W&B: %s", self._wandb_run.url)
 
 
 def choose_mode(options: WandbConfig) -> str:

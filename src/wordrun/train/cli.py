@@ -7,6 +7,7 @@ one run directory, and a mistake is printed once.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import re
 import signal
@@ -74,9 +75,13 @@ def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
         handle = log.start(world.rank)
         ranks = f" on {world.size} ranks" if world.size > 1 else ""
         log.LOGGER.info("wordrun %s: loading torch%s", __version__, ranks)
+        is_first = "wordrun.train.trainer" not in sys.modules
         # Not at the top: --help should not wait for torch, and MPI has to start before torch.
         from wordrun.train.stop import Interrupted
         from wordrun.train.trainer import Trainer
+
+        if is_first:
+            gc.freeze()  # torch stays until the end, where searching it for garbage would take half a second
     try:
         with exit_when_stopped(world):
             trainer = Trainer(cfg, world, handle, command=command)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wordrun import compat, dist
-from wordrun.config import TrainConfig
+from wordrun.config import TrainConfig, value_text
 from wordrun.dist.collectives import gather_json
 from wordrun.errors import PartError, UserError, first_line
 from wordrun.train import rng
@@ -56,8 +56,8 @@ def explained(train: TrainConfig) -> Iterator[None]:
         if not (train.compile and compat.is_compile_error(error)):
             raise
         raise UserError(
-            f"train.compile=true: torch.compile failed to compile the model ({first_line(error)}): "
-            "install a C++ compiler (g++), or use train.compile=false"
+            f"train.compile={value_text(train.compile)}: torch.compile failed to compile the model "
+            f"({first_line(error)}): install a C++ compiler (g++), or use train.compile=false"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -213,7 +214,7 @@ class LanguageTask(Task):
             return backend.logits(tokens)[:, :vocab_size]
 
         # Without compilation, which would run again for each length of the growing text.
-        eager = torch.compiler.set_stance("force_eager") if train.compile else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         with evaluation_mode(backend), eager:
             text = generate(
                 logits_of, tokens, length, block_size=self.cfg.text_model.block_size, temperature=temperature,

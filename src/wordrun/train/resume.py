@@ -225,6 +225,7 @@ def manifest(trainer: Training) -> dict[str, Any]:
     return {
         **trainer.state.state_dict(), **trainer.task.manifest(trainer.state.position), "time": time.time(),
         "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
+        "dtype": trainer.precision,
         "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
         "trackers": trainer.run.tracker_states(),
         "hooks": trainer.hooks.states(),

@@ -148,6 +148,12 @@ class Run:
         """Pass a generated text to the trackers."""
         self._each("sample", step, text)
 
+    def note(self, **facts: Any) -> None:
+        """Add ``facts`` to run.json."""
+        if self.record:
+            self.record |= facts
+            self._write_record()
+
     def rewind(self, step: int) -> None:
         """Return to ``step`` in all records: later steps will be repeated."""
         if self.trackers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STORED = (
-    "step", "position", "best_loss", "best_metric", "best_value", "best_step", "evaluated_step", "skipped",
+    "step", "position", "best_loss", "best_metric", "best_value", "best_step", "evaluated_step", "skipped", "compiled",
 )  # fmt: skip
 """Fields that a checkpoint stores as they are."""
 
@@ -45,6 +45,8 @@ class TrainState:
     """The step of the last evaluation."""
     skipped: int = 0
     """Consecutive steps skipped because of non-finite gradients (train.on_nonfinite=skip)."""
+    compiled: bool | None = None
+    """What train.compile=auto has decided; None: nothing yet."""
     rollbacks: dict[int, int] = field(default_factory=dict)
     """Rollbacks so far, by the step of the checkpoint (train.on_nonfinite=rollback)."""
     seconds: float = 0.0
@@ -117,8 +119,8 @@ class TrainState:
         self.seconds = stored["seconds"]
 
     def roll_back(self, stored: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, except for the data position and the training time."""
-        position, seconds, rollbacks = self.position, self.seconds, self.rollbacks
+        """Restore what ``state_dict`` returned, except for position, training time and the model's compilation."""
+        position, seconds, rollbacks, compiled = self.position, self.seconds, self.rollbacks, self.compiled
         self.load_state_dict(stored)
-        self.position, self.seconds = position, seconds
+        self.position, self.seconds, self.compiled = position, seconds, compiled
         self.rollbacks = {**rollbacks, self.step: rollbacks.get(self.step, 0) + 1}

@@ -7,11 +7,12 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from wordrun import backend, dist, log
+from wordrun.backend.precision import settled_dtype
 from wordrun.checks import accumulation, check
 from wordrun.config import Config
 from wordrun.data.batch import Batch
@@ -25,6 +26,7 @@ from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, explained, note, noted
 from wordrun.train.hints import by_launch, next_steps, relative
+from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
 from wordrun.train.memory import MemoryCheck
 from wordrun.train.metrics import Meter
@@ -108,7 +110,10 @@ class Trainer(Training):
         self.start = resume.find(cfg, world)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
-        self.memory = MemoryCheck(cfg, world, self.layout)
+        stored = self.start.manifest.get("dtype") if cfg.train.dtype == "auto" else None
+        self.precision = stored or settled_dtype(cfg, world)
+        settled = replace(cfg, train=replace(cfg.train, dtype=self.precision))
+        self.memory = MemoryCheck(settled, world, self.layout)
         self.memory.before_data(task.least_shapes(cfg))
         with watch.phase("preparing data", math.inf):
             self.task = task(cfg, world, self.layout, banner)
@@ -116,7 +121,7 @@ class Trainer(Training):
         # A checkpoint of LoRA has no frozen weights.
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
-        spec = backend.BackendSpec(cfg, world, self.layout, self.task.make_model, make_optimizer, weights)
+        spec = backend.BackendSpec(settled, world, self.layout, self.task.make_model, make_optimizer, weights)
         with self.memory.explained():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)
@@ -130,8 +135,9 @@ class Trainer(Training):
         )  # fmt: skip
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
+        first = [*([Compile()] if cfg.train.compile == "auto" else []), Log(), Bar(), Evaluate()]
         configured = {name: parts("hooks")[name].build(options) for name, options in cfg.hooks.items()}
-        self.hooks = HookSet([Log(), Bar(), Evaluate(), *self.task.hooks()], configured, hooks, Checkpoint())
+        self.hooks = HookSet([*first, *self.task.hooks()], configured, hooks, Checkpoint())
         self.failed_hooks = FailedHooks(self)
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)

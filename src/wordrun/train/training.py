@@ -53,6 +53,8 @@ class Training(Protocol):
     cfg: Config
     world: World
     layout: Layout
+    precision: str
+    """train.dtype or, if that is auto on a CPU, what was measured."""
     gas: int
     """Micro-steps of the last optimizer step; before the first, of a step after train.batch_ramp."""
     task: Task

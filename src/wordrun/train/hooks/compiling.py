@@ -1,0 +1,106 @@
+"""train.compile=auto: compiles the model after some steps, and keeps that if steps are faster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from wordrun.backend.native import NativeBackend
+from wordrun.checks import check
+from wordrun.dist.collectives import all_max
+from wordrun.errors import ConfigError, first_line
+from wordrun.log import LOGGER
+from wordrun.train.training import Hook, Training
+
+WARM, STEPS = 3, 5
+"""Steps that are left out, and steps that are measured after them, without and with compilation."""
+LEAST_S = 120.0
+"""A run of which less is left is not compiled [s]: that takes half a minute, and gains a fifth of what is left."""
+FASTER = 0.98
+"""Compiled steps have to take at most this share of the others."""
+
+
+class Compile(Hook):
+    """Measures, decides once, and notes the decision in the log, in run.json and in checkpoints.
+
+    All ranks act alike, by the times of rank 0. A resumed run does as it did before, so that its losses stay the same.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._since = 0.0
+
+    def at_start(self, trainer: Training) -> None:
+        """Continue with an earlier decision, or decide where there is nothing to measure."""
+        before, left = trainer.state.compiled, trainer.cfg.train.max_iters - trainer.step
+        reason = hindrance(trainer)
+        if before is None and left <= 2 * (WARM + STEPS):
+            reason = reason or f"{left} steps are too few to gain from it"
+        # A node without a compiler counts for all.
+        if self._agree(trainer, wanted=bool(reason), by_all=True):
+            self._decide(trainer, False, reason or "another rank cannot")
+        elif before is not None:
+            self._decide(trainer, before, "as before the checkpoint")
+
+    def before_step(self, trainer: Training) -> None:
+        """Begin to measure."""
+        self._since = time.perf_counter()
+
+    def after_step(self, trainer: Training) -> None:
+        """Measure the step, and decide after the last one."""
+        if trainer.state.compiled is not None:
+            return
+        trainer.result.loss.item()  # waits for the device
+        self._times.append(time.perf_counter() - self._since)
+        before = median(self._times[WARM : WARM + STEPS] or [0.0])
+        if len(self._times) == WARM + STEPS:
+            left = before * (trainer.cfg.train.max_iters - trainer.step)
+            if self._agree(trainer, wanted=left < LEAST_S):
+                self._decide(trainer, False, f"about {left:.0f} s of training are too few to gain from it")
+            else:
+                _backend(trainer).compile(on=True)
+        elif len(self._times) == 2 * (WARM + STEPS):
+            now, cost = median(self._times[-STEPS:]), self._times[WARM + STEPS]
+            reason = f"{1000 * now:.3g} ms a step instead of {1000 * before:.3g}, after compiling for {cost:.0f} s"
+            self._decide(trainer, self._agree(trainer, wanted=now < FASTER * before), reason)
+
+    def _agree(self, trainer: Training, *, wanted: bool, by_all: bool = False) -> bool:
+        """Return whether rank 0, or ``by_all`` means any rank, has ``wanted`` it."""
+        mine = wanted and (by_all or trainer.world.rank == 0)
+        return bool(all_max(torch.tensor([int(mine)], device=trainer.backend.device)).item())
+
+    def _decide(self, trainer: Training, compiled: bool, reason: str) -> None:
+        if compiled or self._times:
+            backend = _backend(trainer)
+            if not (compiled and self._times):  # else it is compiled
+                backend.compile(on=compiled)
+        trainer.state.compiled = compiled
+        trainer.run.note(compile={"compiled": compiled, "reason": reason})
+        LOGGER.info("train.compile=auto: %s (%s)", "compiled" if compiled else "not compiled", reason)
+
+
+def hindrance(trainer: Training) -> str:
+    """Return why this rank cannot compile the model; empty: it can."""
+    if not isinstance(trainer.backend, NativeBackend):
+        return f"train.backend={trainer.cfg.train.backend} has its own engine"
+    try:
+        train = replace(trainer.cfg.train, compile=True)
+        check(replace(trainer.cfg, train=train), trainer.world.size, trainer.world.local_size)
+    except ConfigError as error:
+        return first_line(error)
+    on_cpu = trainer.backend.device.type == "cpu"
+    usual = ("clang++" if sys.platform == "darwin" else "g++",) if on_cpu else ("cc", "gcc", "clang")
+    chosen = os.environ.get("CXX" if on_cpu else "CC")
+    compilers = (chosen,) if chosen else usual
+    return "" if any(map(shutil.which, compilers)) else f"no compiler: {' or '.join(compilers)} is not installed"
+
+
+def _backend(trainer: Training) -> NativeBackend:
+    assert isinstance(trainer.backend, NativeBackend)
+    return trainer.backend

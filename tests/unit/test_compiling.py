@@ -1,0 +1,90 @@
+"""train.compile=auto: what it decides, that losses do not depend on it, and that a resumed run keeps it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wordrun
+from wordrun.train.hooks import compiling
+from wordrun.train.hooks.compiling import STEPS, WARM
+from wordrun.train.trainer import Trainer
+
+Words = Callable[..., list[str]]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # in torch's compiler
+ENOUGH = 2 * (WARM + STEPS) + 2
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile as far as g++, which takes minutes, and however short the run is."""
+    whole: Any = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: whole(call, **{**options, "backend": "aot_eager"}))
+    monkeypatch.setattr(compiling, "LEAST_S", 0.0)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+
+
+def run(words: list[str], folder: Path, *more: str) -> tuple[Trainer, dict[str, Any], list[float]]:
+    with Trainer(wordrun.compose([*words, f"hydra.run.dir={folder}", *more])) as trainer:
+        trainer.train()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    record = json.loads((folder / "run.json").read_text())
+    return trainer, record.get("compile", {}), [line["loss"] for line in lines if "loss" in line]
+
+
+def is_compiled(trainer: Trainer) -> bool:
+    (kinds,) = {block._compiled_call_impl is not None for block in trainer.backend.parts[0].blocks.children()}
+    return kinds
+
+
+@pytest.mark.parametrize(("pays", "scope"), [(True, "blocks"), (False, "blocks"), (False, "model")])
+def test_it_keeps_what_is_faster_and_a_resumed_run_keeps_it_too(
+    pays: bool, scope: str, small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "FASTER", math.inf if pays else 0.0)
+    words = small("train.log_interval=1", "train.dtype=fp32", f"train.max_iters={ENOUGH}", "train.save_best=false")
+    _, nothing, plain = run(words, tmp_path / "plain")
+    words += ["train.compile=auto", f"train.compile_scope={scope}"]
+    trainer, noted, losses = run(words, tmp_path / "run")
+    assert (nothing, noted["compiled"], trainer.state.compiled) == ({}, pays, pays)
+    assert is_compiled(trainer) == pays
+    assert trainer.backend.parts[0].compiled_loss == pays
+    assert losses == pytest.approx(plain, rel=1e-5)
+    (line,) = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "train.compile=auto" in line]
+    assert f"train.compile=auto: {'compiled' if pays else 'not compiled'} (" in line
+    assert " ms a step instead of " in line
+    again, noted, _ = run(words, tmp_path / "run", "train.resume=auto", f"train.max_iters={ENOUGH + 2}")
+    assert is_compiled(again) == pays
+    assert noted == {"compiled": pays, "reason": "as before the checkpoint"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.max_iters=8"], "8 steps are too few"),
+        (["train.deterministic=true"], "train.deterministic=true does not cover torch.compile"),
+        (["model.batch_size=1"], "s of training are too few to gain from it"),
+    ],
+)
+def test_it_does_not_compile_what_cannot_gain(
+    words: list[str], says: str, small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "LEAST_S", 1e9)
+    trainer, noted, _ = run(small(f"train.max_iters={ENOUGH}", "train.compile=auto", *words), tmp_path / "run")
+    assert noted["compiled"] is False
+    assert says in noted["reason"]
+    assert not is_compiled(trainer)
+
+
+def test_it_does_not_compile_without_a_compiler(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    trainer, noted, _ = run(small("train.compile=auto", f"train.max_iters={ENOUGH}"), tmp_path / "run")
+    assert noted == {"compiled": False, "reason": "no compiler: /no/such/compiler is not installed"}
+    assert not is_compiled(trainer)
