@@ -59,7 +59,7 @@ MAY_USE: dict[str, set[str]] = {
     "launch": BASE,
     "data": CONFIG | {"compat"},
     "model": CONFIG | {"compat", "kernels"},
-    "track": CONFIG,
+    "track": CONFIG | {"runs"},
     "runs": {"errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
     "compat": {"errors"},

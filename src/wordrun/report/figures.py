@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wordrun.runs.metrics import Metrics, Table
-from wordrun.track.plots import smooth
+from wordrun.track.plots import POINTS, smooth, thin
 
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#e0484d", "#a26bd6", "#b0764a", "#e273b4", "#8b95a1", "#b3a62c", "#2bb3c0")
 """The colours of runs and parts, which can be told apart on white and on black."""
 INK = "#010203"
 """Stands for the page's text colour."""
-POINTS = 1200
-"""A curve is drawn with at most about this many points."""
 BOX = (0.135, 0.16, 0.845, 0.81)
 """Left, bottom, width and height of a figure's axes, as shares of the figure."""
 AXES = {"step": "step", "tokens": "tokens", "time": "time [s]"}
@@ -36,6 +34,7 @@ class Curve:
     is_noisy: bool = False
     """Draw it faintly, and a smoothed curve over it."""
     style: str = "-"
+    """As matplotlib's; o-: with points if there are few, v: points alone."""
 
 
 @dataclass
@@ -79,8 +78,8 @@ def _fill(axes: Any, figure: Figure) -> None:
             x, _, _, y = thin([x for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)], smoothed)
         else:
             x, _, _, y = thin(curve.x, curve.y)
-        marker = "o" if len(x) == 1 or (curve.style == "o-" and len(x) <= 60) else ""
-        style = "-" if curve.style == "o-" else curve.style
+        marker = "v" if curve.style == "v" else "o" if len(x) == 1 or (curve.style == "o-" and len(x) <= 60) else ""
+        style = {"o-": "-", "v": ""}.get(curve.style, curve.style)
         axes.plot(x, y, color=curve.color, lw=1.5, label=curve.label or None, marker=marker, ms=3.5, ls=style)
     for mark in figure.marks:
         axes.axvline(mark, color=INK, ls=":", lw=0.8, alpha=0.6)
@@ -94,21 +93,6 @@ def _fill(axes: Any, figure: Figure) -> None:
     labels = [curve for curve in (*figure.curves, *figure.bands) if curve.label]
     if len(labels) > 1:
         axes.legend(frameon=False, fontsize=8, ncols=2 if len(labels) > 3 else 1, labelcolor=INK)
-
-
-def thin(
-    x: Sequence[float], y: Sequence[float]
-) -> tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]:
-    """Return at most about ``POINTS`` points: x, and the least, greatest and mean finite y around each."""
-    size = math.ceil(len(x) / POINTS)
-    if size <= 1:
-        return x, y, y, y
-    parts = []
-    for start in range(0, len(x), size):
-        values = [value for value in y[start : start + size] if math.isfinite(value)] or [math.nan]
-        parts.append((x[min(start + size // 2, len(x) - 1)], min(values), max(values), sum(values) / len(values)))
-    xs, low, high, mean = (list(column) for column in zip(*parts, strict=True))
-    return xs, low, high, mean
 
 
 def _zero(value: float) -> float:
@@ -147,9 +131,14 @@ def over_axes(metrics: Metrics, make: Callable[[str], Figure]) -> dict[str, str]
 
 def curve(metrics: Metrics, table: Table, name: str, axis: str, **options: Any) -> Curve:
     """Return a metric of a run over ``axis``."""
-    steps, values = table["step"], table[name]
-    chosen = [i for i, value in enumerate(values) if not math.isnan(value)] if table is metrics.evaluation else None
-    if chosen is not None:
-        steps_, values_ = [steps[i] for i in chosen], [values[i] for i in chosen]
-        return Curve(metrics.along(axis, steps_), values_, **{"style": "o-", **options})
-    return Curve(table[axis], values, **options)
+    if table is metrics.training:
+        return Curve(table[axis], table[name], **options)
+    steps, values = table.known(name)
+    return Curve(metrics.along(axis, steps), values, **{"style": "o-", **options})
+
+
+def marks(metrics: Metrics, axis: str, color: str) -> Curve:
+    """Return the losses of the lines that count a new spike."""
+    table, rows = metrics.training, metrics.spikes()
+    x, y = ([table[name][row] for row in rows] for name in (axis, "loss"))
+    return Curve(x, y, color, "spike since the line before", style="v")

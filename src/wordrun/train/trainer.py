@@ -208,6 +208,7 @@ class Trainer(Training):
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
+        self.meter.score(self.state)
         own = {resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())}
         copy = self.backend.begin_save(own, self.hooks.tensors())
         last = self.done or self.stop.signal != 0
