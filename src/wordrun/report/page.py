@@ -13,7 +13,7 @@ from wordrun import files
 from wordrun.errors import UserError
 from wordrun.report import facts
 from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, marks, over_axes
-from wordrun.report.templates import render
+from wordrun.report.templates import render, text
 from wordrun.runs import metrics as run_metrics
 from wordrun.runs.metrics import Metrics
 from wordrun.runs.record import RunRecord, load
@@ -57,7 +57,8 @@ def write(run_dir: Path, out: Path | None = None) -> Path:
         slowest=facts.slowest(metrics, record.hosts, int((record.facts.get("world") or {}).get("size", 0))),
         samples=facts.samples(record.path), differences=facts.differences(record.path),
         environment=facts.environment(record), parts=parts, failures=facts.failures(record.path),
-        files=facts.files(record.path), runs=None,
+        profiles=facts.profiles(record.path), tables=facts.tables(record.path), files=facts.files(record.path),
+        runs=None,
     )  # fmt: skip
     return _save(page, out or record.path / NAME)
 
@@ -119,7 +120,7 @@ def _summary(record: RunRecord, metrics: Metrics) -> dict[str, str]:
         "MFU [%]": mfu,
         "loss spikes": table.last("spikes"),
     }
-    texts = {name: _count(value) if name in COUNTS else facts.text(value) for name, value in shown.items() if value}
+    texts = {name: _count(value) if name in COUNTS else text(value) for name, value in shown.items() if value}
     return texts | ({"time": facts.duration(run["seconds"])} if run.get("seconds") else {})
 
 
@@ -230,9 +231,9 @@ def _render(**content: Any) -> str:
     return render("page", **content, written=written)
 
 
-def _save(text: str, file: Path) -> Path:
+def _save(content: str, file: Path) -> Path:
     try:
-        files.replace(file, text)
+        files.replace(file, content)
     except OSError as error:
         raise UserError(
             f"cannot write the report to {file}: {error.strerror}; choose another file by out=FILE"

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ class TraceSummary:
     """Time of attention's operations; 0 if it is computed by products and softmax, which are not only attention's."""
     operations: Sequence[Operation]
     """Those with the most self time, longest first."""
+
+    def shares(self) -> dict[str, float]:
+        """Return how the time is divided [%]: computing, both, communicating, idle."""
+        parts = {
+            "computing": self.compute - self.overlap, "both": self.overlap,
+            "communicating": self.communication - self.overlap, "idle": self.idle,
+        }  # fmt: skip
+        return {name: 100 * seconds / max(self.seconds, 1e-12) for name, seconds in parts.items()}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -144,11 +152,22 @@ def as_text(summary: TraceSummary) -> str:
 
 def as_html(summary: TraceSummary, title: str) -> str:
     """Return the summary as a page."""
-    exposed = summary.communication - summary.overlap
-    bar = {"computing": summary.compute - summary.overlap, "both": summary.overlap,
-           "communicating": exposed, "idle": summary.idle}  # fmt: skip
-    shares = {name: 100 * seconds / max(summary.seconds, 1e-12) for name, seconds in bar.items()}
-    return render("trace", title=title, summary=summary, shares=shares)
+    return render("trace", title=title, summary=summary)
+
+
+def as_json(summary: TraceSummary) -> str:
+    """Return the summary for ``load``."""
+    return json.dumps(asdict(summary), indent=1) + "\n"
+
+
+def load(file: Path) -> TraceSummary | None:
+    """Return the summary in a file; None: it cannot be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content["operations"] = [Operation(**each) for each in content["operations"]]
+        return TraceSummary(**content)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _percent(seconds: float, summary: TraceSummary) -> str:
