@@ -88,6 +88,8 @@ def _fill(axes: Any, figure: Figure) -> None:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if figure.y_label.endswith("/s"):
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    else:
+        axes.ticklabel_format(axis="y", scilimits=(-3, 6))  # longer numbers would cover the label
     if figure.from_zero or figure.bands:
         axes.set_ylim(bottom=0)
     labels = [curve for curve in (*figure.curves, *figure.bands) if curve.label]

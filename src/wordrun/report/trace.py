@@ -5,15 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wordrun.report.templates import render
 
-COMMUNICATION = re.compile(r"nccl|gloo:|mpi:|oneccl|rccl", re.IGNORECASE)
+COMMUNICATION = re.compile(r"nccl|gloo:|mpi:|oneccl|rccl|^c10d::", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|flash|fmha", re.IGNORECASE)
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SHOWN = 10
@@ -75,11 +76,11 @@ def summarize(events: Iterable[dict[str, Any]]) -> TraceSummary:
         if event.get("cat") == "cpu_op" or (event.get("cat") == "user_annotation" and _communicates(event))
     ]  # fmt: skip
     talk = _union(_interval(event) for event in used if _communicates(event))
-    work = _union(_interval(event) for event in used if not _communicates(event))
+    work = _union(interval for events in _by_thread(used).values() for interval in _working(events))
     both = _union([*talk, *work])
     begin, end = (both[0][0], both[-1][1]) if both else (0.0, 0.0)
     compute, communication, busy = map(_length, (work, talk, both))
-    own = _own_times([event for event in used if not _communicates(event)])
+    own = [each for each in _own_times(used) if not COMMUNICATION.search(each.name)]
     return TraceSummary(
         where="device" if kernels else "CPU", steps=steps, seconds=end - begin, compute=compute,
         communication=communication, overlap=compute + communication - busy, idle=end - begin - busy,
@@ -108,6 +109,27 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
+def _working(events: Iterable[dict[str, Any]]) -> Iterator[Interval]:
+    """Yield when a thread works; an operation that contains a blocking collective waits in it."""
+    talk = _union(_interval(event) for event in events if _communicates(event))
+    for begin, end in _union(_interval(event) for event in events if not _communicates(event)):
+        for start, stop in talk[bisect_left(talk, begin, key=lambda each: each[1]) :]:
+            if start >= end:
+                break
+            if start > begin:
+                yield begin, start
+            begin = max(begin, stop)
+        if begin < end:
+            yield begin, end
+
+
+def _by_thread(events: Iterable[dict[str, Any]]) -> dict[tuple[Any, Any], list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for event in events:
+        found[event.get("pid"), event.get("tid")].append(event)
+    return found
+
+
 def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
@@ -116,10 +138,7 @@ def _own_times(events: Iterable[dict[str, Any]]) -> list[Operation]:
     """Return the operations by self time, longest first."""
     seconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    by_thread = defaultdict(list)
-    for event in events:
-        by_thread[event.get("pid"), event.get("tid")].append(event)
-    for spans in by_thread.values():
+    for spans in _by_thread(events).values():
         open_: list[tuple[str, float]] = []  # the operations that have begun, outermost first, with their ends
         for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
             name, (begin, end) = str(event["name"]), _interval(event)

@@ -85,7 +85,8 @@ class Trainer(Training):
                 if cfg.train.deterministic:  # before CUDA starts
                     closers.enter_context(rng.deterministic())
                 timeout = cfg.train.timeout_s
-                self.world = dist.setup(world, device=cfg.train.device, timeout_s=timeout, seed=cfg.train.seed)
+                with watch.starting(world):
+                    self.world = dist.setup(world, device=cfg.train.device, timeout_s=timeout, seed=cfg.train.seed)
                 self.log = log_handle or log.start(self.world.rank)
                 if log_handle is None:
                     closers.callback(self.log.close)
