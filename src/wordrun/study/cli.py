@@ -15,6 +15,15 @@ STUDIES = {
     "scaling": ("wordrun.study.scaling", "throughput on 1, 2, 4, ... ranks or nodes, under several backends"),
 }
 """Maps each study to its module and a line of help."""
+OVERVIEW = """\
+Train the same model several times with different options, the points of a study, and compare the results.
+
+  wordrun study scaling --ranks 1,2,4 --out DIR model=gpt2
+
+DIR/points.csv has a row for each point. To continue a study, start it again with the same --out DIR: finished points
+are skipped, and --retry-failed repeats the failed ones.
+
+Studies (wordrun study NAME --help):"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,11 +43,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<10}{summary}" for name, (_, summary) in STUDIES.items()]
-    about = [
-        "A study trains the same model several times with different options, its points, and compares the results.",
-        "It keeps a row for each point in DIR/points.csv. Start it again with the same --out DIR to continue:",
-        "finished points are skipped, and --retry-failed repeats the failed ones.",
-    ]
-    usage = "Usage: wordrun study NAME [options] [KEY=VALUE ...]"
-    return "\n".join([*about, usage, "", "Studies (wordrun study NAME --help):", *lines, ""])
+    return "\n".join([OVERVIEW, *(f"  {name:<10}{summary}" for name, (_, summary) in STUDIES.items())])
