@@ -10,13 +10,15 @@ from wordrun.errors import UserError
 
 
 def panels(titles: Sequence[str], height: float = 3.4) -> tuple[Any, list[Any]]:
-    """Return a matplotlib figure with a panel for each of ``titles``, at most three in a row, and its axes."""
+    """Return a matplotlib figure with a panel for each of ``titles``, at most three in a row, and its axes.
+
+    They have the same y axis."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(titles))
     rows = -(-len(titles) // columns)
     figure = Figure(figsize=(4.2 * columns, height * rows), layout="constrained", dpi=150)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     for each, title in zip(axes, titles, strict=False):
         each.set_title(title, fontsize=10)
         each.grid(alpha=0.3)

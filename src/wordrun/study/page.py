@@ -116,6 +116,8 @@ def _compared(row: Row) -> list[str]:
 
 def _figure(folder: Path, by_backend: Mapping[str, Sequence[Row]], unit: str) -> list[Path]:
     """Draw tokens/s over ranks or nodes, a panel for each backend, with the ideal line."""
+    from matplotlib.ticker import EngFormatter, LogLocator
+
     drawing, panels = figure.panels(list(by_backend))
     for axes, rows in zip(panels, by_backend.values(), strict=True):
         sizes = [int(row[unit]) for row in rows]
@@ -127,6 +129,8 @@ def _figure(folder: Path, by_backend: Mapping[str, Sequence[Row]], unit: str) ->
         axes.set_yscale("log")
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(EngFormatter())
         axes.set(xlabel=unit, ylabel="tokens/s")
         axes.legend(frameon=False, fontsize=8)
     return figure.save(drawing, folder, "scaling")

@@ -58,6 +58,11 @@ def look(args: argparse.Namespace, words: Sequence[str]) -> tuple[Job, Ranks]:
     return job, ranks
 
 
+def launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return the launch with the options ``words``, up to the command that it starts."""
+    return [sys.executable, "-m", "wordrun.launch", *args.launch, *words, "--"]
+
+
 class Runner:
     """Runs points and records them.
 
@@ -173,7 +178,7 @@ class Runner:
         LOGGER.info("%s: submitted job %s", point.name, job)
 
     def _command(self, point: Point, words: Sequence[str]) -> list[str]:
-        launch = [sys.executable, "-m", "wordrun.launch", *self.args.launch, *point.launch, *words, "--"]
+        launch = launch_command(self.args, [*point.launch, *words])
         return [*launch, sys.executable, "-m", "wordrun", *point.overrides, f"hydra.run.dir={self._folder(point)}"]
 
     def _folder(self, point: Point) -> Path:
