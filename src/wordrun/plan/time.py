@@ -79,6 +79,16 @@ def load_bandwidth(file: Path) -> list[dict[str, Any]]:
     return results
 
 
+def of_network(gb_per_s: float) -> list[dict[str, Any]]:
+    """Return results as of ``test_dist --bench`` for a network of ``gb_per_s`` [10^9 bytes/s] per device."""
+    times = {name: ring(PASSES.get(name, 0), 2) or 1.0 for name in (*PASSES, "point_to_point")}
+    return [
+        {"operation": name, "ranks": 2, "size": size, "seconds": share * size / gb_per_s / 1e9}
+        for name, share in times.items()
+        for size in (2**10, 2**30)
+    ]
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
