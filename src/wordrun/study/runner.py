@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,15 +70,19 @@ class Runner:
         file: the study's points.csv, open.
         args: the command line, with the options of ``add_options``.
         figures: reads a finished run.
+        result: returns what to show of the row of a finished run.
 
     Raises:
         ConfigError: the study itself was started by launch.
     """
 
-    def __init__(self, file: Points, args: argparse.Namespace, figures: Figures) -> None:
+    def __init__(
+        self, file: Points, args: argparse.Namespace, figures: Figures,
+        result: Callable[[Mapping[str, str]], str] = lambda row: DONE,
+    ) -> None:  # fmt: skip
         if "WORDRUN_LAUNCH_ID" in os.environ:
             raise ConfigError("a study starts launch itself: call it without launch, such as in a job script")
-        self.file, self.args, self.figures = file, args, figures
+        self.file, self.args, self.figures, self.result = file, args, figures, result
         self.running: dict[subprocess.Popen[bytes], tuple[Point, list[str]]] = {}
         """The launches, with their points and hosts."""
         self.stopped = False
@@ -123,16 +127,26 @@ class Runner:
                 for child in ended:
                     point, hosts = self.running.pop(child)
                     free += hosts
-                    if child.returncode in ENDED:
+                    if self._was_stopped(point, child.returncode):
                         self.stopped = True
                     else:
                         self._record(point)
                         count += 1
                         row = self.file.rows[point.name]
-                        LOGGER.info("[%d/%d] %s: %s", count, total, point.name, row["reason"] or row["state"])
+                        text = row["reason"] if row["state"] == FAILED else self.result(row)
+                        LOGGER.info("[%d/%d] %s: %s", count, total, point.name, text)
                         bar.update(task, completed=count)
                 if not ended:
                     time.sleep(POLL_S)
+
+    def _was_stopped(self, point: Point, status: int) -> bool:
+        """Return whether the run was ended from outside, so that the next call has to repeat it."""
+        if status in ENDED or (status and self.stopped):
+            return True
+        try:  # after SIGTERM, a run without checkpoints ends with status 0
+            return load(self._folder(point)).state() == "stopped"
+        except UserError:
+            return False
 
     def _settled(self, point: Point) -> bool:
         """Return whether ``point`` needs no run; record it if its run has finished without a row."""
@@ -143,7 +157,7 @@ class Runner:
             now = load(self._folder(point)).state()
             if now == "finished":  # a job, or the disk was full
                 self._record(point)
-            if now in ("finished", "running"):
+            if now == "finished" or (now == "running" and state == SUBMITTED):
                 return True
         return state == SUBMITTED and not self.args.retry_failed
 

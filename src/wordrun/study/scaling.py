@@ -65,7 +65,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         with Points(args.out, "scaling", VERSION, COLUMNS) as file:
             points = list(_points(args, file, Estimates(file.folder, args)))
-            complete = Runner(file, args, lambda point, run: measured(run, args.steps)).run(points)
+            runner = Runner(
+                file, args, lambda point, run: measured(run, args.steps),
+                lambda row: f"{float(row['tps']):,.0f} tokens/s",
+            )  # fmt: skip
+            complete = runner.run(points)
             rows = [file.rows[point.name] for point in points if point.name in file.rows]
             unit = "ranks" if args.ranks else "nodes"
             study = page.Study(("wordrun", "study", "scaling", *argv), unit, args.steps, args.repeats)
