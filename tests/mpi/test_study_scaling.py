@@ -27,7 +27,7 @@ def test_1_2_and_4_ranks(command: Command, tmp_path: Path) -> None:
     words = (*STUDY, "--ranks", "1,2,4", "--steps", "2", "--repeats", "2", "--backends", "DDP,TP:tp=3",
              "--out", "study", "--no-calibrate", *SMALL)  # fmt: skip
     done = command(*words, timeout=500)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path / "study")
     states = {name: (row["state"], row["ranks"]) for name, row in found.items()}
     assert {name: states[name] for name in states if "DDP" in name} == {f"DDP-{n}": ("done", f"{n}") for n in (1, 2, 4)}
@@ -40,7 +40,7 @@ def test_1_2_and_4_ranks(command: Command, tmp_path: Path) -> None:
         assert float(row["planned_memory_gib"]) > 0
     page = (tmp_path / "study" / "scaling.md").read_text()
     assert "Strong scaling on 1, 2, 4 ranks" in page
-    assert "TP-tp-3-2 | failed" in page
+    assert "TP-tp-3-2 | impossible" in page
     assert (tmp_path / "study" / "scaling.svg").stat().st_size > 1000
     again = command(*words)
     assert "6 points, 0 of them to run" in again.stdout
@@ -49,8 +49,8 @@ def test_1_2_and_4_ranks(command: Command, tmp_path: Path) -> None:
 
 def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, start: Start, tmp_path: Path) -> None:
     """As at the end of an allocation, while the first point still runs; the second call runs both."""
-    words = (*STUDY, "--ranks", "1", "--steps", "{}", "--repeats", "1", "--backends", "DDP,FSDP", "--out", "study",
-             "--no-calibrate", *SMALL)  # fmt: skip
+    words = (*STUDY, "--ranks", "1", "--steps", "{}", "--repeats", "1", "--backends", "DDP,DDP:bucket_cap_mb=1",
+             "--out", "study", "--no-calibrate", *SMALL)  # fmt: skip
     study = start(*(word.format(100_000) for word in words))
     log = tmp_path / "study" / "logs" / "DDP-1.txt"
     end = time.monotonic() + 200

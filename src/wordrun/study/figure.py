@@ -15,7 +15,7 @@ def panels(titles: Sequence[str], height: float = 3.4) -> tuple[Any, list[Any]]:
     They have the same y axis."""
     from matplotlib.figure import Figure
 
-    columns = min(3, len(titles))
+    columns = 2 if len(titles) == 4 else min(3, len(titles))
     rows = -(-len(titles) // columns)
     figure = Figure(figsize=(4.2 * columns, height * rows), layout="constrained", dpi=150)
     axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)

@@ -29,7 +29,7 @@ from wordrun.launch.planner import look_around
 from wordrun.launch.request import Ranks
 from wordrun.log import LOGGER
 from wordrun.runs.record import RunRecord, load
-from wordrun.study.points import DONE, FAILED, SUBMITTED, Point, Points
+from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, Point, Points
 
 POLL_S = 0.1
 ENDED = (REQUEUE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -108,7 +108,7 @@ class Runner:
         if self.stopped:
             LOGGER.warning("stopped: start the study again to continue")
         states = [self.file.rows.get(point.name, {}).get("state") for point in points]
-        return not self.stopped and set(states) <= {DONE, FAILED}
+        return not self.stopped and set(states) <= {DONE, FAILED, IMPOSSIBLE}
 
     def _run(self, todo: list[Point], job: Job, needs: dict[str, int]) -> None:
         free, count, total = list(job.hosts), 0, len(todo)
@@ -151,7 +151,7 @@ class Runner:
     def _settled(self, point: Point) -> bool:
         """Return whether ``point`` needs no run; record it if its run has finished without a row."""
         state = self.file.rows.get(point.name, {}).get("state")
-        if state == DONE or (state == FAILED and not self.args.retry_failed):
+        if state in (DONE, IMPOSSIBLE) or (state == FAILED and not self.args.retry_failed):
             return True
         with contextlib.suppress(UserError):
             now = load(self._folder(point)).state()

@@ -19,7 +19,7 @@ from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import estimate, page
 from wordrun.study.estimate import Estimates
-from wordrun.study.points import FAILED, Point, Points
+from wordrun.study.points import FAILED, IMPOSSIBLE, Point, Points
 from wordrun.study.runner import Runner, add_options, look
 
 DESCRIPTION = """\
@@ -112,7 +112,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Iterator[Point]:
-    """Yield the points, the smallest first; those that are impossible are recorded as failed."""
+    """Yield the points, the smallest first; those that are impossible are recorded as such."""
     base = compose(args.overrides)
     option = "-n" if args.ranks else "-N"
     looks = {size: look(args, (option, str(size))) for size in args.ranks or args.nodes}
@@ -145,7 +145,7 @@ def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Ite
             point = Point(name, tuple(overrides), (option, str(size)), columns)
             file.check([point])
             if problem:
-                file.put(point, FAILED, problem)
+                file.put(point, IMPOSSIBLE, problem)
             yield point
 
 
