@@ -69,6 +69,12 @@ class Metrics:
             table = self.training if "loss" in line else self.evaluation if "val_loss" in line else self.other
             table.add(line)
 
+    @property
+    def last_step(self) -> float:
+        """The last step of any line; -1: there is none."""
+        tables = (self.training, self.evaluation, self.other)
+        return max((max(table["step"]) for table in tables if table.rows), default=-1)
+
     def spikes(self) -> list[int]:
         """Return the rows of ``training`` that count more loss spikes than the row before."""
         counts = self.training.columns.get("spikes", ())

@@ -10,6 +10,9 @@ from typing import Any
 from wordrun.config import SpikesConfig
 from wordrun.log import FIRST_RANK, LOGGER
 
+FLAT = 1e-12
+"""Losses with a smaller variance, relative to the squared mean, differ by rounding errors alone."""
+
 
 class Spikes:
     """Scores losses, which are the same on all ranks, and counts those whose score is at least the threshold."""
@@ -20,6 +23,8 @@ class Spikes:
         """Spikes so far."""
         self._window: deque[float] = deque(maxlen=self.options.window)
         """The losses of the last steps."""
+        self._squares = deque(self._window, self.options.window)
+        """Their squares, because a step should cost microseconds."""
         self._highest: float | None = None
         """The highest score since the last call of ``metrics``."""
 
@@ -47,10 +52,12 @@ class Spikes:
             return None
         score, window = None, self._window
         if len(window) == window.maxlen:
-            mean = math.fsum(window) / len(window)
-            deviation = math.sqrt(math.fsum([(each - mean) ** 2 for each in window]) / len(window))
-            score = (loss - mean) / deviation if deviation else None
+            mean = sum(window) / len(window)
+            variance = sum(self._squares) / len(window) - mean**2
+            if variance > FLAT * mean**2:
+                score = (loss - mean) / math.sqrt(variance)
         window.append(loss)
+        self._squares.append(loss * loss)
         return score
 
     def metrics(self) -> dict[str, float | None]:
@@ -64,5 +71,6 @@ class Spikes:
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` returned, perhaps with other options."""
-        self._window = deque(stored["losses"], maxlen=self.options.window)
+        self._window = deque(stored["losses"], self.options.window)
+        self._squares = deque((loss * loss for loss in self._window), self.options.window)
         self.count, self._highest = stored["count"], stored["highest"]
