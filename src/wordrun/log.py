@@ -6,16 +6,18 @@ returned handle undoes everything.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import sys
 import textwrap
 import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 LOGGER = logging.getLogger("wordrun")
@@ -47,15 +49,44 @@ class RankFilter(logging.Filter):
         return True
 
 
+class LaunchConsole(Console):
+    """A console on launch's terminal, at the path ``device``, whose size may change; empty: it cannot be asked."""
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._device = device
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """The present size, or the one at the start."""
+        if self._device:
+            with contextlib.suppress(OSError):
+                terminal = os.open(self._device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+                try:
+                    found = ConsoleDimensions(*os.get_terminal_size(terminal))
+                finally:
+                    os.close(terminal)
+                if found.width and found.height:  # some terminals do not know it
+                    return found
+        return super().size
+
+    @size.setter
+    def size(self, new: tuple[int, int]) -> None:
+        self._width, self._height = new
+
+
 def console() -> Console:
     """Return this process's console, which behaves like ``launch``'s terminal, if there is one.
 
     Under mpiexec a rank's output is a pipe even if ``launch`` runs in a terminal, so ``launch`` passes the terminal's
-    size in ``WORDRUN_TERMINAL=COLUMNSxLINES``.
+    size in ``WORDRUN_TERMINAL=COLUMNSxLINES@HOST:DEVICE``; a rank on that host asks the device for its present size.
     """
-    columns, _, lines = os.environ.get("WORDRUN_TERMINAL", "").partition("x")
+    size, _, place = os.environ.get("WORDRUN_TERMINAL", "").partition("@")
+    columns, _, lines = size.partition("x")
     if columns.isdigit() and lines.isdigit():
-        return Console(force_terminal=True, width=int(columns), height=int(lines), highlight=False)
+        host, _, device = place.partition(":")
+        there = device if host == socket.gethostname() else ""
+        return LaunchConsole(there, force_terminal=True, width=int(columns), height=int(lines), highlight=False)
     # srun -u gives each rank a pseudo-terminal, wherever its output goes.
     terminal = sys.stdout.isatty() and os.environ.get("WORDRUN_LAUNCHER") != "srun"
     # In a pipe or a file, wrapping at 80 columns would break lines that people grep for.

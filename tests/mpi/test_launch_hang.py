@@ -50,6 +50,44 @@ with dist.session(hang_s=float(sys.argv[1])) as world:
 """
 
 
+MPI_ONLY = """
+import pickle, time
+import numpy
+from mpi4py import MPI
+
+comm, x = MPI.COMM_WORLD, numpy.ones(8)
+assert pickle.loads(pickle.dumps(comm)) == comm
+half = comm.Split(comm.rank, 0)
+assert half.allreduce(1) == half.size == 1
+comm.Barrier()
+if comm.rank == 1:
+    time.sleep(1000)  # here
+CALL  # there
+"""
+POINT_TO_POINT = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+x = torch.ones(8)
+dist.all_reduce(x)
+if dist.get_rank() == 1:
+    time.sleep(1000)  # here
+CALL  # there
+"""
+STUCK = """import os, sys, time
+
+class Stuck:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            time.sleep(1000)
+
+if os.environ.get("RANK") == "1":
+    sys.meta_path.insert(0, Stuck())
+"""
+
+
 def line_of(script: str, comment: str) -> int:
     return next(number for number, line in enumerate(script.splitlines(), 1) if line.endswith(f"# {comment}"))
 
@@ -66,6 +104,34 @@ def test_a_program_that_knows_nothing_of_wordrun(command: Command, tmp_path: Pat
     here, there = line_of(PLAIN, "here"), line_of(PLAIN, "there")
     assert re.search(rf"rank 1 \([\w.-]+\) is at plain.py:{here} in forgets_the_others", done.stderr)
     assert re.search(rf"ranks 0, 2 \([\w.-]+\) are at plain.py:{there} in <module>", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("script", "call", "says"),
+    [
+        (MPI_ONLY, "comm.Allreduce(x, x.copy())", "rank 1 has not come to MPI_Allreduce number 3 of float64 [8] of 2 "),
+        (MPI_ONLY, "comm.recv(source=1)", "rank 0 waits in comm.recv for rank 1; "),
+        (POINT_TO_POINT, "dist.recv(x, src=1)", "rank 0 waits in recv for rank 1; "),
+    ],
+    ids=["mpi4py", "mpi4py, point-to-point", "torch, point-to-point"],
+)
+def test_waits_that_torch_does_not_count(script: str, call: str, says: str, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(script.replace("CALL", call))
+    done = command("launch", "--hang", "2", "-n", "2", sys.executable, "script.py")
+    assert done.returncode == 124, done.stderr
+    assert done.stderr.count(f"no progress for 2 s: {says}") == 1, done.stderr
+    assert f"script.py:{line_of(script, 'here')} in <module>" in done.stderr
+    assert f"script.py:{line_of(script, 'there')} in <module>" in done.stderr
+
+
+def test_a_rank_that_hangs_before_it_has_a_trainer(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text(STUCK)
+    words = ["--hang", "1", "-n", "2", "--env", f"PYTHONPATH={tmp_path / 'own'}"]
+    done = command("launch", *words, sys.executable, "-m", "wordrun", "data=sample", "train=smoke", "tracker=jsonl")
+    assert done.returncode == 124, done.stderr
+    assert done.stdout.count("no progress for 5 s: ") == 1, done.stdout
+    assert re.search(r"rank 1 \([\w.-]+\) is at [\w/.-]+/sitecustomize.py:6 in find_spec", done.stdout), done.stdout
 
 
 def test_a_session_says_where_its_ranks_hang(start: Start, tmp_path: Path) -> None:

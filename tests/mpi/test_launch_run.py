@@ -610,7 +610,7 @@ sys.exit(4)
 def test_ranks_know_the_terminals_size(tmp_path: Path) -> None:
     status, output = in_terminal(tmp_path, ["-n", "2", "sh", "-c", "echo [$WORDRUN_TERMINAL]"], [])
     assert status == 0
-    assert len(re.findall(r"\[\d+x\d+\]", output)) == 2
+    assert len(re.findall(r"\[\d+x\d+@[\w.-]+:/dev/pts/\d+\]", output)) == 2
 
 
 @pytest.mark.parametrize("status", [0, 3])

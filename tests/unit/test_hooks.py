@@ -22,7 +22,7 @@ from wordrun.track.jsonl import read
 from wordrun.train.hooks import Hook
 from wordrun.train.hooks.ema import EMA
 from wordrun.train.hooks.lr_range import LRRange, steepest
-from wordrun.train.hooks.spikes import Spikes
+from wordrun.train.spikes import Spikes
 from wordrun.train.trainer import Trainer
 from wordrun.train.training import HookError, HookSet
 
@@ -119,7 +119,8 @@ def test_the_averaged_weights_are_evaluated_exported_and_generate(
 
 
 def test_averages_resume_to_the_bit_and_begin_where_there_are_none(small: Words, tmp_path: Path) -> None:
-    words = small(*STEPS, "hooks=[ema,spikes]", "hooks.spikes.window=3", "model.dropout=0.1")
+    words = small(*STEPS, "hooks=[ema,spikes]", "hooks.spikes.window=3", "model.dropout=0.1",
+                  "train.log_interval=3")  # fmt: skip
     whole = train(words, tmp_path / "whole")
     resume = f"train.resume={tmp_path}/whole/checkpoints/step-00000004"
     part = train([*words, resume], tmp_path / "part")
@@ -198,18 +199,18 @@ def test_statistics_are_those_of_the_gradients_and_the_activations(small: Words,
 
 
 def test_a_spike_is_scored_by_the_steps_before_it() -> None:
-    hook = Spikes(SpikesConfig(window=4, threshold=3.0))
+    spikes = Spikes(SpikesConfig(window=4, threshold=3.0))
     losses = [3.0, 3.2, 2.8, 3.0, 2.9, 9.0, math.nan, 3.1]
-    scores = [hook._add(loss) for loss in losses]
+    scores = [spikes.score(loss) for loss in losses]
     assert scores[:4] == [None] * 4
     for i in (4, 5):
         before = np.array(losses[i - 4 : i])
         assert scores[i] == pytest.approx((losses[i] - before.mean()) / before.std())
     assert (scores[5] or 0) > 3
     assert scores[6] is None, "a loss that is not finite is neither scored nor kept"
-    assert list(hook.window) == [3.0, 2.9, 9.0, 3.1]
+    assert spikes.state_dict()["losses"] == [3.0, 2.9, 9.0, 3.1]
     flat = Spikes(SpikesConfig(window=2))
-    assert [flat._add(2.0) for _ in range(3)] == [None] * 3, "no deviation to measure with"
+    assert [flat.score(2.0) for _ in range(3)] == [None] * 3, "no deviation to measure with"
 
 
 class Lift(Hook):
@@ -222,11 +223,12 @@ class Lift(Hook):
 
 
 def test_a_spike_is_counted_and_logged(small: Words, tmp_path: Path) -> None:
-    spikes = ("hooks=[spikes]", "hooks.spikes.window=4", "hooks.spikes.threshold=10", "train.log_interval=4")
-    train(small(*STEPS, *spikes), tmp_path / "run", Lift())
-    assert series(tmp_path / "run", "spikes")[-1] >= 1
+    options = ("hooks=[spikes]", "hooks.spikes.window=4", "hooks.spikes.threshold=10")
+    train(small(*STEPS, *options, "train.log_interval=4"), tmp_path / "run", Lift())
+    assert series(tmp_path / "run", "spikes") == [0, 0, 1]
     assert series(tmp_path / "run", "spike_score")[-1] > 10
     assert "loss spike at step 7: " in (tmp_path / "run/log.txt").read_text()
+    assert "spike since the line before" in (tmp_path / "run/report.html").read_text()
 
 
 # The range test

@@ -60,6 +60,37 @@ def test_healthy_ranks(plan: LaunchPlan) -> None:
     assert {finding.check for finding in findings} >= {"sockets", "device order"}
 
 
+def measured(tmp_path: Path, pairs: dict[str, float], device: str = "cuda:0") -> None:
+    """Write a bandwidth.json with the speeds of pairs of nodes such as ``a b``."""
+    folder = tmp_path / "outputs" / "bandwidth" / "20260101-120000"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [{"hosts": names.split(), "seconds": 1.0, "gb_per_s": speed} for names, speed in pairs.items()]
+    (folder / "bandwidth.json").write_text(json.dumps({"device": device, "pairs": found}))
+
+
+def test_slow_nodes_are_named_where_the_site_knows_its_network(plan: LaunchPlan, tmp_path: Path) -> None:
+    site = replace(SITE, network=25.0)
+    assert doctor.of_network(plan, SITE) == [], "an unknown network"
+    (found,) = doctor.of_network(plan, site)
+    assert (found.state, found.found.partition(":")[0]) == ("ok", "not measured between these nodes' devices")
+    measured(tmp_path, {"a b": 20.0, "a.domain c": 4.0, "b c": 5.0, "d e": 1.0})
+    (found,) = doctor.of_network(plan, site)
+    assert found.state == "warning"
+    assert found.found.startswith("slow: c 4.5 GB/s; made up expects 25 GB/s per device (")
+    assert "--hostfile" in found.remedy
+    measured(tmp_path, {"a b": 20.0})
+    (found,) = doctor.of_network(plan, site)
+    assert (found.state, found.found) == ("ok", "20.0 to 20.0 GB/s between nodes; made up expects 25 GB/s per device")
+    measured(tmp_path, {"a b": 2.0})
+    (found,) = doctor.of_network(plan, site)
+    assert "the fast network is used" in found.remedy
+    measured(tmp_path, {"a b": 2.0}, device="cpu")
+    (found,) = doctor.of_network(plan, site)
+    assert found.state == "ok", "gloo does not use that network"
+    (tmp_path / "outputs/bandwidth/20260101-120000/bandwidth.json").write_text("{")
+    assert doctor.of_network(plan, site)[0].state == "ok"
+
+
 def test_cores_that_ranks_share_are_not_counted_twice(plan: LaunchPlan) -> None:
     cores = min(plan.job.cores)
     findings = doctor.of_ranks(plan, [{**rank, "cores": cores} for rank in ranks()], 0, "", SITE)

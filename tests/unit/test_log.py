@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import re
+import socket
+import struct
+import termios
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,29 @@ def test_a_terminal_shows_whole_lines_with_few_styles(
     assert error.endswith("\x1b[1;31mERROR \x1b[0mit failed")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not any("\x1b[3" in line for line in shown(capsys))
+
+
+def resize(terminal: int, lines: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def test_a_rank_sees_that_the_terminal_of_launch_is_resized(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    try:
+        resize(theirs, 24, 70)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("WORDRUN_TERMINAL", f"100x30@{socket.gethostname()}:{os.ttyname(theirs)}")
+        screen = log.console()
+        assert (screen.width, screen.height) == (70, 24)
+        resize(theirs, 50, 200)
+        assert (screen.width, screen.height) == (200, 50)
+        resize(theirs, 0, 0)
+        assert (screen.width, screen.height) == (100, 30)
+        monkeypatch.setenv("WORDRUN_TERMINAL", f"100x30@another:{os.ttyname(theirs)}")
+        assert log.console().width == 100
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_a_file_shows_plain_lines_with_their_level(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,19 @@ def test_an_operation_does_not_count_those_that_it_calls() -> None:
     assert [1e6 * found.communication, 1e6 * found.overlap] == pytest.approx([50, 10])
 
 
+def test_an_operation_does_not_compute_while_it_waits_in_a_collective() -> None:
+    events = [
+        span("AccumulateGrad", 0, 100, "cpu_op"), span("mpi:all_reduce", 20, 80, "user_annotation"),
+        span("aten::div_", 80, 90, "cpu_op"), span("c10d::allreduce_", 100, 120, "cpu_op"),
+    ]  # fmt: skip
+    found = trace.summarize(events)
+    assert [1e6 * found.compute, 1e6 * found.communication, 1e6 * found.overlap] == pytest.approx([40, 80, 0])
+    assert {each.name: round(1e6 * each.seconds) for each in found.operations} == {
+        "AccumulateGrad": 30,
+        "aten::div_": 10,
+    }
+
+
 def test_an_empty_trace_has_a_summary() -> None:
     found = trace.summarize([])
     assert (found.steps, found.seconds, list(found.operations)) == (0, 0, [])

@@ -16,7 +16,7 @@ import pytest
 
 from wordrun.arguments import parse
 from wordrun.errors import UserError
-from wordrun.report import cli, page
+from wordrun.report import cli, page, trace
 from wordrun.report.cli import ReportConfig, runs_in
 from wordrun.report.figures import POINTS, thin
 from wordrun.runs import ls, metrics, tail
@@ -117,6 +117,26 @@ def test_a_living_run_is_called_so_and_an_incomplete_line_is_no_damage(tmp_path:
     assert "cannot be read" not in text
 
 
+def test_a_page_shows_the_profiles(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "Profile" not in Page(page.write(run)).text
+    folder = run / "profile"
+    folder.mkdir()
+    operations = [trace.Operation(f"aten::op{number}", 0.01, 3) for number in range(10)]
+    summary = trace.TraceSummary("CPU", 2, 1.0, 0.6, 0.3, 0.1, 0.2, 0.0, operations)
+    for name in ("summary.json", "summary-rank-3.json"):
+        (folder / name).write_text(trace.as_json(summary))
+    (folder / "summary-rank-4.json").write_text('{"where": "CPU"}')  # of another version
+    (folder / "pyinstrument.txt").write_text("12.3 train_step\n")
+    text = Page(page.write(run)).text
+    for shown in ("rank 0", "rank 3", "2 steps of 500.000 ms", "computing 50.0 %", "computing and communicating 10.0 %",
+                  "communicating 20.0 %", "idle 20.0 %", "aten::op9", "12.3 train_step"):  # fmt: skip
+        assert shown in text
+    assert "rank 4" not in text
+    assert trace.load(folder / "summary.json") == summary
+    assert [value for _, value in trace.load(folder / "summary.json").shares().items()] == [50, 10, 20, 20]
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([f"run={tmp_path}"]) == 2
     assert "contains no run" in capsys.readouterr().err
@@ -151,6 +171,31 @@ def test_a_page_of_many_lines_stays_small(tmp_path: Path) -> None:
     assert len(x) <= POINTS + 1
     assert (min(low), max(high)) == (0, 6)
     assert min(mean) > 2
+
+
+def test_metrics_of_hooks_share_a_figure_for_each_kind(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for step in (5, 10):
+        values = {f"{kind}/blocks.{i}": 1.0 for kind in ("grad_max", "activation_max") for i in range(12)}
+        append(run / "metrics.jsonl", json.dumps({"step": step, **values}) + "\n")
+    page_ = Page(page.write(run))
+    assert page_.tags.count("svg") == 3 * (6 + 2)
+    assert "grad_max" in page_.text
+
+
+def test_spikes_are_marked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "spike" not in (plain := Page(page.write(run)).text)
+    assert "Loss" in plain
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(
+        json.dumps({**line, "spikes": line["step"] // 8} if "loss" in line else line) + "\n" for line in lines
+    )
+    (run / "metrics.jsonl").write_text(text)
+    assert metrics.read(run).spikes() == [7, 15]
+    page_ = Page(page.write(run))
+    assert "spike since the line before" in page_.text
+    assert "loss spikes2" in page_.text.replace("\n", "")
 
 
 def test_metrics_are_columns_with_gaps(tmp_path: Path) -> None:

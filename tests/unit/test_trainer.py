@@ -32,8 +32,9 @@ from wordrun.config import Config
 from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.errors import ConfigError, WorldError
 from wordrun.prepare.sources.sample import sample_text
+from wordrun.runs import metrics
 from wordrun.track.jsonl import read
-from wordrun.track.plots import draw, smooth, spikes
+from wordrun.track.plots import draw, smooth
 from wordrun.train.hooks import Hook, standard
 from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
@@ -199,13 +200,12 @@ def test_the_log_shows_the_last_step_of_a_run_that_stops_early(
 def test_the_plot_marks_lines_with_more_spikes_than_before(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = []
     for step, count in ((10, 0), (20, 2), (30, 2), (40, 1), (50, 2)):  # after step 30, rolled back
-        lines += [{"step": step, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "sps": 1.0, "mfu": None}]
-        lines += [{"step": step, "spike_score": None, "spikes": count}]
-    assert spikes(lines) == [20, 50]
-    assert spikes(lines[::2]) == []
+        line = {"step": step, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "sps": 1.0, "mfu": None}
+        lines += [{**line, "spike_score": None, "spikes": count}, line]
     sizes = []
-    for some in (lines, lines[::2]):
+    for some, rows in ((lines[::2], [1, 4]), (lines[1::2], [])):
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in some))
+        assert metrics.read(tmp_path).spikes() == rows
         sizes.append(draw(tmp_path, "spikes")[0].read_bytes())
     assert sizes[0] != sizes[1]
 

@@ -13,14 +13,16 @@ from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend, prepare
 from wordrun.config import DDPConfig
-from wordrun.dist import mpi, watch
+from wordrun.dist import mpi
+from wordrun.dist.mpi_calls import CALLS
 from wordrun.model import Model, materialise
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of CPU gradients with MPI, which uses shared memory and the fabric where gloo uses TCP."""
     gradients = bucket.buffer()
-    with watch.mpi_calls("MPI_Allreduce", f"float32 [{gradients.numel()}]"):
+    # The profiler, like the watch, knows only of torch's own collectives.
+    with CALLS("MPI_Allreduce", f"float32 [{gradients.numel()}]"), torch.profiler.record_function("mpi:all_reduce"):
         communicator.Allreduce(mpi.in_place(), gradients.numpy())
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(gradients.div_(communicator.size))

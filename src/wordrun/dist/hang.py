@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from wordrun.dist import stacks
+from wordrun.dist import mpi_calls, stacks
 from wordrun.dist.world import World
 
 # A message names this many groups of ranks, and each this many ranges and hosts; the report has all of them.
@@ -57,7 +57,8 @@ class Answer:
         doing = f" ({self.phase}{'' if self.step is None else f' after {self.step} steps'})" if self.phase else ""
         others = [] if self.waits_for(blocked) else sorted({each["group"] for each in self.pending})
         calls = [f"{call['op']} of {call['size']}" for group in others[:1] if (call := self.waits_for(group))]
-        return f"at {self.line}{doing}{f', waiting in {calls[0]} of another group' if calls else ''}"
+        another = " of another group" if blocked else ""
+        return f"at {self.line}{doing}{f', waiting in {calls[0]}{another}' if calls else ''}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def culprit(answers: Sequence[Answer], size: int) -> Blocked | None:
 
     Without any, one whose ranks disagree about it; None: nobody waits for a collective.
     """
-    groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p"})
+    groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p", mpi_calls.UNNUMBERED})
     found = [_blocked(group, answers, size) for group in groups]
     free = set(range(size)) - {answer.rank for answer in answers if answer.pending}
 
@@ -141,7 +142,9 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
 
 def _who_waits(blocked: Blocked, by_rank: Mapping[int, Answer]) -> str:
     """Return who has not come to a collective, or how the ranks disagree about it."""
-    of = f"of {blocked.members} ranks" + (f" in group {blocked.group}" if blocked.group not in ("0", "MPI") else "")
+    of = f"of {blocked.members} ranks"
+    if blocked.group not in ("0", mpi_calls.GROUP):
+        of += f" in group {blocked.group}"
     calls = [
         (f"{op} number {blocked.seq}{f' of {size}' if size else ''}", ranks)
         for (op, size), ranks in sorted(blocked.calls.items(), key=lambda item: len(item[1]))

@@ -25,6 +25,7 @@ from wordrun.files import read_proc
 Stack = Sequence[tuple[str, int, str]]
 """File, line and function of each call, the innermost last."""
 MAIN = "MainThread"
+IN_TORCH = "/torch/distributed/"
 OWN = str(Path(__file__).parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 STATES = {"T": "stopped (SIGSTOP or SIGTSTP)", "t": "stopped by a debugger", "D": "waiting in the kernel (state D)"}
@@ -69,7 +70,9 @@ def is_users(file: str) -> bool:
 def user_line(stacks: Mapping[str, Stack]) -> str:
     """Return the innermost line of the user's code in the main thread; without any, of wordrun's, else of all."""
     calls = stacks.get(MAIN) or next(iter(stacks.values()), ())
-    for wanted in (is_users, lambda file: file.startswith(OWN), lambda file: True):
+    # Every call of mpi4py passes through mpi_calls.
+    own = lambda file: file.startswith(OWN) and not file.endswith("/mpi_calls.py")  # noqa: E731
+    for wanted in (is_users, own, lambda file: True):
         for file, line, code in reversed(calls):
             if wanted(file):
                 return f"{short(file)}:{line} in {code}"
@@ -77,9 +80,11 @@ def user_line(stacks: Mapping[str, Stack]) -> str:
 
 
 def torch_call(stacks: Mapping[str, Stack]) -> str:
-    """Return the function of torch.distributed that the main thread has called and not left; empty: none."""
-    calls = [code for file, _, code in stacks.get(MAIN, ()) if "/torch/distributed/" in file and code != "wrapper"]
-    return calls[0] if calls else ""
+    """Return the function of torch.distributed in which the main thread waits; empty: it does something else."""
+    main = stacks.get(MAIN, ())
+    calls = [code for file, _, code in main if IN_TORCH in file and code != "wrapper"]
+    # A schedule of a pipeline also calls the model.
+    return calls[0] if calls and (IN_TORCH in main[-1][0] or main[-1][0].endswith("/torch/_ops.py")) else ""
 
 
 def compiles() -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import files, stack_requests
-from wordrun.dist import hang, stacks
+from wordrun.dist import hang, mpi_calls, stacks
 from wordrun.dist.world import World, discover
 from wordrun.log import LOGGER
 
@@ -32,32 +32,12 @@ SLOW = 5.0
 # Ranks wait at most this long for each other's answers, or as long as a hang takes to be noticed.
 ANSWER_S = 40.0
 TICK_S = 1.0
+# A rank that starts may take SLOW times as long, as in the trainer by default.
+START_S = 120.0
 # All ranks together look for requests this often, since they ask one metadata server.
 LOOKS_PER_S = 500.0
 # An answer to a question, without a hang, needs less time.
 ASKED_S = 10.0
-
-
-class Calls:
-    """Counts calls that torch does not know of, such as MPI's, and says which one the process is in."""
-
-    def __init__(self, group: str) -> None:
-        self.group, self.count = group, 0
-        self.pending: tuple[str, str] | None = None
-        """Name and size of the call."""
-
-    @contextlib.contextmanager
-    def __call__(self, op: str, size: str) -> Iterator[None]:
-        """Note that the process is in the call ``op`` of the given ``size`` within a ``with`` block."""
-        self.count += 1
-        self.pending = op, size
-        try:
-            yield
-        finally:
-            self.pending = None
-
-
-mpi_calls = Calls("MPI")
 
 
 class Watch:
@@ -81,7 +61,6 @@ class Watch:
         self._answered = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-
         self._dump = stacks.Dump(self._name, world.rank)
         self._thread.start()
         _active.append(self)
@@ -211,16 +190,18 @@ class Watch:
     def _own_answer(self, idle_s: float) -> dict[str, Any]:
         found = stacks.own()
         groups, pending, last = _collectives(self.world.size)
-        if mpi_calls.count:
-            last["MPI"] = mpi_calls.count
-        if mpi_calls.pending:
-            op, size = mpi_calls.pending
-            pending.append({"group": "MPI", "seq": mpi_calls.count, "op": op, "size": size})
+        calls, call = mpi_calls.CALLS, stacks.torch_call(found)
+        if calls.count:
+            last[mpi_calls.GROUP] = calls.count
+        if calls.pending:
+            group, op, size = calls.pending
+            call = call or op
+            pending.append({"group": group, "seq": calls.count, "op": op, "size": size})
         return vars(
             hang.Answer(
                 self.world.rank, self.world.host, os.getpid(), phase=self._phase, step=self.step, idle_s=idle_s,
                 stacks={name: list(each) for name, each in found.items()}, line=stacks.user_line(found),
-                call=stacks.torch_call(found), groups=groups, pending=pending, last=last,
+                call=call, groups=groups, pending=pending, last=last,
             )
         )  # fmt: skip
 
@@ -276,12 +257,27 @@ def start_for_script(world: World, hang_s: float) -> Callable[[], None]:
     return Watch(world, folder_of_job(os.environ), hang_s, Waits()).close
 
 
+@contextlib.contextmanager
+def starting(world: World | None) -> Iterator[None]:
+    """Watch this rank in a ``with`` block before its trainer does; the config, which has the limit, may be unknown."""
+    if world is None or world.size == 1:
+        yield
+        return
+    watching = Watch(world, folder_of_job(os.environ), _forced_s or START_S)
+    try:
+        with watching.phase("start-up", SLOW):
+            yield
+    finally:
+        watching.close()
+
+
 def start_from_env() -> None:
     """Watch this process if it is a rank of ``launch --hang``, but not the processes that it starts."""
     world = discover()
     if world.size > 1:
         global _forced_s
         _forced_s = float(os.environ.pop("WORDRUN_HANG_S"))
+        mpi_calls.watch()
         start_for_script(world, _forced_s)
 
 
@@ -324,16 +320,19 @@ def is_joined() -> bool:
 
 
 class Waits:
-    """For how many seconds torch's collectives have been waiting."""
+    """For how many seconds the process has been waiting for other ranks, as far as torch and mpi4py know."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}
-        """By group: how many have begun and ended, and since when."""
+        """By group: how many collectives have begun and ended, and since when."""
+        self._call: tuple[Any, float] = None, 0.0
+        """The main thread's call of torch.distributed, such as recv, which torch does not count, and since when."""
 
     def __call__(self) -> float:
-        """Return the longest time; 0: none is waiting."""
-        if not is_joined():
-            return 0.0
+        """Return the longest time; 0: it is not waiting."""
+        waited = mpi_calls.CALLS.waited()
+        if not is_joined():  # torch's own limit is for start-up
+            return waited
         from wordrun import flight_recorder
 
         now, counts = time.monotonic(), flight_recorder.collective_counts()
@@ -341,4 +340,11 @@ class Waits:
             group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
             for group, count in counts.items()
         }
-        return max((now - since for (begun, ended), since in self._seen.values() if ended < begun), default=0.0)
+        # As this keeps the frame, another call has another one.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is None or stacks.IN_TORCH not in frame.f_code.co_filename:
+            self._call = None, now
+        elif frame is not self._call[0]:
+            self._call = frame, now
+        times = (now - since for (begun, ended), since in self._seen.values() if ended < begun)
+        return max(waited, now - self._call[1], *times)

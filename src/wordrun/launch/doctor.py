@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wordrun.launch import site_files
+from wordrun.launch.job import short
 from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.plan import LaunchPlan, is_stale
 from wordrun.launch.planner import make_plan
@@ -27,6 +30,10 @@ PROBE_S = 180
 SLOW_IMPORT_S = 20.0
 # A Unix socket's path may have 107 characters, of which about 50 follow TMPDIR.
 LONG_TMPDIR = 60
+# What test_dist --bench has measured, relative to the working directory; the names sort by time.
+MEASURED = "outputs/bandwidth/*/bandwidth.json"
+# Messages of 4 MB between two ranks do not fill an adapter; below this share there is a fault, or another network.
+SLOW_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,9 @@ def main(options: Options) -> int:
         output, errors, status = _text(late.stdout), _text(late.stderr), 124
     ranks = [json.loads(line.partition(PREFIX)[2]) for line in output.splitlines() if PREFIX in line]
     known, _ = site_files.find(options.site, socket.gethostname(), os.environ)
-    findings = [*of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known)]
+    findings = [
+        *of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known), *of_network(plan, known)
+    ]  # fmt: skip
     return _report(findings, options)
 
 
@@ -111,6 +120,44 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
     wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
     remedy = f"unset {' '.join(missing)}, so that launch sets the site's"
     return _check("internet", wrong, remedy, known.way_out, "warning")
+
+
+def of_network(plan: LaunchPlan, known: Site = UNKNOWN) -> list[Finding]:
+    """Return what the newest bandwidth.json says about this job's nodes, where the site's file has their network."""
+    if known.network is None or len(plan.hosts) < 2:
+        return []
+    files = sorted(glob.glob(os.path.join(glob.escape(plan.decided.cwd), MEASURED)))
+    bench = "launch python -m wordrun.test_dist --bench"
+    try:
+        with open(files[-1]) as file:
+            measured = json.load(file)
+        here = {short(host) for host in plan.hosts}
+        pairs = [
+            ([short(host) for host in pair["hosts"]], float(pair["gb_per_s"]))
+            for pair in measured["pairs"] if here & set(map(short, pair["hosts"]))
+        ]  # fmt: skip
+        device = str(measured["device"])
+    except (IndexError, OSError, ValueError, KeyError, TypeError):
+        pairs, device = [], ""
+    if not pairs or device.startswith("cpu"):  # gloo uses TCP, which says nothing about the network
+        return [Finding("bandwidth", "ok", f"not measured between these nodes' devices: {bench}")]
+    by_host: dict[str, list[float]] = {}
+    for hosts, speed in pairs:
+        for host in hosts:
+            by_host.setdefault(host, []).append(speed)
+    medians = {host: statistics.median(speeds) for host, speeds in by_host.items()}
+    slow = [
+        host for host in sorted(medians, key=lambda host: medians[host]) if medians[host] < SLOW_SHARE * known.network
+    ]
+    overall = f"{known.name} expects {known.network:g} GB/s per device"
+    named = ", ".join(f"{host} {medians[host]:.1f} GB/s" for host in slow[:4])
+    more = f" and {len(slow) - 4} more nodes" if len(slow) > 4 else ""
+    wrong = f"slow: {named}{more}; {overall} ({files[-1]})" if slow else ""
+    few = "exclude them with --hostfile, and report them to the site"
+    all_ = "check that the fast network is used (NCCL_DEBUG=INFO; the site's NCCL_SOCKET_IFNAME, FI_PROVIDER)"
+    remedy = all_ if len(slow) == len(medians) else few
+    ok = f"{min(medians.values()):.1f} to {max(medians.values()):.1f} GB/s between nodes; {overall}"
+    return [_check("bandwidth", wrong, remedy, ok, "warning")]
 
 
 def of_ranks(

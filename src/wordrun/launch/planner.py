@@ -134,7 +134,8 @@ def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str,
 
 def _terminal() -> str:
     try:
-        return "{}x{}".format(*os.get_terminal_size(1))
+        columns, lines = os.get_terminal_size(1)
+        return f"{columns}x{lines}@{socket.gethostname()}:{os.ttyname(1)}"
     except OSError:
         return ""
 

@@ -145,7 +145,7 @@ class Decided:
     interfaces: tuple[str, ...] = ()
     """Network interfaces of this machine."""
     terminal: str = ""
-    """COLUMNSxLINES of launch's terminal, if it writes to one."""
+    """COLUMNSxLINES@HOST:DEVICE of launch's terminal, if it writes to one."""
     name: str = ""
     """Base name of this launch's files; empty: the run's ID."""
 

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.errors import UserError
+from wordrun.report.trace import TraceSummary, load
 from wordrun.runs.metrics import Metrics
 from wordrun.runs.record import RunRecord
 
 SAMPLES = 3
 """Number of generated texts shown, the last ones."""
 NOT_COMPARED = ("run_dir", "data.path")
-WIDTH = 90
-"""Characters of a value in a table."""
+PROFILES = 4
+"""Number of ranks whose profiles are shown."""
+LONG = 20_000
+"""Characters of a profile that are shown."""
 SHORT = 2000
 """Characters of a failure's record that are shown: its end."""
 
@@ -134,20 +137,23 @@ def failures(run_dir: Path) -> list[tuple[str, str]]:
     return [(file.name, file.read_text(encoding="utf-8", errors="replace")[-SHORT:]) for file in files]
 
 
+def profiles(run_dir: Path) -> list[tuple[str, TraceSummary]]:
+    """Return the summaries of traces with the name of their rank, of the first few ranks."""
+    found = sorted((run_dir / "profile").glob("summary*.json"), key=lambda file: (len(file.name), file.name))
+    loaded = ((file.stem.partition("-")[2].replace("-", " ") or "rank 0", load(file)) for file in found[:PROFILES])
+    return [(rank, summary) for rank, summary in loaded if summary]
+
+
+def tables(run_dir: Path) -> list[tuple[str, str]]:
+    """Return the names and beginnings of other profiles that are text."""
+    found = [file for file in sorted((run_dir / "profile").glob("*.txt")) if not file.name.startswith("summary")]
+    return [(file.name, file.read_text(encoding="utf-8", errors="replace")[:LONG]) for file in found[:PROFILES]]
+
+
 def files(run_dir: Path) -> list[str]:
     """Return what else a reader may open, relative to the run directory."""
     found = [*run_dir.glob("plots/*.png"), *run_dir.glob("profile*/**/*.html"), *run_dir.glob("profile*/**/*.txt")]
     return [str(file.relative_to(run_dir)) for file in sorted(found)[:20]]
-
-
-def text(value: Any) -> str:
-    """Return an option or a result for a table."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
-    shown = repr(value) if value == "" or (isinstance(value, str) and value != value.strip()) else str(value)
-    return shown if len(shown) <= WIDTH else f"{shown[: WIDTH - 3]}..."
 
 
 def duration(seconds: Any) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 from wordrun import files
 from wordrun.errors import UserError
 from wordrun.report import facts
-from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, over_axes
-from wordrun.report.templates import render
+from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, marks, over_axes
+from wordrun.report.templates import render, text
 from wordrun.runs import metrics as run_metrics
 from wordrun.runs.metrics import Metrics
 from wordrun.runs.record import RunRecord, load
@@ -57,7 +57,8 @@ def write(run_dir: Path, out: Path | None = None) -> Path:
         slowest=facts.slowest(metrics, record.hosts, int((record.facts.get("world") or {}).get("size", 0))),
         samples=facts.samples(record.path), differences=facts.differences(record.path),
         environment=facts.environment(record), parts=parts, failures=facts.failures(record.path),
-        files=facts.files(record.path), runs=None,
+        profiles=facts.profiles(record.path), tables=facts.tables(record.path), files=facts.files(record.path),
+        runs=None,
     )  # fmt: skip
     return _save(page, out or record.path / NAME)
 
@@ -117,12 +118,13 @@ def _summary(record: RunRecord, metrics: Metrics) -> dict[str, str]:
         f"best {run.get('best_metric', 'val_loss')}": run.get("best_value", run.get("best_val_loss")),
         unit: speed,
         "MFU [%]": mfu,
+        "loss spikes": table.last("spikes"),
     }
-    texts = {name: _count(value) if name in COUNTS else facts.text(value) for name, value in shown.items() if value}
+    texts = {name: _count(value) if name in COUNTS else text(value) for name, value in shown.items() if value}
     return texts | ({"time": facts.duration(run["seconds"])} if run.get("seconds") else {})
 
 
-COUNTS = ("steps", "tokens", "parameters")
+COUNTS = ("steps", "tokens", "parameters", "loss spikes")
 
 
 def _count(value: Any) -> str:
@@ -150,11 +152,13 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
         curves = [curve(metrics, table, "loss", axis, color=COLORS[0], label="training", is_noisy=True)]
         if "val_loss" in evaluation:
             curves.append(curve(metrics, evaluation, "val_loss", axis, color=COLORS[1], label="validation"))
+        if metrics.spikes():
+            curves.append(marks(metrics, axis, COLORS[3]))
         return Figure(curves, "loss [nats/token]" if "tokens" in table else "loss")
 
     def lines(names: dict[str, str], y_label: str, source: Any = table, **options: Any) -> Callable[[str], Figure]:
         there = [name for name in names if name in source]
-        kind = {} if source is evaluation else {"is_noisy": options.pop("is_noisy", False)}
+        kind = {"is_noisy": options.pop("is_noisy", False)} if source is table else {}
         return lambda axis: Figure(
             [
                 curve(metrics, source, name, axis, color=COLORS[i % len(COLORS)], label=names[name], **kind)
@@ -167,6 +171,14 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
     for name in evaluation.columns:
         if name not in ("step", "val_loss", "val_perplexity"):
             add(name, lines({name: ""}, name, evaluation))
+    kinds: dict[str, dict[str, str]] = {}
+    for name in metrics.other.columns:  # such as grad_norm/blocks.0, of hooks
+        if name != "step":
+            kind, _, layer = name.partition("/")
+            kinds.setdefault(kind, {})[name] = layer
+    for kind, names in kinds.items():
+        labels = names if len(names) <= len(COLORS) else dict.fromkeys(names, "")
+        add(kind, lines(labels, kind, metrics.other))
     rate, unit = _rate(metrics)
     for title, names, y_label in (
         ("Throughput", {rate: ""}, unit),
@@ -219,9 +231,9 @@ def _render(**content: Any) -> str:
     return render("page", **content, written=written)
 
 
-def _save(text: str, file: Path) -> Path:
+def _save(content: str, file: Path) -> Path:
     try:
-        files.replace(file, text)
+        files.replace(file, content)
     except OSError as error:
         raise UserError(
             f"cannot write the report to {file}: {error.strerror}; choose another file by out=FILE"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wordrun.report.templates import render
 
-COMMUNICATION = re.compile(r"nccl|gloo:|mpi:|oneccl|rccl", re.IGNORECASE)
+COMMUNICATION = re.compile(r"nccl|gloo:|mpi:|oneccl|rccl|^c10d::", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|flash|fmha", re.IGNORECASE)
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SHOWN = 10
@@ -50,6 +51,14 @@ class TraceSummary:
     operations: Sequence[Operation]
     """Those with the most self time, longest first."""
 
+    def shares(self) -> dict[str, float]:
+        """Return how the time is divided [%]: computing, both, communicating, idle."""
+        parts = {
+            "computing": self.compute - self.overlap, "both": self.overlap,
+            "communicating": self.communication - self.overlap, "idle": self.idle,
+        }  # fmt: skip
+        return {name: 100 * seconds / max(self.seconds, 1e-12) for name, seconds in parts.items()}
+
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Return the events of a Chrome trace, which may be compressed by gzip."""
@@ -67,11 +76,11 @@ def summarize(events: Iterable[dict[str, Any]]) -> TraceSummary:
         if event.get("cat") == "cpu_op" or (event.get("cat") == "user_annotation" and _communicates(event))
     ]  # fmt: skip
     talk = _union(_interval(event) for event in used if _communicates(event))
-    work = _union(_interval(event) for event in used if not _communicates(event))
+    work = _union(interval for events in _by_thread(used).values() for interval in _working(events))
     both = _union([*talk, *work])
     begin, end = (both[0][0], both[-1][1]) if both else (0.0, 0.0)
     compute, communication, busy = map(_length, (work, talk, both))
-    own = _own_times([event for event in used if not _communicates(event)])
+    own = [each for each in _own_times(used) if not COMMUNICATION.search(each.name)]
     return TraceSummary(
         where="device" if kernels else "CPU", steps=steps, seconds=end - begin, compute=compute,
         communication=communication, overlap=compute + communication - busy, idle=end - begin - busy,
@@ -100,6 +109,27 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
+def _working(events: Iterable[dict[str, Any]]) -> Iterator[Interval]:
+    """Yield when a thread works; an operation that contains a blocking collective waits in it."""
+    talk = _union(_interval(event) for event in events if _communicates(event))
+    for begin, end in _union(_interval(event) for event in events if not _communicates(event)):
+        for start, stop in talk[bisect_left(talk, begin, key=lambda each: each[1]) :]:
+            if start >= end:
+                break
+            if start > begin:
+                yield begin, start
+            begin = max(begin, stop)
+        if begin < end:
+            yield begin, end
+
+
+def _by_thread(events: Iterable[dict[str, Any]]) -> dict[tuple[Any, Any], list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for event in events:
+        found[event.get("pid"), event.get("tid")].append(event)
+    return found
+
+
 def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
@@ -108,10 +138,7 @@ def _own_times(events: Iterable[dict[str, Any]]) -> list[Operation]:
     """Return the operations by self time, longest first."""
     seconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    by_thread = defaultdict(list)
-    for event in events:
-        by_thread[event.get("pid"), event.get("tid")].append(event)
-    for spans in by_thread.values():
+    for spans in _by_thread(events).values():
         open_: list[tuple[str, float]] = []  # the operations that have begun, outermost first, with their ends
         for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
             name, (begin, end) = str(event["name"]), _interval(event)
@@ -144,11 +171,22 @@ def as_text(summary: TraceSummary) -> str:
 
 def as_html(summary: TraceSummary, title: str) -> str:
     """Return the summary as a page."""
-    exposed = summary.communication - summary.overlap
-    bar = {"computing": summary.compute - summary.overlap, "both": summary.overlap,
-           "communicating": exposed, "idle": summary.idle}  # fmt: skip
-    shares = {name: 100 * seconds / max(summary.seconds, 1e-12) for name, seconds in bar.items()}
-    return render("trace", title=title, summary=summary, shares=shares)
+    return render("trace", title=title, summary=summary)
+
+
+def as_json(summary: TraceSummary) -> str:
+    """Return the summary for ``load``."""
+    return json.dumps(asdict(summary), indent=1) + "\n"
+
+
+def load(file: Path) -> TraceSummary | None:
+    """Return the summary in a file; None: it cannot be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content["operations"] = [Operation(**each) for each in content["operations"]]
+        return TraceSummary(**content)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _percent(seconds: float, summary: TraceSummary) -> str:

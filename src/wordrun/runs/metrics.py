@@ -7,6 +7,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -37,16 +38,21 @@ class Table:
         """Return a metric's column."""
         return self.columns[name]
 
+    def known(self, name: str) -> tuple[list[float], list[float]]:
+        """Return the steps in which a metric is known, and its values there."""
+        found = [(step, value) for step, value in zip(self["step"], self[name], strict=True) if not math.isnan(value)]
+        return [step for step, _ in found], [value for _, value in found]
+
     def last(self, name: str) -> float | None:
         """Return the last value of a metric that is a finite number."""
         return next((value for value in reversed(self.columns.get(name, ())) if math.isfinite(value)), None)
 
 
 class Metrics:
-    """What a run has logged: a table of training steps and one of evaluations, each with a column ``step``."""
+    """What a run has logged: training steps, evaluations and the metrics of hooks, each with a column ``step``."""
 
     def __init__(self) -> None:
-        self.training, self.evaluation = Table(), Table()
+        self.training, self.evaluation, self.other = Table(), Table(), Table()
         self.broken = 0
         """Lines that are not JSON, such as the last one of a run that was killed."""
 
@@ -59,10 +65,20 @@ class Metrics:
             step = None
         if not isinstance(step, int | float):
             self.broken += 1
-        elif "loss" in line:
-            self.training.add(line)
         else:
-            self.evaluation.add(line)
+            table = self.training if "loss" in line else self.evaluation if "val_loss" in line else self.other
+            table.add(line)
+
+    @property
+    def last_step(self) -> float:
+        """The last step of any line; -1: there is none."""
+        tables = (self.training, self.evaluation, self.other)
+        return max((max(table["step"]) for table in tables if table.rows), default=-1)
+
+    def spikes(self) -> list[int]:
+        """Return the rows of ``training`` that count more loss spikes than the row before."""
+        counts = self.training.columns.get("spikes", ())
+        return [row for row, (before, now) in enumerate(pairwise([0, *counts])) if now > before]
 
     def along(self, axis: str, steps: Sequence[float]) -> list[float]:
         """Return ``steps`` in terms of ``axis``, a metric of training that grows: tokens or time."""

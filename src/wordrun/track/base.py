@@ -42,6 +42,11 @@ LEGEND = {
     "tps": "tokens per second, all ranks; only for text, like tps_per_gpu and tokens",
     "tps_per_gpu": "tokens per second per rank",
     "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
+    "spike_score": (
+        "the highest score of a loss since the previous line: by how many standard deviations it was above the mean of "
+        "the 128 steps before"
+    ),
+    "spikes": "number of losses so far with a score of at least 6",
     "memory": "memory in use, of the rank that uses most: of its device or, on a CPU, of its process [GiB]",
     "memory_peak": "the most memory that was in use so far, of the rank with the highest peak [GiB]",
     "tokens": "training tokens processed so far, all ranks",

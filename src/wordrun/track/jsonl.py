@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,13 @@ def finite(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl."""
-    text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return list(each_line(run_dir))
+
+
+def each_line(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl; ``wordrun.runs.metrics`` has them as columns."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
 
 
 def copy_until(source: Path, target: Path, step: int) -> int:
@@ -73,14 +78,15 @@ def copy_until(source: Path, target: Path, step: int) -> int:
     lines = []
     last = -1
     if (source / "metrics.jsonl").exists():
-        for line in (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            try:
-                line_step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
-                continue
-            last = max(last, line_step)
-            if line_step <= step:
-                lines.append(f"{line}\n")
+        with (source / "metrics.jsonl").open(encoding="utf-8") as file:
+            for line in file:
+                try:
+                    line_step = json.loads(line)["step"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+                last = max(last, line_step)
+                if line_step <= step:
+                    lines.append(f"{line.rstrip()}\n")
     files.replace(target / "metrics.jsonl", "".join(lines))
     if (source / "samples.txt").exists():
         parts = re.split(r"^(?=--- step \d+ ---\n)", (source / "samples.txt").read_text(encoding="utf-8"), flags=re.M)

@@ -7,39 +7,39 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wordrun.track.jsonl import read
+from wordrun.runs.metrics import Metrics, Table, read
 
 # The smoothed curve averages over about this share of a run's lines.
 SMOOTHING = 0.02
+# A curve is drawn with at most about this many points.
+POINTS = 1200
 # What an evaluation's line contains besides metrics with a panel of their own.
 IN_LOSS = ("step", "val_loss", "val_perplexity")
 
 
 def load_beside() -> None:
     """Begin to import what the end of a run needs in another thread, so that drawing need not wait for it."""
-    modules = ("matplotlib.figure", "matplotlib.backends.backend_agg", "jinja2")
+    modules = ("matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2")
     threading.Thread(target=lambda: [*map(importlib.import_module, modules)], name="matplotlib").start()
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:
     """Draw the plots of a run and return their files; a run without a line of metrics has none."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    lines = read(run_dir)
-    training = [m for m in lines if "loss" in m and m["loss"] is not None]
-    evaluations = [m for m in lines if m.get("val_loss") is not None]
-    if not training:
+    metrics = read(run_dir)
+    training = metrics.training
+    if training.last("loss") is None:
         return []
     folder = run_dir / "plots"
     folder.mkdir(exist_ok=True)
-    names = [name for name in (evaluations[-1] if evaluations else ()) if name not in IN_LOSS]
+    names = [name for name in metrics.evaluation.columns if name not in IN_LOSS]
     return [
-        _loss(folder / "loss.png", title, training, evaluations, spikes(lines)),
+        _loss(folder / "loss.png", title, metrics),
         _throughput(folder / "throughput.png", title, training),
-        *([_metrics(folder / "metrics.png", title, evaluations, names)] if names else []),
+        *([_metrics(folder / "metrics.png", title, metrics.evaluation, names)] if names else []),
     ]
 
 
@@ -54,10 +54,19 @@ def smooth(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
-def spikes(lines: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the steps of the lines in which hooks=[spikes] has counted more loss spikes than in the line before."""
-    counted = [(0, 0), *((line["step"], line["spikes"]) for line in lines if "spikes" in line)]
-    return [step for (_, before), (step, now) in pairwise(counted) if now > before]
+def thin(
+    x: Sequence[float], y: Sequence[float]
+) -> tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]:
+    """Return at most about ``POINTS`` points: x, and the least, greatest and mean finite y around each."""
+    size = math.ceil(len(x) / POINTS)
+    if size <= 1:
+        return x, y, y, y
+    parts = []
+    for start in range(0, len(x), size):
+        values = [value for value in y[start : start + size] if math.isfinite(value)] or [math.nan]
+        parts.append((x[min(start + size // 2, len(x) - 1)], min(values), max(values), sum(values) / len(values)))
+    xs, low, high, mean = (list(column) for column in zip(*parts, strict=True))
+    return xs, low, high, mean
 
 
 def _figure(height: float) -> Any:
@@ -77,29 +86,39 @@ def _label(axes: Any, y_label: str, **labels: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _loss(
-    file: Path, title: str, training: list[dict[str, Any]], evaluations: list[dict[str, Any]], marked: Sequence[int]
-) -> Path:
-    """Draw the losses, with the ``marked`` steps as spikes, and the learning rate and the gradient norm below them."""
-    figure = _figure(5.6)
+def _curve(axes: Any, table: Table, name: str, **options: Any) -> None:
+    x, _, _, y = thin(table["step"], table[name])
+    axes.plot(x, y, **options)
+
+
+def _loss(file: Path, title: str, metrics: Metrics) -> Path:
+    """Draw the losses, with spikes marked, and the learning rate and the gradient norm below them."""
+    figure, training, evaluation = _figure(5.6), metrics.training, metrics.evaluation
     panels = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[3, 1])
-    axes, steps, losses = panels["loss"], [m["step"] for m in training], [m["loss"] for m in training]
-    _label(axes, "loss [nats/token]" if "tokens" in training[0] else "loss", title=title)
-    axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.35)
-    axes.plot(steps, smooth(losses), color="tab:blue", lw=1.5, label="training, smoothed")
-    if evaluations:
-        steps_, values = [m["step"] for m in evaluations], [m["val_loss"] for m in evaluations]
-        axes.plot(steps_, values, "o-", ms=4, color="tab:red", label="validation")
-        axes.annotate(
-            f"{values[-1]:.3f}", (steps_[-1], values[-1]), xytext=(0, 8), textcoords="offset points", ha="center"
-        )
-    if near := [m for m in training if m["step"] in set(marked)]:
-        places = [m["step"] for m in near], [m["loss"] for m in near]
-        axes.plot(*places, "v", ms=5, color="tab:orange", label="spike since the line before")
+    axes, steps, losses = panels["loss"], training["step"], training["loss"]
+    _label(axes, "loss [nats/token]" if "tokens" in training else "loss", title=title)
+    x, low, high, _ = thin(steps, losses)
+    if len(x) < len(steps):
+        axes.fill_between(x, low, high, color="tab:blue", alpha=0.2, lw=0)
+    else:
+        axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.35)
+    finite = [i for i, loss in enumerate(losses) if math.isfinite(loss)]
+    x, _, _, y = thin([steps[i] for i in finite], smooth([losses[i] for i in finite]))
+    axes.plot(x, y, color="tab:blue", lw=1.5, label="training, smoothed")
+    if evaluation.last("val_loss") is not None:
+        x, values = evaluation.known("val_loss")
+        axes.plot(x, values, "o-", ms=4, color="tab:red", label="validation")
+        axes.annotate(f"{values[-1]:.3f}", (x[-1], values[-1]), xytext=(0, 8), textcoords="offset points", ha="center")
+    if marked := metrics.spikes():
+        axes.plot(
+            [steps[i] for i in marked], [losses[i] for i in marked], "v", ms=5, color="tab:orange",
+            label="spike since the line before",
+        )  # fmt: skip
     axes.legend(frameon=False)
     for name, label in (("lr", "learning rate"), ("grad_norm", "gradient norm")):
         _label(panels[name], label)
-        panels[name].plot(steps, [math.nan if m[name] is None else m[name] for m in training], lw=1, color="tab:gray")
+        if name in training:
+            _curve(panels[name], training, name, lw=1, color="tab:gray")
         panels[name].set_ylim(bottom=0)
     figure.savefig(file)
     return file
@@ -125,28 +144,27 @@ def draw_lr_range(
     figure.savefig(file)
 
 
-def _throughput(file: Path, title: str, training: list[dict[str, Any]]) -> Path:
+def _throughput(file: Path, title: str, training: Table) -> Path:
     figure = _figure(4.2)
     axes = figure.subplots()
-    rate, unit = ("tps", "tokens/s") if "tps" in training[0] else ("sps", "examples/s")
+    rate, unit = ("tps", "tokens/s") if "tps" in training else ("sps", "examples/s")
     _label(axes, f"{unit}, all ranks", title=title)
-    steps = [m["step"] for m in training]
-    axes.plot(steps, [m[rate] for m in training], lw=1, color="tab:green", label=unit)
+    if rate in training:
+        _curve(axes, training, rate, lw=1, color="tab:green", label=unit)
     axes.set_ylim(bottom=0)
-    if any(m["mfu"] is not None for m in training):
+    if training.last("mfu") is not None:
         right = axes.twinx()
-        right.plot(steps, [m["mfu"] for m in training], lw=1, ls=":", color="tab:purple", label="MFU")
+        _curve(right, training, "mfu", lw=1, ls=":", color="tab:purple", label="MFU")
         right.set(ylabel="MFU [%]", ylim=(0, None))
     figure.savefig(file)
     return file
 
 
-def _metrics(file: Path, title: str, evaluations: list[dict[str, Any]], names: Sequence[str]) -> Path:
+def _metrics(file: Path, title: str, evaluation: Table, names: Sequence[str]) -> Path:
     """Draw what evaluations measured besides the loss, a panel for each metric."""
     figure = _figure(2.2 * len(names) + 0.5)
     for number, (name, axes) in enumerate(zip(names, figure.subplots(len(names), squeeze=False)[:, 0], strict=True)):
         _label(axes, name, **({} if number else {"title": title}))
-        values = [math.nan if m.get(name) is None else m[name] for m in evaluations]
-        axes.plot([m["step"] for m in evaluations], values, "o-", ms=4, color="tab:red")
+        axes.plot(*evaluation.known(name), "o-", ms=4, color="tab:red")
     figure.savefig(file)
     return file

@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from wordrun import dist, log, project
 from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
+from wordrun.dist import watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
 from wordrun.plan.comparison import refuse_before_torch
 from wordrun.train.help import changed_groups, options_of, overview
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             compose(args.overrides, tree=_tree(args))  # our messages rather than Hydra's
         if args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
             return _hydra(arguments, lambda composed: None) if world.rank == 0 else 0
-        with exit_when_stopped(world):
+        with exit_when_stopped(world), watch.starting(world):
             world = dist.identify()
             status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
     """Train with ``cfg`` as rank ``world.rank``, started by ``command``; return the exit status."""
-    with exit_when_stopped(world):
+    with exit_when_stopped(world), watch.starting(world):
         handle = log.start(world.rank)
         ranks = f" on {world.size} ranks" if world.size > 1 else ""
         log.LOGGER.info("wordrun %s: loading torch%s", __version__, ranks)

@@ -68,6 +68,7 @@ def _roll_back(trainer: Training, problem: str) -> None:
             f"{problem}, after {MAX_ROLLBACKS} rollbacks to the checkpoint of step {step}: "
             "lower optimizer.learning_rate"
         )
+    trainer.meter.score(trainer.state)
     resume.load(trainer, folder.path, manifest)
     trainer.state.roll_back(manifest)
     trainer.run.rewind(step)

@@ -19,7 +19,7 @@ from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.dist import watch
-from wordrun.dist.collectives import all_max, all_sum
+from wordrun.dist.collectives import all_max, all_mean, all_sum
 from wordrun.train.state import TrainState
 
 PASSES = ("data", "forward", "backward", "passes")
@@ -70,13 +70,22 @@ class Meter:
         self.tokens_per_example, self.flops_per_example = tokens_per_example, flops_per_example
         self.peak = peak_flops(device_name(device), dtype)
         self._steps = self._examples = 0
+        self._losses: list[torch.Tensor] = []
+        """Those of this rank that have not been scored."""
         self._last: tuple[StepResult, float]
 
     def add(self, result: StepResult, lr: float, examples: int) -> None:
         """Add a step with its result, its learning rate and its examples over all ranks to the next line."""
         self._steps += 1
         self._examples += examples
+        self._losses.append(result.loss)
         self._last = result, lr
+
+    def score(self, state: TrainState) -> None:
+        """Score the losses since the last line, so that ``state`` can be saved; every rank must call this."""
+        if self._losses:
+            losses, self._losses = all_mean(torch.stack(self._losses)).tolist(), []
+            state.spikes.add(losses, state.step - len(losses) + 1)
 
     def line(self, state: TrainState) -> dict[str, Any]:
         """Return the metrics of the last step and of the time since the last line; every rank must call this."""
@@ -85,25 +94,29 @@ class Meter:
         seconds = {name: each / steps for name, each in self.clock.read().items()}
         collectives = seconds.get("collectives", 0.0)
         own = sum(seconds.get(name, 0.0) for name in PASSES) - collectives
+        losses, self._losses = torch.stack(self._losses).tolist(), []
         means, most = self._reduce(
             [
-                result.loss.item(), sum(seconds.get(name, 0.0) for name in PHASES), seconds.get("forward", math.nan),
+                sum(seconds.get(name, 0.0) for name in PHASES), seconds.get("forward", math.nan),
                 seconds.get("backward", math.nan), seconds.get("data", 0.0),
                 math.nan if collectives else seconds.get("communication", 0.0), seconds.get("optimizer", 0.0),
+                *losses,
             ],
             own, [seconds.get("hooks", 0.0), *used_memory(self.device)],
         )  # fmt: skip
-        loss, dt, dtf, dtb, data, communication, optimizer = means
+        dt, dtf, dtb, data, communication, optimizer, *losses = means
         hooks, memory, peak, slowest, behind = most
+        state.spikes.add(losses, state.step - len(losses) + 1)
         sps = examples / steps / dt
         size, flops = self.tokens_per_example or 0, self.flops_per_example
         line = {
-            "step": state.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm.item(),
+            "step": state.step, "loss": losses[-1], "lr": lr, "grad_norm": result.grad_norm.item(),
             "dt": dt, "dtf": dtf, "dtb": dtb, "dt_data": data, "dt_comm": communication, "dt_optimizer": optimizer,
             "dt_hooks": hooks, "slowest_rank": slowest, "slowest_by": behind,
             "sps": sps, "sps_per_gpu": sps / self.ranks, "tps": sps * size, "tps_per_gpu": sps * size / self.ranks,
             "mfu": 100 * sps * flops / (self.ranks * self.peak) if self.peak and flops else None,
-            "memory": memory, "memory_peak": peak, "tokens": state.position * size, "time": state.elapsed(),
+            **state.spikes.metrics(), "memory": memory, "memory_peak": peak,
+            "tokens": state.position * size, "time": state.elapsed(),
         }  # fmt: skip
         return line if size else {name: value for name, value in line.items() if name not in OF_TOKENS}
 

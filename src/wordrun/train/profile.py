@@ -102,6 +102,7 @@ class TorchProfiler(Profiler):
             profile.export_chrome_trace(str(file))
             summary = trace.summarize(trace.read(file))
             self.file("summary.txt").write_text(trace.as_text(summary), encoding="utf-8")
+            self.file("summary.json").write_text(trace.as_json(summary), encoding="utf-8")
             html = self.file("summary.html")
             html.write_text(trace.as_html(summary, f"rank {self.rank}"), encoding="utf-8")
         except (OSError, RuntimeError, EOFError, ValueError) as error:  # torch does not say which file

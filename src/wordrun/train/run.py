@@ -29,9 +29,10 @@ from wordrun.dist import World
 from wordrun.errors import ConfigError, first_line
 from wordrun.log import LOGGER
 from wordrun.report import page
+from wordrun.runs.metrics import read
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
-from wordrun.track.jsonl import copy_until, finite, forget_steps, read
+from wordrun.track.jsonl import copy_until, each_line, finite, forget_steps
 from wordrun.track.plots import draw, load_beside
 from wordrun.version import __version__
 
@@ -126,7 +127,7 @@ class Run:
                 self.trackers[name] = tracker  # one by one, because ``finish`` closes them if the next one fails
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
-                    tracker.replay(read(self.path))
+                    tracker.replay(each_line(self.path))
         except Exception as error:
             self.finish({}, f"{type(error).__name__}: {error}")
             raise
@@ -157,7 +158,7 @@ class Run:
     def rewind(self, step: int) -> None:
         """Return to ``step`` in all records: later steps will be repeated."""
         if self.trackers:
-            logged = max((line["step"] for line in read(self.path)), default=-1)
+            logged = int(read(self.path).last_step)
             self._each("rewind", step, logged)
 
     def tracker_states(self) -> dict[str, Any]:

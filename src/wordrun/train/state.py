@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from wordrun.config import SpikesConfig
+from wordrun.train.spikes import Spikes
+
 STORED = (
     "step", "position", "best_loss", "best_metric", "best_value", "best_step", "evaluated_step", "skipped", "compiled",
 )  # fmt: skip
@@ -49,6 +52,8 @@ class TrainState:
     """What train.compile=auto has decided; None: nothing yet."""
     rollbacks: dict[int, int] = field(default_factory=dict)
     """Rollbacks so far, by the step of the checkpoint (train.on_nonfinite=rollback)."""
+    spikes: Spikes = field(default_factory=Spikes)
+    """Scores the training losses."""
     seconds: float = 0.0
     """Training time until the clock was last started; ``elapsed`` includes the time since then."""
     rng: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -87,6 +92,10 @@ class TrainState:
         if improves(values[metric], self.best_value, higher=higher):
             self.best_value, self.best_step = values[metric], self.step
 
+    def mark_spikes(self, options: SpikesConfig) -> None:
+        """Mark spikes of the training loss by these ``options`` from now on."""
+        self.spikes = Spikes(options)
+
     def start_clock(self) -> None:
         """Count the time from now on as training time."""
         self._started = time.monotonic()
@@ -103,6 +112,7 @@ class TrainState:
         """Return the state for a checkpoint's manifest, JSON-serialisable."""
         return {
             **{name: getattr(self, name) for name in STORED}, "rollbacks": self.rollbacks, "seconds": self.elapsed(),
+            "spikes": self.spikes.state_dict(),
             "metrics": {name: value for name, value in self.metrics.items() if name == "loss" or name[:4] == "val_"},
         }  # fmt: skip
 
@@ -116,6 +126,8 @@ class TrainState:
         if "best_value" not in stored:  # until 0.1, the best was that of the loss
             self.best_value = self.best_loss
         self.rollbacks = {int(step): count for step, count in stored.get("rollbacks", {}).items()}
+        if "spikes" in stored:  # not until 0.1
+            self.spikes.load_state_dict(stored["spikes"])
         self.seconds = stored["seconds"]
 
     def roll_back(self, stored: Mapping[str, Any]) -> None:

@@ -87,7 +87,8 @@ class Trainer(Training):
                 if cfg.train.deterministic:  # before CUDA starts
                     closers.enter_context(rng.deterministic())
                 timeout = cfg.train.timeout_s
-                self.world = dist.setup(world, device=cfg.train.device, timeout_s=timeout, seed=cfg.train.seed)
+                with watch.starting(world):
+                    self.world = dist.setup(world, device=cfg.train.device, timeout_s=timeout, seed=cfg.train.seed)
                 self.log = log_handle or log.start(self.world.rank)
                 if log_handle is None:
                     closers.callback(self.log.close)
@@ -222,6 +223,7 @@ class Trainer(Training):
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
+        self.meter.score(self.state)
         own = {resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())}
         copy = self.backend.begin_save(own, self.hooks.tensors())
         last = self.done or self.stop.signal != 0
@@ -263,7 +265,7 @@ class Trainer(Training):
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
-        facts = start_facts(self)
+        facts = start_facts(self) | {"memory_before": self.memory.before}
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None

@@ -51,7 +51,7 @@ class Curve:
             yield self._drawn
 
     def _draw(self, columns: int) -> Text:
-        if len(self._points) < 2:
+        if len(self._points) < 2 or columns < LEAST[0] // 2:  # the terminal has become narrow
             return Text()
         heights, lowest, highest = self._heights(2 * columns, 4 * ROWS)
         cells = [[0] * columns for _ in range(ROWS)]

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from wordrun.log import FOR_FILES, LOGGER
-from wordrun.track.jsonl import read
+from wordrun.runs.metrics import read
 from wordrun.train.checkpoint import SaveError
 from wordrun.train.hooks.curve import Curve
 from wordrun.train.metrics import QUIET, one_line, rate
@@ -143,8 +143,10 @@ class Bar(Hook):
         if trainer.world.rank != 0 or not screen.is_terminal:
             return
         self._curve = Curve() if Curve.fits(screen) else None
-        for line in read(trainer.run.path) if trainer.step else ():
-            self._draw(line)
+        if self._curve is not None and trainer.step:
+            earlier = read(trainer.run.path).training
+            for step, loss in zip(earlier["step"], earlier["loss"], strict=True) if earlier.rows else ():
+                self._curve.add(int(step), loss)
         self._progress = WithCurve(
             self._curve, TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  {task.fields[rate]}"), TimeRemainingColumn(),
