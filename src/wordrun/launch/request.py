@@ -57,6 +57,8 @@ class Options:
     cores: int | None = None
     """Cores per node, for the job script."""
     chain: int = 1
+    no_freeze: bool = False
+    """Let the job run the code as it is when the job starts, rather than a copy."""
     walltime_margin: float | None = None
     """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
@@ -68,8 +70,21 @@ class Options:
     @property
     def trains(self) -> bool:
         """Whether ``command`` is wordrun's training, which saves on SIGUSR1; it would kill most other programs."""
-        following = [after for word, after in pairwise([*self.command, ""]) if os.path.basename(word) == "wordrun"]
-        return bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
+        first = self._first
+        return first is not None and (first in ("", "train", "sweep") or "=" in first or first[0] == "-")
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether ``command`` is a sweep that launches its points itself."""
+        words = {"-m", "--multirun"} & set(self.command)
+        plugins = {"hydra/launcher=wordrun", "hydra/sweeper=wordrun_optuna"} & set(self.command)
+        return self._first == "sweep" or (self.trains and bool(words) and bool(plugins))
+
+    @property
+    def _first(self) -> str | None:
+        """The first argument of wordrun in ``command``; None: it is another command."""
+        pairs = pairwise([*self.command, ""])
+        return next((after for word, after in pairs if os.path.basename(word) == "wordrun"), None)
 
 
 def seconds(walltime: str) -> int:

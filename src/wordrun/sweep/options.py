@@ -1,0 +1,57 @@
+"""The options of ``hydra/launcher=wordrun`` and ``hydra/sweeper=wordrun_optuna``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from wordrun.validation import positive
+
+
+@dataclass
+class LauncherOptions:
+    """How the points of a sweep are started."""
+
+    _target_: str = "hydra_plugins.wordrun_sweep.WordrunLauncher"
+    """The class that Hydra calls."""
+    np: int | None = None
+    """Ranks per point. Without np, nodes and ppn: 1."""
+    nodes: int | None = None
+    """Nodes per point."""
+    ppn: int | None = None
+    """Ranks per node."""
+    parallel: int | None = None
+    """Most points at the same time. null: in a job, as many as its nodes and devices allow; on one machine, as many as
+    its devices allow, or one."""
+    resume: bool = False
+    """Continue the sweep in hydra.sweep.dir: start its points that have not finished, from their last checkpoints."""
+    args: str = ""
+    """More options of launch, as one text: "--env A=1 --idle-timeout 600"."""
+    submit: bool = False
+    """Submit the points as jobs, rather than run them here."""
+    points_per_job: int = 1
+    """Points that share one submitted job."""
+    job_nodes: int | None = None
+    """Nodes of such a job. null: as many as let all its points run at the same time."""
+    walltime: str | None = None
+    """Time limit of each submitted job, H:MM:SS."""
+    queue: str | None = None
+    """Queue, partition or QOS of submitted jobs."""
+    account: str | None = None
+    """Account that submitted jobs are charged to."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with these options."""
+        for name in ("np", "nodes", "ppn", "parallel", "job_nodes", "points_per_job"):
+            if getattr(self, name) is not None:
+                yield from positive("hydra.launcher", self, name)
+        if self.submit and not self.walltime:
+            yield "hydra.launcher.submit=true needs hydra.launcher.walltime=H:MM:SS"
+        given = [name for name in ("walltime", "queue", "account", "job_nodes") if getattr(self, name) is not None]
+        if given and not self.submit:
+            yield f"hydra.launcher.{given[0]} is only for submitted jobs: add hydra.launcher.submit=true"
+
+    def ranks(self) -> list[str]:
+        """Return launch's options for the ranks of one point."""
+        given = [(flag, value) for flag, value in (("-n", self.np), ("-N", self.nodes), ("--ppn", self.ppn)) if value]
+        return [word for flag, value in given or [("-n", 1)] for word in (flag, str(value))]
