@@ -35,6 +35,8 @@ HYDRA_SETTINGS = (
     "hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra.launcher.",
     "hydra/sweeper", "hydra.sweeper.",
 )  # fmt: skip
+# wordrun's own plugins.
+PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
 
 
 GROUPS = (*SECTIONS, "experiment", "train.backend")
@@ -302,9 +304,10 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
     plugin = re.fullmatch(r"hydra\.(launcher|sweeper)\.(\w+)", name)
     if plugin and plugin[2] not in base.hydra[plugin[1]]:
-        close = nearest(plugin[2], map(str, base.hydra[plugin[1]]), f"hydra.{plugin[1]}.")
         choice = base.hydra.runtime.choices[f"hydra/{plugin[1]}"]
-        return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{close}"
+        close = nearest(plugin[2], map(str, base.hydra[plugin[1]]), f"hydra.{plugin[1]}.")
+        remedy = f": add hydra/{plugin[1]}={PLUGINS[plugin[1]]}" if choice == "basic" else close
+        return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{remedy}"
     known = sorted({*_keys(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":
         return f"unknown option '{name}'{nearest(name, known)}"

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from wordrun.launch.job import Job
 from wordrun.launch.site import UNKNOWN, Site
@@ -70,21 +69,22 @@ class Options:
     @property
     def trains(self) -> bool:
         """Whether ``command`` is wordrun's training, which saves on SIGUSR1; it would kill most other programs."""
-        first = self._first
-        return first is not None and (first in ("", "train", "sweep") or "=" in first or first[0] == "-")
+        after = self._arguments[:1]
+        return bool(after) and (after[0] in ("", "train", "sweep") or "=" in after[0] or after[0][0] == "-")
 
     @property
     def sweeps(self) -> bool:
         """Whether ``command`` is a sweep that launches its points itself."""
-        words = {"-m", "--multirun"} & set(self.command)
-        plugins = {"hydra/launcher=wordrun", "hydra/sweeper=wordrun_optuna"} & set(self.command)
-        return self._first == "sweep" or (self.trains and bool(words) and bool(plugins))
+        words = set(self._arguments)
+        plugins = {"hydra/launcher=wordrun", "hydra/sweeper=wordrun_optuna"}
+        return self._arguments[:1] == ("sweep",) or bool(words & {"-m", "--multirun"} and words & plugins)
 
     @property
-    def _first(self) -> str | None:
-        """The first argument of wordrun in ``command``; None: it is another command."""
-        pairs = pairwise([*self.command, ""])
-        return next((after for word, after in pairs if os.path.basename(word) == "wordrun"), None)
+    def _arguments(self) -> tuple[str, ...]:
+        """What follows wordrun in ``command`` ("" if nothing does); empty if it is another command."""
+        places = (at for at, word in enumerate(self.command) if os.path.basename(word) == "wordrun")
+        at = next(places, None)
+        return () if at is None else self.command[at + 1 :] or ("",)
 
 
 def seconds(walltime: str) -> int:

@@ -70,7 +70,7 @@ def run(sweep: Sweep, points: Sequence[Point], found: Sequence[places.Place]) ->
                     pool.start(todo[0])
                     progress.started(todo.popleft())
                 for ended in pool.wait():
-                    progress.ended(ended, outcome(ended))
+                    progress.ended(ended, outcome(ended, asked=bool(pool.ending)))
                 progress.draw()
     text = progress.summary()
     missing = any(state != "finished" for state in progress.states.values()) or bool(todo)
@@ -82,9 +82,11 @@ def run(sweep: Sweep, points: Sequence[Point], found: Sequence[places.Place]) ->
     return int(any(state == "failed" for state in progress.states.values()))
 
 
-def outcome(ended: Ended) -> str:
-    """Return how a point has ended, in a word."""
-    return {0: "finished", REQUEUE: "stopped", 130: "stopped", 143: "stopped"}.get(ended.status, "failed")
+def outcome(ended: Ended, *, asked: bool) -> str:
+    """Return how a point has ended, in a word; ``asked``: whether it was asked to."""
+    if ended.status == 0:
+        return "finished"
+    return "stopped" if asked or ended.status in (REQUEUE, 130, 143) else "failed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
