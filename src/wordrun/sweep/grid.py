@@ -99,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sweep = Sweep.load(Path(arguments[0]))
         if sweep is None:
             raise ConfigError(f"{arguments[0]} contains no sweep: there is no sweep.json")
+        if (sweep.dir / "study.db").exists():
+            raise ConfigError(f"{arguments[0]} is a search with Optuna: call its command again to continue it")
         known = {str(point.number): point for point in sweep.points}
         if unknown := [word for word in arguments[1:] if word not in known]:
             raise ConfigError(f"{unknown[0]} is not a point of {arguments[0]}, which has 0 to {len(known) - 1}")

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra.types import HydraContext
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.sweep import grid
-from wordrun.sweep.options import LauncherOptions
+from wordrun.sweep.options import LauncherOptions, SweeperOptions
 from wordrun.train.cli import flags
 
 
-def prepare(config: DictConfig, options: LauncherOptions) -> None:
+def prepare(config: DictConfig, *options: LauncherOptions | SweeperOptions) -> None:
     """Create hydra.sweep.dir; print what is wrong with it or the options, and exit."""
-    problems = list(options.problems())
+    problems = [problem for each in options for problem in each.problems()]
     try:
         if not problems:
             folder(config).mkdir(parents=True, exist_ok=True)
@@ -35,6 +35,31 @@ def launch(context: HydraContext, config: DictConfig, options: LauncherOptions, 
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status
+
+
+def search(context: HydraContext, config: DictConfig, options: SweeperOptions, arguments: Sequence[str]) -> int:
+    """Let Optuna search; print a user error, and return the exit status."""
+    try:
+        try:
+            from wordrun.sweep import search
+        except ImportError as error:
+            raise ConfigError(
+                f"hydra/sweeper=wordrun_optuna needs Optuna ({first_line(error)}): pip install 'wordrun[optuna]'"
+            ) from None
+        given = [f"{key}={value}" for key, value in options.params.items()]
+        space, fixed = search.parse([*given, *arguments])
+        return search.run(
+            folder(config), command(), launcher_options(config), options, space, fixed, subdirs(context, config)
+        )
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+
+
+def launcher_options(config: DictConfig) -> LauncherOptions:
+    """Return the options of hydra/launcher=wordrun, the defaults if another one is chosen."""
+    given = OmegaConf.to_object(config.hydra.launcher)
+    return given if isinstance(given, LauncherOptions) else LauncherOptions()
 
 
 def folder(config: DictConfig) -> Path:

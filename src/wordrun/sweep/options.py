@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from wordrun.validation import positive
+from wordrun.validation import metric_of, one_of, positive
 
 
 @dataclass
@@ -55,3 +55,39 @@ class LauncherOptions:
         """Return launch's options for the ranks of one point."""
         given = [(flag, value) for flag, value in (("-n", self.np), ("-N", self.nodes), ("--ppn", self.ppn)) if value]
         return [word for flag, value in given or [("-n", 1)] for word in (flag, str(value))]
+
+
+@dataclass
+class SweeperOptions:
+    """How a search chooses its points."""
+
+    _target_: str = "hydra_plugins.wordrun_sweep.OptunaSweeper"
+    """The class that Hydra calls."""
+    n_trials: int = 20
+    """Points of the whole study, including those of earlier sessions."""
+    n_jobs: int | None = None
+    """Most points at the same time. null: as many as hydra/launcher=wordrun finds room for."""
+    metric: str = "val_loss"
+    """Metric of the evaluations whose best value counts."""
+    direction: str = "auto"
+    """min, max, or auto: what is known to be better for this metric."""
+    sampler: str = "tpe"
+    """tpe or random."""
+    seed: int | None = None
+    """Seed of the sampler. null: a different search each time."""
+    pruner: str = "median"
+    """Which points are stopped early: median (worse than the median of the others), asha (successive halving), or
+    none."""
+    storage: str | None = None
+    """URL of the study's database. null: study.db in hydra.sweep.dir (SQLite)."""
+    study_name: str = "sweep"
+    """Name of the study in its database."""
+    params: dict[str, str] = field(default_factory=dict)
+    """Search space, as on the command line: {train.seed: "range(1,4)"}."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with these options."""
+        yield from positive("hydra.sweeper", self, "n_trials", "n_jobs")
+        yield from one_of("hydra.sweeper.sampler", self.sampler, ("tpe", "random"))
+        yield from one_of("hydra.sweeper.pruner", self.pruner, ("median", "asha", "none"))
+        yield from metric_of("hydra.sweeper.metric", self.metric, self.direction, "hydra.sweeper.direction")

@@ -84,8 +84,10 @@ class Progress:
         shown = [*sorted(listed, key=lambda point: point.number not in begun)][:SHOWN] if points is None else listed
         for point in sorted(shown, key=lambda point: point.number) if points is None else shown:
             state = self.states.get(point.number, "waiting")
-            seconds = self.seconds.get(point.number, time.monotonic() - begun.get(point.number, time.monotonic()))
-            clock = str(timedelta(seconds=round(seconds))) if seconds else ""
+            seconds = self.seconds.get(point.number)
+            if point.number in begun:
+                seconds = time.monotonic() - begun[point.number]
+            clock = "" if seconds is None else str(timedelta(seconds=round(seconds)))
             best = None if state == "waiting" else point.best(self.metric, higher=self.higher)
             table.add_row(
                 str(point.number), Text(state, style=STYLES.get(state, "")), clock,
