@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wordrun.composer import compose
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.request import Options
 from wordrun.launch.site import UNKNOWN
-from wordrun.sweep import grid, part
+from wordrun.sweep import grid, part, search
 from wordrun.sweep.folder import Sweep
 from wordrun.sweep.jobs import together
 from wordrun.sweep.options import LauncherOptions
 from wordrun.sweep.places import divide
-from wordrun.train.cli import main
+from wordrun.train.cli import main, sweep_points
 
 if TYPE_CHECKING:
     from conftest import Start
@@ -273,3 +275,23 @@ def test_a_job_of_several_points_has_their_nodes() -> None:
 )
 def test_a_sweep_in_a_job_is_not_run_as_ranks(words: list[str], expected: bool) -> None:
     assert Options(command=tuple(words)).sweeps is expected
+
+
+# Pages
+
+
+def test_the_pages_commands_are_valid() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
+    lines = [
+        shlex.split(line) for line in text.splitlines() if line.startswith(("    wordrun -m ", "    launch --submit "))
+    ]
+    assert len(lines) == 8
+    for words in lines:
+        if words[0] == "launch":
+            options = parse(words[1:])
+            assert options.sweeps
+            words = list(options.command)
+        compose(sweep_points(words[2:])[0])
+        if any("optuna" in word for word in words):
+            space, _ = search.parse([word for word in words[2:] if not word.startswith("hydra")])
+            assert space

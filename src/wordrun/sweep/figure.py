@@ -15,6 +15,9 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
+# Keeps labels readable where lines cross them.
+BEHIND = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
+
 
 def parallel_coordinates(
     path: Path, space: Mapping[str, BaseDistribution], rows: Sequence[tuple[Mapping[str, Any], float]], metric: str, *,
@@ -35,7 +38,7 @@ def parallel_coordinates(
     axes = figure.add_subplot()
     values = np.array([value for _, value in rows])
     low, high = values.min(), values.max()
-    colors = ScalarMappable(Normalize(low, high if high > low else low + 1), "viridis" if higher else "viridis_r")
+    colors = ScalarMappable(Normalize(low, high if high > low else low + 1), "viridis_r" if higher else "viridis")
     heights = np.array([[height(space[name], params[name]) for name in names] for params, _ in rows])
     last = (values - low) / (high - low) if high > low else np.full(len(values), 0.5)
     heights = np.column_stack([heights, last])
@@ -51,7 +54,7 @@ def parallel_coordinates(
         axes.axvline(at, color="0.4", lw=0.8)
         ends = [(f"{low:.4g}", 0.0), (f"{high:.4g}", 1.0)]
         for label, y in labels(space[name]) if name in space else ends:
-            axes.annotate(label, (at, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.annotate(label, (at, y), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=BEHIND)
     figure.colorbar(colors, ax=axes, label=metric, pad=0.08)
     figure.savefig(path, dpi=150)
 
