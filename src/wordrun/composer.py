@@ -31,7 +31,12 @@ from wordrun.run_id import new_run_id
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
 REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError)
 # Hydra's own settings that a run uses; others would be silently ignored.
-HYDRA_SETTINGS = ("hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra/sweeper")
+HYDRA_SETTINGS = (
+    "hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra.launcher.",
+    "hydra/sweeper", "hydra.sweeper.",
+)  # fmt: skip
+# wordrun's own plugins.
+PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
 
 
 GROUPS = (*SECTIONS, "experiment", "train.backend")
@@ -246,7 +251,9 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
         is_ours = isinstance(cause, ConfigError)
         return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"]
     # Hydra's search path first, since it adds files, then file selections, since they add options.
-    for override in sorted(overrides, key=lambda o: (not _name(o).startswith("hydra"), _name(o) not in GROUPS)):
+    for override in sorted(
+        overrides, key=lambda o: (not _name(o).startswith("hydra"), "/" not in _name(o), _name(o) not in GROUPS)
+    ):
         try:
             base = _compose([*good, override], tree)
             good.append(override)
@@ -295,6 +302,12 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     section, _, part = name.rpartition(".")[0].partition(".")
     if section in SEVERAL and part in parts(section) and part not in base[section]:
         return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
+    plugin = re.fullmatch(r"hydra\.(launcher|sweeper)\.(\w+)", name)
+    if plugin and plugin[2] not in base.hydra[plugin[1]]:
+        choice = base.hydra.runtime.choices[f"hydra/{plugin[1]}"]
+        close = nearest(plugin[2], map(str, base.hydra[plugin[1]]), f"hydra.{plugin[1]}.")
+        remedy = f": add hydra/{plugin[1]}={PLUGINS[plugin[1]]}" if choice == "basic" else close
+        return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{remedy}"
     known = sorted({*_keys(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":
         return f"unknown option '{name}'{nearest(name, known)}"

@@ -331,8 +331,8 @@ def test_a_sweep_is_not_for_many_ranks(command: Command, tmp_path: Path) -> None
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     done = command("wordrun", "-m", "train.seed=1,2", **ranks)
     assert done.returncode == 2
-    assert "-m runs its points one after another in one process, but there are 2 ranks" in done.stderr
-    assert "launch -n 2 python -m wordrun train.seed=$s" in done.stderr
+    assert "-m starts the points of a sweep from one process, but there are 2 ranks" in done.stderr
+    assert "wordrun -m train.seed=1,2,3 hydra/launcher=wordrun hydra.launcher.np=2" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -69,6 +69,7 @@ MAY_USE: dict[str, set[str]] = {
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
     | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},
+    "sweep": CONFIG | {"launch", "runs", "train"},
     "bandwidth": PARALLEL | {"version"},
     "bandwidth_files": set(),
     "test_dist": PARALLEL | {"bandwidth", "bandwidth_files"},

@@ -279,7 +279,7 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
 
 
 # Options that --submit itself acts on or that exclude it; every other one must reach the job.
-NOT_FOR_JOBS = {"submit", "stacks", "dry_run", "json", "info", "doctor", "help", "version"}
+NOT_FOR_JOBS = {"submit", "no_freeze", "stacks", "dry_run", "json", "info", "doctor", "help", "version"}
 VALUES = {
     "--env": "A=b",
     "--launcher-args": "-x y",
@@ -487,7 +487,7 @@ def test_a_scheduler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_json_for_scripts(tmp_path: Path) -> None:
     program(tmp_path, "qsub", 'echo "$*" >> calls; echo "$(wc -l < calls).server"')
     env = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "WORDRUN_RUN_ID": RUN_ID}
-    words = [LAUNCH, "--submit", "--json", "--scheduler", "pbs", "--walltime", "1:00:00", "--chain", "2"]
+    words = [LAUNCH, "--submit", "--no-freeze", "--json", "--scheduler", "pbs", "--walltime", "1:00:00", "--chain", "2"]
     got = []
     for more in (["--dry-run", "true"], ["true"]):
         done = subprocess.run([*words, *more], capture_output=True, text=True, cwd=tmp_path, env=env)

@@ -26,7 +26,9 @@ def test_the_list_of_packages_is_that_of_the_folders() -> None:
         ".".join(("wordrun", *init.parent.relative_to(ROOT / "src" / "wordrun").parts))
         for init in (ROOT / "src" / "wordrun").rglob("__init__.py")
     }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"wordrun.conf"}
+    plugins = {"hydra_plugins", "hydra_plugins.wordrun_sweep"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | plugins | {"wordrun.conf"}
+    assert not (ROOT / "src" / "hydra_plugins" / "__init__.py").exists(), "other packages share this namespace"
 
 
 def test_every_folder_with_python_is_a_package() -> None:
@@ -55,6 +57,7 @@ def test_the_wheel_has_everything_but_nothing_else(wheel: Path) -> None:
     expected = {f"wordrun/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     expected |= {f"wordrun/{path.relative_to(ROOT / 'src/wordrun')}" for path in (ROOT / "src/wordrun").rglob("*.py")}
     expected |= {f"wordrun/launch/sites/{path.name}" for path in (ROOT / "src/wordrun/launch/sites").iterdir()}
+    expected |= {"hydra_plugins/wordrun_sweep/__init__.py"}
     expected |= {"wordrun/py.typed", "wordrun/launch/rank_env.sh", "wordrun/conf/__init__.py"}
     expected |= {"wordrun/report/page.html.jinja", "wordrun/report/trace.html.jinja"}
     assert expected - names == set()
@@ -88,6 +91,15 @@ def test_the_config_composes_from_an_installed_wheel_in_an_empty_folder(installe
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["model"]["name"] == "gpt_shakespeare"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hydra_finds_the_plugins_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    words = ["hydra/launcher=wordrun", "hydra/sweeper=wordrun_optuna", "hydra.launcher.np=2"]
+    done = run(installed, "-m", "wordrun", "--cfg", "hydra", "--package", "hydra", *words)
+    assert done.returncode == 0, done.stderr
+    composed = yaml.safe_load(done.stdout)
+    assert composed["launcher"]["np"] == 2
+    assert composed["sweeper"]["_target_"] == "hydra_plugins.wordrun_sweep.OptunaSweeper"
 
 
 @pytest.mark.parametrize("script", ["launch", "wordrun"])

@@ -147,6 +147,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--gpus",), "gpus", "GPUs per node (default: all, where the site is known)", "N", _count),
         Option(("--cores",), "cores", "cores per node (default: all, where the site is known)", "N", _count),
         Option(("--chain",), "chain", "submit N dependent jobs, each starting when the previous one ends", "N", _count),
+        Option(("--no-freeze",), "no_freeze", "run the code as it is when the job starts, not a copy made now"),
     ),
     "Inspection": (
         Option(("--dry-run",), "dry_run", "print what would run, and why, without running it"),

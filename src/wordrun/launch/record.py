@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,17 @@ def facts(plan: LaunchPlan) -> dict[str, Any]:
         "launch_id": plan.decided.launch_id,
         "run_id": plan.env["WORDRUN_RUN_ID"],
         "reasons": dict(plan.reasons),
+        **({"code": code} if (code := _frozen_code(os.environ)) else {}),
     }
+
+
+def _frozen_code(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the facts about the copy of the code that a submitted job runs; empty: it runs the original."""
+    try:
+        with open(env["WORDRUN_CODE"], encoding="utf-8", errors="surrogateescape") as file:
+            return dict(json.load(file))
+    except (KeyError, OSError, ValueError):
+        return {}
 
 
 class Record:

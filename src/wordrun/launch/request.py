@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from wordrun.launch.job import Job
 from wordrun.launch.site import UNKNOWN, Site
@@ -57,6 +56,8 @@ class Options:
     cores: int | None = None
     """Cores per node, for the job script."""
     chain: int = 1
+    no_freeze: bool = False
+    """Let the job run the code as it is when the job starts, rather than a copy."""
     walltime_margin: float | None = None
     """How many seconds before the walltime ends ranks get SIGUSR1; 0: never."""
     help: bool = False
@@ -68,8 +69,22 @@ class Options:
     @property
     def trains(self) -> bool:
         """Whether ``command`` is wordrun's training, which saves on SIGUSR1; it would kill most other programs."""
-        following = [after for word, after in pairwise([*self.command, ""]) if os.path.basename(word) == "wordrun"]
-        return bool(following) and (following[0] in ("", "train") or "=" in following[0] or following[0][0] == "-")
+        after = self._arguments[:1]
+        return bool(after) and (after[0] in ("", "train", "sweep") or "=" in after[0] or after[0][0] == "-")
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether ``command`` is a sweep that launches its points itself."""
+        words = set(self._arguments)
+        plugins = {"hydra/launcher=wordrun", "hydra/sweeper=wordrun_optuna"}
+        return self._arguments[:1] == ("sweep",) or bool(words & {"-m", "--multirun"} and words & plugins)
+
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        """What follows wordrun in ``command`` ("" if nothing does); empty if it is another command."""
+        places = (at for at, word in enumerate(self.command) if os.path.basename(word) == "wordrun")
+        at = next(places, None)
+        return () if at is None else self.command[at + 1 :] or ("",)
 
 
 def seconds(walltime: str) -> int:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
 from wordrun.launch import planner, site_files
+from wordrun.launch.freeze import Frozen, describe, freeze
 from wordrun.launch.parser import INNER
 from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
+from wordrun.launch.supervisor import say
 from wordrun.run_id import new_run_id
 
 # Default --walltime-margin for wordrun: MARGIN_S seconds, but at most 1/MARGIN_PART of the walltime.
@@ -44,6 +46,8 @@ class Origin:
     """The Python environment with wordrun."""
     setup: str
     """The repository's bin/setup.sh; empty: there is none."""
+    frozen: Frozen | None = None
+    """The copy of the code to run; None: the original."""
 
 
 def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, run_id: str) -> str:
@@ -69,7 +73,7 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
         f"# {' '.join(site.description.split()) if site.name else 'an unknown cluster'}; written by launch --submit",
         *(f"{scheduler.directive} {directive}" for directive in scheduler.directives(options, site)),
         "",
-        f"cd {shlex.quote(origin.cwd)} || exit",
+        f"cd {shlex.quote(origin.frozen.cwd if origin.frozen else origin.cwd)} || exit",
     ]
     # Exit statuses of module commands are unreliable; setup_python checks that they took effect.
     activation, home = _environment(origin.prefix, bool(site.modules))
@@ -78,6 +82,10 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
         setup_job = ["setup_job", *passed_on(options, scheduler)]
         setup_python = f"setup_python {shlex.quote(home)}" if home else "setup_python"
         lines.append(f"source {shlex.quote(origin.setup)} && {setup_python} && {shlex.join(setup_job)} || exit")
+    if origin.frozen:
+        path = f"{shlex.quote(os.pathsep.join(origin.frozen.path))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        lines += [f"export PYTHONPATH={path}"] * bool(origin.frozen.path)
+        lines.append(f"export WORDRUN_CODE={shlex.quote(origin.frozen.record)}")
     lines += [f"export WORDRUN_RUN_ID={shlex.quote(run_id)}", "export WORDRUN_RESUME=auto"]
     return "\n".join([*lines, "", *_ending(options, scheduler), ""])
 
@@ -115,7 +123,8 @@ def _ending(options: Options, scheduler: Scheduler) -> list[str]:
     return [
         f"# {scheduler.canceller} and the time limit signal this shell too: then the ranks save, and the job is over",
         "trap 'ending=yes' TERM",
-        shlex.join(inner(options, scheduler)),
+        # A sweep launches its points itself.
+        shlex.join(options.command if options.sweeps else inner(options, scheduler)),
         "status=$?",
         f'if [ "$status" -eq {REQUEUE} ] && [ -z "${{ending-}}" ]; then',
         *(f"  {line}" for line in continuing),
@@ -237,36 +246,95 @@ def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[
     return problems
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A submitted job, or the jobs of a chain."""
+
+    site: Site
+    why: str
+    """How the site was recognised."""
+    scheduler: Scheduler
+    run_id: str
+    path: str
+    """The script's."""
+    text: str
+    jobs: list[str]
+    frozen: Frozen | None
+
+
 def main(options: Options) -> int:
     """Write a job script and submit it, or print it; return the exit status."""
+    done = send(options)
+    site, scheduler, jobs = done.site, done.scheduler, done.jobs
+    if options.json:
+        to_come = [f"JOB{i + 1}" for i in range(options.chain)]
+        facts = {
+            "site": site.name or None, "site_why": done.why, "scheduler": scheduler.name, "run_id": done.run_id,
+            "path": done.path, "script": done.text, "commands": commands(scheduler, done.path, jobs or to_come),
+            "jobs": jobs, "code": done.frozen.facts if done.frozen else None,
+        }  # fmt: skip
+        print(json.dumps(facts, indent=2))
+    elif options.dry_run:
+        print(done.text.rstrip("\n"))
+    else:
+        print(f"submitted {' then '.join(jobs)} (site {site.name or 'unknown'}: {done.why}; script {done.path})")
+        print(describe(done.frozen))
+        print(
+            f"run {done.run_id}; {scheduler.canceller} {' '.join(jobs)} cancels {'all of them' if jobs[1:] else 'it'}"
+        )
+    return 0
+
+
+def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Submission:
+    """Write a job script and submit it, unless ``options.dry_run``.
+
+    Args:
+        options: the command line.
+        run_id: the run to begin or continue; empty: the exported one, or a new one.
+        frozen: the copy of the code to run; None: a new one, unless ``options.no_freeze``.
+
+    Raises:
+        ConfigError: options are missing or not allowed, or a file cannot be written.
+        SubmitError: the scheduler refuses the job.
+    """
     site, why = site_files.find(options.site, socket.gethostname(), os.environ)
     scheduler = _choose(options, site)
     # In the job, a file of the user's own may be neither found by its name nor recognise the host.
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
-    root = os.path.abspath(__file__).removesuffix(os.path.join("src", "wordrun", "launch", "submit.py"))
-    setup = os.path.join(root, "bin", "setup.sh")
-    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "")
-    run_id = planner.exported_id(os.environ) or new_run_id()
+    setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""
+    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", frozen)
+    run_id = run_id or planner.exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
-    path = os.path.join("outputs", "jobs", f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh")
-    jobs: list[str] = []
+    name = job_path(options.job_name)
     if not options.dry_run:
-        write(path, text)
-        jobs = submit(scheduler, path, options.chain, os.environ)
-    if options.json:
-        to_come = [f"JOB{i + 1}" for i in range(options.chain)]
-        facts = {
-            "site": site.name or None, "site_why": why, "scheduler": scheduler.name, "run_id": run_id, "path": path,
-            "script": text, "commands": commands(scheduler, path, jobs or to_come), "jobs": jobs,
-        }  # fmt: skip
-        print(json.dumps(facts, indent=2))
-    elif options.dry_run:
-        print(text.rstrip("\n"))
-    else:
-        print(f"submitted {' then '.join(jobs)} (site {site.name or 'unknown'}: {why}; script {path})")
-        print(f"run {run_id}; {scheduler.canceller} {' '.join(jobs)} cancels {'all of them' if jobs[1:] else 'it'}")
-    return 0
+        write(f"{name}.sh", text)
+        if not (options.no_freeze or frozen):
+            frozen = freeze_for(name)
+            text = script(options, site, scheduler, replace(origin, frozen=frozen), run_id)
+            write(f"{name}.sh", text)
+    jobs = [] if options.dry_run else submit(scheduler, f"{name}.sh", options.chain, os.environ)
+    return Submission(site, why, scheduler, run_id, f"{name}.sh", text, jobs, frozen)
+
+
+def job_path(name: str) -> str:
+    """Return the path of a new job's files, without a suffix."""
+    return os.path.join("outputs", "jobs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+
+
+def checkout() -> str:
+    """Return the repository that this wordrun is part of; empty: it is installed."""
+    root = os.path.abspath(__file__).removesuffix(os.path.join("src", "wordrun", "launch", "submit.py"))
+    return root.rstrip(os.sep) if os.path.isdir(root) else ""
+
+
+def freeze_for(name: str) -> Frozen | None:
+    """Return a copy of the code in the folder ``name``; None if the working directory is no project."""
+    frozen = freeze(os.path.abspath(name), os.getcwd(), checkout(), os.environ)
+    if frozen is None:
+        why = "is no git repository and has too many files to copy"
+        say(f"{os.getcwd()} {why}: the job will run the code as it is then")
+    return frozen
 
 
 def _choose(options: Options, site: Site) -> Scheduler:

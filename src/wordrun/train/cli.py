@@ -171,9 +171,9 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
     if world.size > 1:
         if world.rank == 0:
             print(
-                f"-m runs its points one after another in one process, but there are {world.size} ranks "
-                f"({world.launcher}): run launch inside a loop, as in\n"
-                "  for s in 1 2 3; do launch -n 2 python -m wordrun train.seed=$s; done",
+                f"-m starts the points of a sweep from one process, but there are {world.size} ranks "
+                f"({world.launcher}): call it without launch, and let each point have its own ranks, as in\n"
+                f"  wordrun -m train.seed=1,2,3 hydra/launcher=wordrun hydra.launcher.np={world.size}",
                 file=sys.stderr,
             )
         return ConfigError.exit_status
@@ -191,7 +191,7 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
 def sweep_points(overrides: list[str]) -> list[list[str]]:
     """Return the overrides of each point of a sweep.
 
-    If only Hydra's sweeper can enumerate the points (globs, intervals), return the overrides that all share.
+    If only the sweeper can enumerate the points (globs, intervals, a sweeper that searches), return what they share.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob
@@ -203,7 +203,8 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
         raise ConfigError(first_line(error)) from None
     pairs = list(zip(overrides, parsed, strict=True))
     swept = [override for override in parsed if override.is_sweep_override()]
-    if any(isinstance(override.value(), Glob) or not override.is_discrete_sweep() for override in swept):
+    other = any(override.get_key_element() == "hydra/sweeper" and override.value() != "basic" for override in parsed)
+    if other or any(isinstance(override.value(), Glob) or not override.is_discrete_sweep() for override in swept):
         return [[text for text, override in pairs if not override.is_sweep_override()]]
     values = {}
     for text, override in pairs:

@@ -251,6 +251,12 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """Return the commit of this code, with ``-dirty`` if it has been changed since."""
+    if code := os.environ.get("WORDRUN_CODE"):  # a submitted job runs a copy, which is no repository
+        facts = read_json(Path(code))
+        facts = facts.get("wordrun", facts)
+        if Path(str(facts.get("frozen"))) in Path(__file__).parents:
+            commit = facts.get("commit")
+            return f"{commit}{'-dirty' * bool(facts.get('dirty'))}" if commit else None
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
     # An installed wheel may be in an environment inside another project's repository.

@@ -1,0 +1,1 @@
+"""Sweeps: many runs of one command with different options, each a launch of its own."""

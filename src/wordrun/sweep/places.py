@@ -1,0 +1,104 @@
+"""Where the points of a sweep run at the same time: on disjoint nodes, or on disjoint parts of a node."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from wordrun.errors import ConfigError
+from wordrun.launch.job import Job
+from wordrun.launch.parser import parse
+from wordrun.launch.planner import look_around
+from wordrun.launch.request import Ranks
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.sweep.options import LauncherOptions
+
+
+@dataclass(frozen=True)
+class Place:
+    """Room for one point."""
+
+    number: int
+    hosts: tuple[str, ...] = ()
+    """Some of the job's nodes; empty: all of them, or this machine."""
+    part: int = 0
+    parts: int = 1
+    """The part of a node's cores and devices, if several points share it."""
+    threads: int | None = None
+    """OMP_NUM_THREADS for a part of a node."""
+    overlap: bool = False
+    """Whether srun has to be told that steps share a node."""
+
+    def words(self, options: LauncherOptions, folder: Path) -> list[str]:
+        """Return launch's options that start a point here; ``folder`` is for a file with the hosts.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        words = [*options.ranks(), *shlex.split(options.args)]
+        if self.hosts:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"{self.number}"
+            file.write_text("".join(f"{host}\n" for host in self.hosts), encoding="utf-8")
+            words += ["--hostfile", str(file.absolute())]
+        if self.overlap:
+            words += ["--launcher-args", "--overlap"]
+        if self.threads:
+            words += ["--env", f"OMP_NUM_THREADS={self.threads}"]
+        part = [sys.executable, "-m", "wordrun.sweep.part", f"{self.part}/{self.parts}"] if self.parts > 1 else []
+        return [*words, "--", *part]
+
+
+def find(options: LauncherOptions) -> list[Place]:
+    """Return the places in this job, or on this machine.
+
+    Args:
+        options: the ranks of each point, and how many points may run at the same time.
+
+    Raises:
+        ConfigError: not even one point fits.
+    """
+    try:
+        parsed = parse([*options.ranks(), *shlex.split(options.args), "--", "wordrun"])
+    except ValueError as error:
+        raise ConfigError(f'hydra.launcher.args="{options.args}": {error}') from None
+    try:
+        job, _, ranks = look_around(parsed)
+    except ConfigError as error:
+        raise ConfigError(f"a point of this sweep does not fit: {error}") from None
+    by_user = "OMP_NUM_THREADS" in os.environ and not SCHEDULERS[job.scheduler].has_set("OMP_NUM_THREADS", os.environ)
+    return divide(options, job, ranks, threads_given=by_user)
+
+
+def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: bool) -> list[Place]:
+    """Return the places in ``job`` for points with the layout ``ranks``; see ``find``.
+
+    Args:
+        options: how many points may run at the same time.
+        job: this job, or this machine.
+        ranks: the ranks of each point.
+        threads_given: whether the user has exported OMP_NUM_THREADS.
+    """
+    most = options.parallel
+    if ranks.nodes > 1:
+        starts = range(0, len(job.hosts) - ranks.nodes + 1, ranks.nodes)
+        places = [Place(at, job.hosts[start : start + ranks.nodes]) for at, start in enumerate(starts)]
+        return places[:most]
+    hosts = job.hosts
+    slots = min(job.slots) if any(job.devices) or not job.is_local else 1
+    parts = max(1, slots // ranks.np)
+    if most:
+        wanted = -(-most // len(hosts))
+        parts = wanted if job.is_local and not any(job.devices) else min(parts, wanted)
+    threads = None if threads_given or parts == 1 else max(1, min(job.cores) // parts // ranks.np)
+    pairs = [(part, host) for part in range(parts) for host in hosts]
+    return [
+        Place(
+            at, () if job.is_local and len(hosts) == 1 else (host,), part, parts, threads,
+            parts > 1 and job.scheduler == "slurm",
+        )
+        for at, (part, host) in enumerate(pairs[:most])
+    ]  # fmt: skip

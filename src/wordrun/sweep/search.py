@@ -1,0 +1,315 @@
+"""``hydra/sweeper=wordrun_optuna``: Optuna chooses the points of a sweep and stops those without prospects."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)  # fmt: skip
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from wordrun.errors import REQUEUE, ConfigError, first_line
+from wordrun.log import console
+from wordrun.sweep import places
+from wordrun.sweep.folder import Point, Sweep
+from wordrun.sweep.grid import outcome
+from wordrun.sweep.options import LauncherOptions, SweeperOptions
+from wordrun.sweep.pool import Ended, Pool
+from wordrun.sweep.table import Progress
+from wordrun.validation import higher_is_better
+
+LOOK_S = 1.0
+"""Seconds between two looks at the metrics of running points."""
+BEST = 10
+"""Points in the final table."""
+FIGURE = "parallel.png"
+STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+
+
+def parse(arguments: Sequence[str]) -> tuple[dict[str, BaseDistribution], list[str]]:
+    """Return the search space by the options' names, and the overrides that are the same for all points.
+
+    Raises:
+        ConfigError: an override cannot be searched over, or none is.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(arguments))
+    except HydraException as error:
+        raise ConfigError(first_line(error)) from None
+    space: dict[str, BaseDistribution] = {}
+    fixed: dict[str, str] = {}
+    for text, override in zip(arguments, parsed, strict=True):
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            try:
+                space[key] = distribution(override)
+            except ValueError as error:
+                raise ConfigError(f"{text}: {first_line(error)}") from None
+        else:
+            fixed[key] = text
+    if not space:
+        raise ConfigError("nothing to search: write options such as optimizer.learning_rate='interval(1e-4,1e-2)'")
+    return space, [text for key, text in fixed.items() if key not in space]
+
+
+def distribution(override: Override) -> BaseDistribution:
+    """Return the values of an override that Hydra's syntax describes.
+
+    Raises:
+        ValueError: the syntax has no meaning for a search, or the range is empty.
+    """
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        assert value.start is not None
+        assert value.end is not None
+        if isinstance(value.start, int) and isinstance(value.end, int):
+            return IntDistribution(value.start, value.end, log="log" in value.tags)
+        return FloatDistribution(value.start, value.end, log="log" in value.tags)
+    if isinstance(value, RangeSweep):
+        assert value.start is not None
+        assert value.stop is not None
+        numbers = list(value.range())
+        if not numbers:
+            raise ValueError("the range is empty")
+        if all(isinstance(number, int) for number in numbers):
+            return IntDistribution(int(numbers[0]), int(numbers[-1]), step=int(value.step))
+        return FloatDistribution(float(numbers[0]), float(numbers[-1]), step=float(value.step))
+    if isinstance(value, Glob):
+        raise ValueError("a search takes choice(...), range(...), interval(...) or values with commas")
+    return CategoricalDistribution(list(override.sweep_string_iterator()))
+
+
+def run(
+    folder: Path, command: Sequence[str], launcher: LauncherOptions, options: SweeperOptions,
+    space: Mapping[str, BaseDistribution], fixed: Sequence[str], subdir: Callable[[Sequence[str], int], str],
+) -> int:  # fmt: skip
+    """Search until the study has ``options.n_trials`` points, and show the best; return the exit status.
+
+    Raises:
+        ConfigError: the study cannot be opened, another process searches in this folder, or no point fits.
+    """
+    if launcher.submit:
+        raise ConfigError(
+            "hydra.launcher.submit=true: a search waits for its points, so submit the whole search instead: "
+            "launch --submit -N 4 --walltime 4:00:00 -- wordrun -m hydra/sweeper=wordrun_optuna ..."
+        )
+    with _alone(folder):
+        sweep = Sweep.create(folder, command, replace(launcher, resume=Sweep.load(folder) is not None))
+        found = places.find(sweep.options)[: options.n_jobs]
+        sweep.save()
+        higher = bool(higher_is_better(options.metric, options.direction))
+        try:
+            study = open_study(folder, options, higher=higher, several=len(found) > 1)
+            check_space(study, space, folder)
+            search = Search(study, sweep, options, higher, dict(space), list(fixed), subdir)
+            return search.run(found)
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+            raise ConfigError(f"the study in {options.storage or folder / 'study.db'}: {first_line(error)}") from None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from searching in ``folder``.
+
+    Raises:
+        ConfigError: one does.
+    """
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process searches in {folder}: wait for it, or choose another folder") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: bool) -> optuna.Study:
+    """Return the study, a new one if there is none; points that were running are to be tried again."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = (
+        optuna.samplers.RandomSampler(seed=options.seed) if options.sampler == "random"
+        else optuna.samplers.TPESampler(seed=options.seed, constant_liar=several)
+    )  # fmt: skip
+    pruner: optuna.pruners.BasePruner = {
+        "median": optuna.pruners.MedianPruner, "asha": optuna.pruners.SuccessiveHalvingPruner,
+        "none": optuna.pruners.NopPruner,
+    }[options.pruner]()  # fmt: skip
+    study = optuna.create_study(
+        storage=options.storage or f"sqlite:///{(folder / 'study.db').absolute()}", study_name=options.study_name,
+        direction="maximize" if higher else "minimize", sampler=sampler, pruner=pruner, load_if_exists=True,
+    )  # fmt: skip
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+        study.set_user_attr("again", [*study.user_attrs.get("again", []), trial.number])
+        study.enqueue_trial(trial.params)
+    return study
+
+
+def check_space(study: optuna.Study, space: Mapping[str, BaseDistribution], folder: Path) -> None:
+    """Refuse what Optuna cannot add to a study: other choices of an option, or another kind of range.
+
+    Raises:
+        ConfigError: an option differs.
+    """
+    for trial in study.get_trials(deepcopy=False):
+        for key, before in trial.distributions.items():
+            now = space.get(key, before)
+            choices = isinstance(before, CategoricalDistribution) and before != now
+            if choices or type(before) is not type(now) or getattr(before, "log", 0) != getattr(now, "log", 0):
+                raise ConfigError(
+                    f"{key}: the study in {folder} has {before}, not {now}: keep to these, or choose another "
+                    "hydra.sweep.dir"
+                )
+
+
+class Search:
+    """A search in progress."""
+
+    def __init__(
+        self, study: optuna.Study, sweep: Sweep, options: SweeperOptions, higher: bool,
+        space: dict[str, BaseDistribution], fixed: list[str], subdir: Callable[[Sequence[str], int], str],
+    ) -> None:  # fmt: skip
+        self.study, self.sweep, self.options, self.higher = study, sweep, options, higher
+        self.space, self.fixed, self.subdir = space, fixed, subdir
+        self.trials: dict[int, Trial] = {}
+        """The trials of running points, by the points' numbers."""
+        self.pruned: set[int] = set()
+        self.reported: dict[int, int] = {}
+        """The last step of a point whose evaluation Optuna knows."""
+
+    def run(self, found: Sequence[places.Place]) -> int:
+        """Run the points in the places ``found`` and return the exit status."""
+        before = self.count()
+        print(
+            f"sweep {self.sweep.dir}: {max(0, self.options.n_trials - before)} of {self.options.n_trials} points, "
+            f"{len(found)} at the same time", flush=True,
+        )  # fmt: skip
+        looked = 0.0
+        with Pool(self.sweep, found) as pool:
+            progress = Progress(self.sweep, pool, self.options.metric, higher=self.higher)
+            for trial in self.study.get_trials(deepcopy=False, states=tuple(STATES)):
+                progress.states[trial.user_attrs.get("point", -1)] = STATES[trial.state]
+            progress.states.pop(-1, None)
+            with progress:
+                while pool.running or (self.count() < self.options.n_trials and not pool.ending):
+                    while pool.free and not pool.ending and self.count() + len(self.trials) < self.options.n_trials:
+                        self.begin(pool, progress)
+                    for ended in pool.wait():
+                        self.end(ended, pool, progress)
+                    if time.monotonic() - looked > LOOK_S:
+                        looked = time.monotonic()
+                        self.look(pool)
+                    progress.draw()
+            text = progress.summary()
+        self.show()
+        print(f"sweep {self.sweep.dir}: {text}; {self.count()} of {self.options.n_trials} points tried", flush=True)
+        if pool.ending:
+            print(f"the same command with hydra.sweep.dir={self.sweep.dir} continues the search", flush=True)
+            return REQUEUE if pool.ending in (REQUEUE, 15) else 128 + pool.ending
+        return 0 if self.finished() else 1
+
+    def count(self) -> int:
+        """Return how many points have ended, without those that are tried again."""
+        again = set(self.study.user_attrs.get("again", []))
+        ended = self.study.get_trials(deepcopy=False, states=tuple(STATES))
+        return sum(trial.number not in again for trial in ended)
+
+    def finished(self) -> list[FrozenTrial]:
+        """Return the completed trials, the best ones first."""
+        trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        return sorted(trials, key=lambda trial: (trial.value or 0.0) * (-1 if self.higher else 1))
+
+    def begin(self, pool: Pool, progress: Progress) -> None:
+        """Start the next point, unless the same one has been run before: then its value counts again."""
+        trial = self.study.ask(self.space)
+        words = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
+        point = self.sweep.find(words) or self.sweep.add(words, self.subdir(words, self.sweep.number()))
+        trial.set_user_attr("point", point.number)
+        self.sweep.save()
+        if any(each.point == point for each in pool.running) or point.state() == "finished":
+            best = point.best(self.options.metric, higher=self.higher)
+            self.study.tell(trial, best, TrialState.FAIL if best is None else TrialState.COMPLETE)
+            return
+        self.trials[point.number], self.reported[point.number] = trial, -1
+        pool.start(point)
+        progress.started(point)
+
+    def look(self, pool: Pool) -> None:
+        """Report new evaluations of running points to Optuna, and stop those that it gives up."""
+        for point in [each.point for each in pool.running if each.point.number not in self.pruned]:
+            if self.report(point):
+                self.pruned.add(point.number)
+                pool.stop(point)
+
+    def report(self, point: Point) -> bool:
+        """Report new evaluations of a point to Optuna; return whether it gives the point up."""
+        known = self.reported[point.number]
+        # A continued run repeats the evaluations since its last checkpoint.
+        new = [each for each in point.evaluations(self.options.metric) if each[0] > known]
+        hopeless = False
+        for step, value in new:
+            self.trials[point.number].report(value, step)
+            self.reported[point.number] = step
+            # A pruner compares evaluations at the same step, and several may be new.
+            hopeless = hopeless or self.trials[point.number].should_prune()
+        return hopeless
+
+    def end(self, ended: Ended, pool: Pool, progress: Progress) -> None:
+        """Tell Optuna how a point has ended; one that is to be continued stays open in the study."""
+        point = ended.point
+        self.report(point)
+        trial = self.trials.pop(point.number)
+        state = "pruned" if point.number in self.pruned else outcome(ended, asked=bool(pool.ending))
+        best = point.best(self.options.metric, higher=self.higher)
+        if ended.status == 0 and best is not None:
+            self.study.tell(trial, best)
+        elif state == "pruned":
+            self.study.tell(trial, state=TrialState.PRUNED)
+        elif state != "stopped":
+            state = "failed"
+            self.study.tell(trial, state=TrialState.FAIL)
+        progress.ended(ended, "finished" if ended.status == 0 and best is not None else state)
+
+    def show(self) -> None:
+        """Print the best points, and draw all of them."""
+        from rich.table import Table
+
+        from wordrun.sweep.figure import parallel_coordinates
+
+        trials = self.finished()
+        if not trials:
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold", title=f"best {self.options.metric}")
+        for name in ("point", self.options.metric, *self.space):
+            table.add_column(name, justify="right", overflow="fold")
+        for trial in trials[:BEST]:
+            values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.params.values()]
+            table.add_row(str(trial.user_attrs.get("point", "")), f"{trial.value:.4f}", *values)
+        console().print(table)
+        rows = [(trial.params, float(trial.value or 0.0)) for trial in trials]
+        path = self.sweep.dir / FIGURE
+        parallel_coordinates(path, self.space, rows, self.options.metric, higher=self.higher)
+        print(f"all points: {path}")
+        best = self.point(trials[0])
+        if best:
+            print(f"best run: {best.dir}")
+
+    def point(self, trial: FrozenTrial) -> Point | None:
+        """Return the point of a trial."""
+        number = trial.user_attrs.get("point")
+        return next((point for point in self.sweep.points if point.number == number), None)

@@ -1,0 +1,110 @@
+"""The progress of a sweep, as a table on a terminal and as a line per event elsewhere, and its results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from wordrun.log import console
+from wordrun.sweep.folder import Point, Sweep
+from wordrun.sweep.pool import Ended, Pool
+
+STYLES = {"running": "green", "failed": "red", "stopped": "yellow", "pruned": "yellow"}
+SHOWN = 30
+"""Most points in the table."""
+
+
+class Progress:
+    """What is shown while a sweep runs; used as a context manager."""
+
+    def __init__(self, sweep: Sweep, pool: Pool, metric: str = "val_loss", *, higher: bool = False) -> None:
+        self.sweep, self.pool, self.metric, self.higher = sweep, pool, metric, higher
+        self.states: dict[int, str] = {}
+        self.seconds: dict[int, float] = {}
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> Progress:
+        """Draw the table, on a terminal."""
+        screen = console()
+        if screen.is_terminal:
+            self._live = Live(self.table(), console=screen, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the table, whose last version ``finish`` prints."""
+        if self._live:
+            self._live.stop()
+
+    def started(self, point: Point) -> None:
+        """Show that ``point`` has started."""
+        self.states[point.number] = "running"
+        self._say(point, "started", "")
+
+    def ended(self, ended: Ended, state: str) -> None:
+        """Show that a point has ended, and how."""
+        point = ended.point
+        self.states[point.number], self.seconds[point.number] = state, ended.seconds
+        self._say(point, state, f"after {timedelta(seconds=round(ended.seconds))}  {self.value(point)}")
+
+    def _say(self, point: Point, state: str, more: str) -> None:
+        if self._live is None:
+            words = "" if state != "started" else " ".join(self.varied(point))
+            print(f"point {point.number}  {state} {more or words}".rstrip(), flush=True)
+
+    def varied(self, point: Point) -> tuple[str, ...]:
+        """Return what is different from other points."""
+        return self.sweep.varied()[self.sweep.points.index(point)]
+
+    def value(self, point: Point) -> str:
+        """Return the point's best value, for people to read."""
+        best = point.best(self.metric, higher=self.higher)
+        return "" if best is None else f"best {self.metric} {best:.4f}"
+
+    def draw(self) -> None:
+        """Bring the table up to date, once per second."""
+        if self._live and time.monotonic() - self._drawn > 1:
+            self._drawn = time.monotonic()
+            self._live.update(self.table(), refresh=True)
+
+    def table(self, points: Sequence[Point] | None = None) -> Table:
+        """Return the table of ``points`` (default: those of the sweep, the first ones left out if there are many)."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("point", "state", "time", f"best {self.metric}", "overrides"):
+            table.add_column(name, overflow="fold", justify="left" if name in ("state", "overrides") else "right")
+        begun = {each.point.number: each.begun for each in self.pool.running}
+        varied = dict(zip((point.number for point in self.sweep.points), self.sweep.varied(), strict=True))
+        listed = self.sweep.points if points is None else points
+        shown = [*sorted(listed, key=lambda point: point.number not in begun)][:SHOWN] if points is None else listed
+        for point in sorted(shown, key=lambda point: point.number) if points is None else shown:
+            state = self.states.get(point.number, "waiting")
+            seconds = self.seconds.get(point.number)
+            if point.number in begun:
+                seconds = time.monotonic() - begun[point.number]
+            clock = "" if seconds is None else str(timedelta(seconds=round(seconds)))
+            best = None if state == "waiting" else point.best(self.metric, higher=self.higher)
+            table.add_row(
+                str(point.number), Text(state, style=STYLES.get(state, "")), clock,
+                "" if best is None else f"{best:.4f}", Text(" ".join(varied[point.number])),
+            )  # fmt: skip
+        if points is None and len(listed) > SHOWN:
+            table.caption = f"{len(listed) - SHOWN} more points"
+        return table
+
+    def summary(self) -> str:
+        """Print the final table, and the failed points with their directories."""
+        screen = console()
+        screen.print(self.table(self.sweep.points))
+        failed = [point for point in self.sweep.points if self.states.get(point.number) == "failed"]
+        for point in failed:
+            where = point.dir if (point.dir / "run.json").exists() else point.log
+            print(f"point {point.number} failed ({where}): {point.reason()}")
+        counts = {state: list(self.states.values()).count(state) for state in dict.fromkeys(self.states.values())}
+        counts["not started"] = len(self.sweep.points) - len(self.states)
+        return ", ".join(f"{count} {state}" for state, count in counts.items() if count)

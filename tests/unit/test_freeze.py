@@ -1,0 +1,106 @@
+"""The copy of the code that a submitted job runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from wordrun.errors import ConfigError
+from wordrun.launch import freeze as freezing
+from wordrun.launch.freeze import freeze
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository with a committed, a changed, an untracked and an ignored file, and data beside the code."""
+    root = tmp_path / "my project"
+    for name, text in {
+        "train.py": "1", "pkg/__init__.py": "", "pkg/part.py": "2", "pkg/.gitignore": "/built\n", "pkg/built": "x",
+        ".gitignore": "data/\n", "data/big": "bytes", "outputs/run.txt": "x",
+    }.items():  # fmt: skip
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    git(root, "init", "-q")
+    git(root, "add", "train.py", "pkg", ".gitignore")
+    git(root, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x")
+    (root / "pkg" / "part.py").write_text("changed")
+    (root / "new.py").write_text("new")
+    return root
+
+
+def git(root: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(root), *words], check=True)
+
+
+def test_a_copy_has_the_code_and_links_to_the_rest(project: Path) -> None:
+    frozen = freeze(str(project / "outputs" / "jobs" / "j"), str(project / "pkg"), "", {"PYTHONPATH": f"{project}:/x"})
+    assert frozen
+    code = project / "outputs" / "jobs" / "j" / "code"
+    assert frozen.cwd == str(code / "pkg")
+    assert frozen.path == (str(code),)
+    (project / "train.py").write_text("edited")
+    (project / "pkg" / "part.py").unlink()
+    (project / "data" / "big").write_text("more")
+    found = {name: (code / name).read_text() for name in ("train.py", "pkg/part.py", "new.py", "data/big", "pkg/built")}
+    assert found == {"train.py": "1", "pkg/part.py": "changed", "new.py": "new", "data/big": "more", "pkg/built": "x"}
+    assert (code / "outputs").resolve() == project / "outputs"
+    facts = json.loads(Path(frozen.record).read_text())
+    assert facts == frozen.facts
+    assert (facts["dirty"], facts["untracked"]) == (["pkg/part.py"], ["new.py"])
+    assert len(facts["commit"]) == 40
+
+
+def test_large_files_are_refused_with_their_names(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "weights.bin").write_bytes(bytes(2000))
+    monkeypatch.setattr(freezing, "LARGEST_UNTRACKED", 1000)
+    with pytest.raises(ConfigError, match=r"weights.bin is untracked and has .* add it to .gitignore"):
+        freeze(str(project / "outputs" / "j"), str(project), "", {})
+    git(project, "add", "weights.bin")
+    monkeypatch.setattr(freezing, "LARGEST", 1000)
+    with pytest.raises(ConfigError, match=r"the largest files are weights.bin .*--no-freeze"):
+        freeze(str(project / "outputs" / "j"), str(project), "", {})
+
+
+def test_a_folder_without_git_is_copied_unless_it_is_too_large(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(project / ".git")
+    (project / "env" / "lib").mkdir(parents=True)
+    (project / "env" / "pyvenv.cfg").touch()
+    (project / "env" / "lib" / "torch.py").touch()
+    frozen = freeze(str(project / "outputs" / "j"), str(project), "", {})
+    assert frozen
+    code = project / "outputs" / "j" / "code"
+    assert (code / "env").is_symlink()
+    assert (code / "data").is_symlink()
+    assert (code / "pkg" / "part.py").read_text() == "changed"
+    assert not (code / "pkg" / "part.py").is_symlink()
+    assert frozen.facts["commit"] is None
+    monkeypatch.setattr(freezing, "MOST_FILES", 3)
+    assert freeze(str(project / "outputs" / "k"), str(project), "", {}) is None
+
+
+def test_wordruns_own_checkout_is_copied_with_its_conf(tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    for name in ("src/wordrun/__init__.py", "conf/config.yaml", "tests/test_x.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("old")
+    work = tmp_path / "work"
+    work.mkdir()
+    frozen = freeze(str(work / "outputs" / "j"), str(work), str(root), {})
+    assert frozen
+    (source,) = frozen.path
+    shutil.rmtree(root / "src")
+    (root / "conf" / "config.yaml").write_text("edited")
+    assert (Path(source) / "wordrun" / "__init__.py").read_text() == "old"
+    assert (Path(source) / "wordrun" / "conf" / "config.yaml").read_text() == "old"
+    assert os.path.relpath(source, work) == "outputs/j/wordrun/src"
+
+
+def test_a_copy_that_cannot_be_written_is_one_error(project: Path) -> None:
+    (project / "outputs" / "j").write_text("a file")
+    with pytest.raises(ConfigError, match=r"cannot copy the code to .*: Not a directory; --no-freeze"):
+        freeze(str(project / "outputs" / "j"), str(project), "", {})
