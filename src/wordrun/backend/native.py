@@ -218,11 +218,12 @@ class NativeBackend:
         alike = {name: tensor for name, tensor in (alike or {}).items() if f"model.{parameter_of(name)}" in state}
         state |= {**alike, **tensors_of(self.optimizer, self.named_parameters(once=True))}
         mine = shards.to_write(state, self.layout, self.rank, self._rows_of(state))
-        copies = self.copies.take([*mine, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
+        copies = self.copies.take([*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
         facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
+        stages = range(0, self.layout.size, self.layout.stride("pp"))
         return Save(
-            facts, lambda folder: shards.write(folder, copies, self.rank), in_background=True,
-            finish=lambda folder: shards.write_index(folder, self.layout.size),
+            facts, lambda folder: shards.write(folder, copies, self.rank, mine.tensors), in_background=True,
+            finish=lambda folder: shards.write_index(folder, stages), shards=self.layout.size,
         )  # fmt: skip
 
     def load(
@@ -247,7 +248,7 @@ class NativeBackend:
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
-        return mine
+        return mine | shards.read_own(folder, self.rank, [name for name in own if name not in mine])
 
     def _rows_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return how many rows a checkpoint has of those ``tensors``, by name, whose parameter ends in padding."""
