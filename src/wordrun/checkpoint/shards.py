@@ -75,7 +75,7 @@ class Share:
 
     shards: list[TensorShard]
     tensors: dict[str, StoredTensor]
-    """The tensors by name, if this rank is the first of those that hold shards of them; else empty."""
+    """By name; the same on all ranks of a pipeline stage."""
 
 
 def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None) -> Share:
@@ -97,8 +97,7 @@ def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Map
         alike = tuple(axis for axis in ("replicate", "shard", "tp") if layout.stride(axis) not in strides)
         writer = _lightest(load, alike, layout, tensor.numel())
         shard = shard_of(name, tensor, (rows or {}).get(name))
-        if rank == stage:
-            share.tensors[name] = StoredTensor(shard.shape, tensor.dtype, Divided(grid, stage + writer))
+        share.tensors[name] = StoredTensor(shard.shape, tensor.dtype, Divided(grid, stage + writer))
         held = sum(layout.index(rank, axis) * layout.stride(axis) for axis in alike)
         if writer == held:
             at = grid.box(rank).within(shard.shape)
@@ -160,7 +159,7 @@ def write(
         folder: the checkpoint.
         shards: what this rank writes.
         rank: this rank.
-        tensors: where all shards of these tensors are, as ``to_write`` returned them; None: ``shards`` are complete.
+        tensors: where all shards are of the tensors that ``write_index`` finds here; None: ``shards`` are complete.
 
     Raises:
         OSError: they could not be written.
