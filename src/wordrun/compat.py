@@ -71,6 +71,15 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
     return tuple(chunk.offsets)
 
 
+def is_strided(placement: Any) -> bool:
+    """Return whether a DTensor's placement divides what later axes of its mesh have divided before it.
+
+    torch's class for it is private. Without the attribute, the shard would be compared with the wrong one, and an
+    assertion would fail at the first save.
+    """
+    return hasattr(placement, "split_factor")
+
+
 def cpu_is_fast_at_bf16() -> bool:
     """Return whether the processor has instructions for bf16 and oneDNN uses them; False if torch cannot tell.
 

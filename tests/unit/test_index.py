@@ -44,9 +44,16 @@ def written(tensors: dict[str, torch.Tensor], folder: Path, rng: random.Random) 
         for rank, box in zip(rng.sample(range(9), len(boxes)), boxes, strict=True):
             if cut(tensor, box).numel() or not tensor.numel():
                 of_ranks[rank].append(TensorShard(name, tensor.shape, box[0], cut(tensor, box)))
+    listed: dict[str, dict[str, Any]] = {}
     for rank, mine in enumerate(of_ranks):
         shards.write(folder, mine, rank)
-    shards.write_index(folder, 9)
+        for each in mine:
+            kind = str(each.data.dtype).removeprefix("torch.")
+            facts = listed.setdefault(each.name, {"dtype": kind, "shape": list(each.shape), "shards": []})
+            at = {"offset": list(each.offset), "shape": list(each.data.shape)}
+            if all(other["offset"] != at["offset"] for other in facts["shards"]):
+                facts["shards"].append({"file": f"shards-{rank:05d}.safetensors", **at})
+    (folder / "tensors.json").write_text(json.dumps(listed))  # as format 3 did
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -81,14 +88,14 @@ def test_a_file_is_everyones(tmp_path: Path) -> None:
 def test_two_stages_may_have_the_same_buffer(tmp_path: Path) -> None:
     for rank in range(2):
         shards.write(tmp_path, [TensorShard("buffer", torch.Size([2]), (0,), torch.ones(2))], rank)
-    shards.write_index(tmp_path, 2)
+    shards.write_index(tmp_path, range(2))
     shards.read(tmp_path, {"buffer": (found := torch.zeros(2))})
     assert found.equal(torch.ones(2))
 
 
 def test_a_tensor_without_elements_is_written_once() -> None:
     tensors = {"empty": torch.empty(0, 3), "full": torch.ones(1)}
-    names = [[shard.name for shard in shards.to_write(tensors, Layout(replicate=2), rank)] for rank in range(2)]
+    names = [[shard.name for shard in shards.to_write(tensors, Layout(replicate=2), rank).shards] for rank in range(2)]
     assert sorted([*names[0], *names[1]]) == ["empty", "full"]
 
 

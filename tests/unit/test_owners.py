@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from wordrun.checkpoint.grid import Cut, Grid
 from wordrun.checkpoint.shards import TensorShard
 from wordrun.train import owners
 from wordrun.train.owners import Owners, assign
@@ -41,16 +42,18 @@ class Exchange:
 
 def divide(shards: Shards, wholes: list[Tensor], exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> list[Owners]:
     """Return the owners as each rank sees them; ``shards`` are each rank's."""
-    described = [[(list(each.offset), list(each.data.shape)) for each in mine] for mine in shards]
-    monkeypatch.setattr(owners, "gather_json", lambda *_: described)
+    monkeypatch.setattr(owners.dist, "get_process_group_ranks", lambda _: list(range(len(shards))))
     monkeypatch.setattr(owners.dist, "get_rank", lambda _: exchange.rank)
     monkeypatch.setattr(owners.dist, "all_to_all_single", exchange)
     found = []
+    grids = [
+        Grid(tuple(whole.shape), (Cut(0, len(shards), 1),) if each.data.shape != whole.shape else ())
+        for whole, each in zip(wholes, shards[0], strict=True)
+    ]
     for rank, mine in enumerate(shards):
-        exchange.rank, left = rank, iter(mine)
-        monkeypatch.setattr(owners, "shard_of", lambda _, __, left=left: next(left))
-        costs = [float(whole.numel()) for whole in wholes]
-        found.append(assign(wholes, costs, object(), torch.float32, CPU))
+        exchange.rank = rank
+        assert all(g.box(rank) == (e.offset, e.data.shape) for g, e in zip(grids, mine, strict=True) if e.data.numel())
+        found.append(assign(grids, [float(whole.numel()) for whole in wholes], object(), torch.float32, CPU))
     return found
 
 
@@ -107,7 +110,7 @@ def test_copies_are_divided_and_not_gathered(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_rank_alone_sends_nothing() -> None:
     wholes = [torch.randn(2, 3), torch.randn(3, 3)]
-    alone = assign(wholes, [1.0, 2.0], None, torch.float32, CPU)
+    alone = assign([Grid((2, 3)), Grid((3, 3))], [1.0, 2.0], None, torch.float32, CPU)
     owned = alone.to_owners(0, wholes)()
     assert {item: each is wholes[item] for item, each in owned.items()} == {0: True, 1: True}
     assert sorted(alone.from_owners(0, owned)()) == [0, 1]

@@ -79,6 +79,8 @@ class Save:
     """Whether another thread may call ``write`` and ``finish`` while training continues."""
     finish: Callable[[Path], list[str]] = lambda folder: []
     """Called on rank 0 after every rank's ``write``; returns the names of the files that it adds."""
+    shards: int = 0
+    """How many files of shards the ranks write, whose checksums are in their own headers."""
 
 
 class Backend(Protocol):

@@ -49,7 +49,7 @@ class NativeBackend:
             self._fill(spec.weights)
         trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
         matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
-        self.optimizer = spec.optimizer(NamedParameters(trained, matrices, self.holders(), self.device))
+        self.optimizer = spec.optimizer(NamedParameters(trained, matrices, self.holders(), self.device, self.layout))
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -218,11 +218,13 @@ class NativeBackend:
         alike = {name: tensor for name, tensor in (alike or {}).items() if f"model.{parameter_of(name)}" in state}
         state |= {**alike, **tensors_of(self.optimizer, self.named_parameters(once=True))}
         mine = shards.to_write(state, self.layout, self.rank, self._rows_of(state))
-        copies = self.copies.take([*mine, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
+        copies = self.copies.take([*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
         facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
+        firsts = range(0, self.layout.size, self.layout.stride("pp"))
+        tensors = mine.tensors if self.rank in firsts else {}
         return Save(
-            facts, lambda folder: shards.write(folder, copies, self.rank), in_background=True,
-            finish=lambda folder: shards.write_index(folder, self.layout.size),
+            facts, lambda folder: shards.write(folder, copies, self.rank, tensors), in_background=True,
+            finish=lambda folder: shards.write_index(folder, firsts), shards=self.layout.size,
         )  # fmt: skip
 
     def load(
@@ -247,7 +249,8 @@ class NativeBackend:
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
-        return mine
+        others = [name for name in own if name not in mine]
+        return mine | (shards.read_own(folder, self.rank, others) if others else {})
 
     def _rows_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return how many rows a checkpoint has of those ``tensors``, by name, whose parameter ends in padding."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wordrun.checkpoint.index import StoredTensor
+from wordrun.dist.mesh import Layout
 from wordrun.model.base import Rows
 
 TENSOR, NUMBER = "optimizer.", "number."
@@ -28,15 +29,16 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         matrices: the hidden matrices among them, as from ``Model.matrices``; None: all of two or more dimensions.
         group: the process group whose ranks hold the shards of the same parameters, or copies; None: this rank alone.
         device: where the group communicates; None: where the parameters are.
+        layout: how the ranks divide the parameters.
     """
 
     def __init__(
         self, parameters: Named, matrices: Mapping[str, Rows] | None = None, group: Any = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None, layout: Layout | None = None,
     ) -> None:  # fmt: skip
         super().__init__(parameters)
         self.matrices = {name: Rows() for name, p in self if p.dim() >= 2} if matrices is None else matrices
-        self.group, self.device = group, device
+        self.group, self.device, self.layout = group, device, layout or Layout()
 
 
 def remember_ratios(optimizer: Optimizer, learning_rate: float) -> Optimizer:

@@ -18,12 +18,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wordrun import files
+from wordrun.checkpoint import sums
 from wordrun.errors import ConfigError, UserError
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
+SUFFIX = ".safetensors"
 # Bytes per checksum, so that large files are verified without loading them into memory.
 CHUNK = 2**26
 NAME = re.compile(r"step-(\d{8,})")
@@ -63,6 +65,7 @@ class Folder:
             )
         self.require(manifest, FIELDS)
         self.require(manifest["backend"], {"kind": str})
+        self.require({"shards": 0, **manifest}, {"shards": int})
         for name, facts in manifest["files"].items():
             path = PurePosixPath(name)
             inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
@@ -81,34 +84,43 @@ class Folder:
                 what = f"{name} is {manifest.get(name)!r:.100}, not of type {kind.__name__}"
                 raise DamagedError(f"{self.path} is damaged: {MANIFEST}: {what}")
 
-    def check_sizes(self) -> dict[str, Any]:
-        """Return the manifest after checking all file sizes against it.
+    def check(self, rank: int = 0, ranks: int = 1, *, content: bool = True) -> dict[str, Any]:
+        """Return the manifest after checking one rank's share of the files.
+
+        Args:
+            rank: this rank.
+            ranks: how many ranks divide the files.
+            content: compare the checksums, for which the files are read; else only their sizes.
 
         Raises:
-            DamagedError: a file is missing or has the wrong size; the message names it.
+            DamagedError: a file is missing, or differs from what was written; the message names it.
         """
         manifest = self.manifest()
-        for name, facts in manifest["files"].items():
-            try:
-                found = (self.path / name).stat()
-            except (OSError, ValueError) as error:
-                what = getattr(error, "strerror", "not the name of a file")
-                raise DamagedError(f"{self.path} is damaged: {name}: {what}") from None
-            if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
-                what = f"{name} has {found.st_size:,} bytes, not {facts['size']}"
-                raise DamagedError(f"{self.path} is damaged: {what}")
+        for name in sorted(manifest["files"])[rank::ranks]:
+            if problem := self._problem(name, manifest["files"][name], content=content):
+                raise DamagedError(f"{self.path} is damaged: {problem}")
+        # Format 4: the checksums of these files are in their own headers. Before, the manifest lists them.
+        for number in range(rank, manifest.get("shards", 0), ranks):
+            if problem := sums.problem(self.path / file_of(number), content=content):
+                raise DamagedError(f"{self.path} is damaged: {problem}")
         return manifest
 
-    def check_content(self, names: Iterable[str], manifest: Mapping[str, Any]) -> str:
-        """Return a message if one of the files ``names`` does not match its checksum, else an empty string."""
-        for name in names:
-            try:
-                found = checksums(self.path / name)
-            except OSError as error:
-                return f"{self.path} is damaged: {name}: {error.strerror}"
-            if found != manifest["files"][name]["crc32"]:
-                return f"{self.path} is damaged: {name} does not match its checksum"
+    def _problem(self, name: str, facts: Mapping[str, Any], *, content: bool) -> str:
+        """Return what is wrong with a file that the manifest lists, or an empty string."""
+        try:
+            found = (self.path / name).stat()
+            if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
+                return f"{name} has {found.st_size:,} bytes, not {facts['size']}"
+            if content and checksums(self.path / name) != facts["crc32"]:
+                return f"{name} does not match its checksum"
+        except (OSError, ValueError) as error:
+            return f"{name}: {getattr(error, 'strerror', 'not the name of a file')}"
         return ""
+
+
+def file_of(rank: int) -> str:
+    """Return the name of the file that ``rank`` writes."""
+    return f"shards-{rank:05d}{SUFFIX}"
 
 
 def folder_name(step: int) -> str:

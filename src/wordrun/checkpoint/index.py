@@ -1,5 +1,8 @@
 """The index of a checkpoint: shape and type of each tensor, and where its shards are.
 
+A tensor's shards follow from a few numbers (``Grid``), so that the index does not grow with the number of ranks.
+Indexes of format 3 and before list every shard.
+
 Checkpoints come from anywhere, so an index is checked in full before it is used: a wrong one leads to an error, never
 to a large allocation or to a file outside the checkpoint.
 """
@@ -10,8 +13,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,13 @@ import torch
 from torch import Tensor
 
 from wordrun.checkpoint import torch_format
-from wordrun.checkpoint.folder import DamagedError
+from wordrun.checkpoint.folder import DamagedError, file_of
+from wordrun.checkpoint.grid import Box, Cut, Grid
 from wordrun.errors import first_line
 
 INDEX = "tensors.json"
 FILE = re.compile(r"\w[\w.-]*", re.ASCII)
-MAX_DIMS, MAX_SIZE = 32, 2**48
+MAX_DIMS, MAX_SIZE, MAX_RANKS = 32, 2**48, 2**24
 # The dimensions along which a tensor is cut into shards: one for each axis of a layout that shards it.
 MAX_CUTS = 3
 
@@ -43,16 +47,73 @@ class StoredShard:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """The shards of a tensor that the ranks have divided by a ``Grid``."""
+
+    grid: Grid
+    """Of the tensor including padding, which is not stored."""
+    first: int
+    """The rank whose file contains the first shard."""
+
+    def overlapping(self, window: Box, shape: Sequence[int]) -> Iterator[StoredShard]:
+        """Yield the shards of a tensor of ``shape`` that share elements with ``window``."""
+        for number, box in self.grid.overlapping(window):
+            if (part := box.within(shape)).numel or not math.prod(shape):
+                yield StoredShard(file_of(self.first + number), part.offset, part.shape)
+
+    def plain(self, shape: Sequence[int]) -> dict[str, Any]:
+        """Return the entries of the index."""
+        padded = {} if self.grid.shape == tuple(shape) else {"padded": self.grid.shape}
+        return {"first": self.first, "cuts": self.grid.cuts, **padded}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Shards of any shape, one by one, as indexes of format 3 and before have them."""
+
+    shards: Sequence[StoredShard]
+
+    def overlapping(self, window: Box, shape: Sequence[int]) -> Iterator[StoredShard]:
+        """Yield all shards: who reads them compares each with its window."""
+        yield from self.shards
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a checkpoint; each of its elements is in exactly one shard."""
 
     shape: torch.Size
     dtype: torch.dtype
-    shards: Sequence[StoredShard]
+    division: Divided | Listed
+    folder: Path = field(default=Path(), compare=False)
+
+    @property
+    def shards(self) -> list[StoredShard]:
+        """All shards."""
+        return list(self.overlapping(Box((0,) * len(self.shape), tuple(self.shape))))
+
+    def overlapping(self, window: Box) -> Iterator[StoredShard]:
+        """Yield the shards that share elements with ``window``, and perhaps others."""
+        return self.division.overlapping(window, self.shape)
 
     def empty(self) -> Tensor:
-        """Return an uninitialised tensor of this shape and type on the CPU."""
+        """Return an uninitialised tensor of this shape and type on the CPU, if the files are as large.
+
+        Raises:
+            DamagedError: they are not.
+        """
+        try:
+            _check_room(self.folder, [self])
+        except (OSError, ValueError) as error:
+            raise DamagedError(f"{self.folder} is damaged: {first_line(error)}") from None
         return torch.empty(self.shape, dtype=self.dtype)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the entry of the index."""
+        assert isinstance(self.division, Divided)
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, **self.division.plain(self.shape)
+        }  # fmt: skip
 
 
 def load(folder: Path) -> dict[str, StoredTensor]:
@@ -66,17 +127,19 @@ def load(folder: Path) -> dict[str, StoredTensor]:
     try:
         content = (folder / name).read_bytes()
         plain: dict[str, Any] = torch_format.parse(content) if is_torchs else json.loads(content)
-        found = {name: _tensor(name, facts) for name, facts in plain.items()}
-        _check_room(folder, found)
+        found = {name: _tensor(name, facts, folder) for name, facts in plain.items()}
+        _check_room(folder, [each for each in found.values() if isinstance(each.division, Listed)])
     except Exception as error:  # the file may contain anything
         raise DamagedError(f"{folder} is damaged: {name}: {first_line(error)}") from None
     return found
 
 
-def _tensor(name: str, facts: Mapping[str, Any]) -> StoredTensor:
+def _tensor(name: str, facts: Mapping[str, Any], folder: Path) -> StoredTensor:
     shape, dtype = _sizes(facts["shape"]), getattr(torch, facts["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype!r} is not a type of tensors")
+    if "cuts" in facts:
+        return StoredTensor(torch.Size(shape), dtype, _divided(name, facts, shape), folder)
     shards = []
     for each in facts["shards"]:
         shard = StoredShard(each["file"], _sizes(each["offset"]), _sizes(each["shape"]), _sizes(each.get("span", [])))
@@ -87,7 +150,18 @@ def _tensor(name: str, facts: Mapping[str, Any]) -> StoredTensor:
         shards.append(shard)
     if not _tile(shards, shape):
         raise ValueError(f"the shards of {name} do not cover it exactly")
-    return StoredTensor(torch.Size(shape), dtype, shards)
+    return StoredTensor(torch.Size(shape), dtype, Listed(shards), folder)
+
+
+def _divided(name: str, facts: Mapping[str, Any], shape: tuple[int, ...]) -> Divided:
+    padded, cuts = _sizes(facts.get("padded", list(shape))), [Cut(*_sizes(cut)) for cut in facts["cuts"]]
+    (first,) = _sizes([facts["first"]])
+    if len(padded) != len(shape) or any(n > most for n, most in zip(shape, padded, strict=True)):
+        raise ValueError(f"{name} does not fit its padded shape {list(padded)}")
+    last = first + sum((cut.pieces - 1) * cut.stride for cut in cuts)
+    if len(cuts) > MAX_CUTS or last >= MAX_RANKS or any(c.dim >= len(shape) or c.pieces < 1 for c in cuts):
+        raise ValueError(f"{name} is not divided like this: {facts['cuts']!r:.60}")
+    return Divided(Grid(padded, tuple(cuts)), first)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -116,10 +190,10 @@ def _tile(shards: Sequence[StoredShard], shape: tuple[int, ...]) -> bool:
     return not any(corners.values())
 
 
-def _check_room(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_room(folder: Path, tensors: Sequence[StoredTensor]) -> None:
     """Check that the files are large enough for their shards: nothing is allocated that they could not fill."""
     needed: Counter[str] = Counter()
-    for tensor in tensors.values():
+    for tensor in tensors:
         for shard in tensor.shards:
             needed[shard.file] += math.prod(shard.shape) * tensor.dtype.itemsize
     for file, size in needed.items():

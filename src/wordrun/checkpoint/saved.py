@@ -190,10 +190,7 @@ def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
 
 
 def _open(folder: Folder, check: bool) -> Saved:
-    manifest = folder.check_sizes()
-    problem = folder.check_content(manifest["files"], manifest) if check else ""
-    if problem:
-        raise DamagedError(problem)
+    manifest = folder.check(content=check)
     is_text = "model_arguments" not in manifest
     folder.require(manifest, {"vocab_size": int} if is_text else {"model_arguments": dict})
     name = folders.TOKENIZER

@@ -1,13 +1,17 @@
 """Writes and reads each rank's shards of the training state.
 
 Tensors have the same names in every layout of ranks, and shards record their offsets, so that a checkpoint of any
-layout can be read into any other. Each rank writes one safetensors file, then rank 0 the index of all.
+layout can be read into any other. What a rank writes and reads follows from the layout and the names: no rank asks
+another. Each writes one safetensors file with checksums in its header, then rank 0 the index, which contains how each
+tensor is divided: it gets that from one file for each stage of the pipeline.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wordrun import compat
-from wordrun.checkpoint import index, torch_format
-from wordrun.checkpoint.folder import DamagedError, write_text
-from wordrun.checkpoint.index import INDEX, StoredShard, StoredTensor
+from wordrun.checkpoint import index, sums, torch_format
+from wordrun.checkpoint.folder import SUFFIX, DamagedError, file_of, write_text
+from wordrun.checkpoint.grid import Box, Cut, Grid
+from wordrun.checkpoint.index import INDEX, Divided, StoredShard, StoredTensor
 from wordrun.dist.mesh import Layout
 from wordrun.errors import first_line
-
-SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,6 @@ class TensorShard:
     data: Tensor
 
 
-def file_of(rank: int) -> str:
-    """Return the name of the file that ``rank`` writes."""
-    return f"shards-{rank:05d}{SUFFIX}"
-
-
 def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> TensorShard:
     """Return this rank's shard of ``tensor``, in the same memory; only of the first ``rows`` if the rest is padding."""
     tensor = tensor.detach()
@@ -56,10 +54,32 @@ def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> TensorShard:
     return TensorShard(name, shape, offset, data)
 
 
-def to_write(
-    tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None
-) -> list[TensorShard]:
-    """Return the shards that ``rank`` writes; ranks that hold the same shards divide them evenly.
+def grid_of(tensor: Tensor, layout: Layout) -> Grid:
+    """Return how ``tensor`` is divided over the ranks of ``layout``."""
+    if not compat.is_sharded(tensor):
+        return Grid(tuple(tensor.shape))
+    names = tensor.device_mesh.mesh_dim_names or ()
+    pairs = [
+        (axis, how)
+        for axis, how in zip(names, tensor.placements, strict=True)
+        if not how.is_replicate() and getattr(layout, axis) > 1
+    ]
+    pairs.sort(key=lambda pair: compat.is_strided(pair[1]))  # fully_shard divides what tensor parallelism has left
+    cuts = (Cut(how.dim, getattr(layout, axis), layout.stride(axis)) for axis, how in pairs)  # type: ignore[attr-defined]
+    return Grid(tuple(tensor.shape), tuple(cuts))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank writes, and where all shards of its tensors are."""
+
+    shards: list[TensorShard]
+    tensors: dict[str, StoredTensor]
+    """By name; the same on all ranks of a pipeline stage."""
+
+
+def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None) -> Share:
+    """Return what ``rank`` writes; ranks that hold the same shards divide them evenly.
 
     Args:
         tensors: this rank's tensors; ranks with the same shards must pass them in the same order.
@@ -67,29 +87,42 @@ def to_write(
         rank: this rank.
         rows: number of rows to write, by name, of tensors that end in padding.
     """
-    coordinate = {axis: layout.index(rank, axis) for axis in ("replicate", "shard", "tp")}
-    sizes = {"replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp}
+    stage = rank - rank % layout.stride("pp")
     load: dict[tuple[str, ...], list[int]] = {}
-    chosen = []
+    share = Share([], {})
     largest_first = sorted(tensors.items(), key=lambda pair: -pair[1].numel())
     for name, tensor in largest_first:
-        sharded: set[str] = set()
-        if compat.is_sharded(tensor):
-            names = tensor.device_mesh.mesh_dim_names or ()
-            sharded = {axis for axis, how in zip(names, tensor.placements, strict=True) if not how.is_replicate()}
-        alike = tuple(axis for axis in sizes if axis not in sharded)
-        copy, copies = 0, 1
-        for axis in alike:
-            copy, copies = copy * sizes[axis] + coordinate[axis], copies * sizes[axis]
-        loads = load.setdefault(alike, [0] * copies)
-        writer = loads.index(min(loads))
-        loads[writer] += tensor.numel()
-        if writer == copy:
-            shard = shard_of(name, tensor, (rows or {}).get(name))
+        grid = grid_of(tensor, layout)
+        strides = {cut.stride for cut in grid.cuts}
+        alike = tuple(axis for axis in ("replicate", "shard", "tp") if layout.stride(axis) not in strides)
+        writer = _lightest(load, alike, layout, tensor.numel())
+        shard = shard_of(name, tensor, (rows or {}).get(name))
+        share.tensors[name] = StoredTensor(shard.shape, tensor.dtype, Divided(grid, stage + writer))
+        held = sum(layout.index(rank, axis) * layout.stride(axis) for axis in alike)
+        if writer == held:
+            at = grid.box(rank).within(shard.shape)
+            assert shard.data.shape == at.shape, f"{name} is divided otherwise: {shard.data.shape}, not {at.shape}"
             # Where there are more ranks than rows, some have none.
             if shard.data.numel() or not tensor.numel():
-                chosen.append(shard)
-    return chosen
+                assert shard.offset == at.offset, f"{name} is divided otherwise: {shard.offset}, not {at.offset}"
+                share.shards.append(shard)
+    return share
+
+
+def _lightest(load: dict[tuple[str, ...], list[int]], axes: tuple[str, ...], layout: Layout, size: int) -> int:
+    """Add ``size`` to the least loaded of the ranks along ``axes``; return its distance from the first one."""
+    copies = math.prod(getattr(layout, axis) for axis in axes)
+    # Of many copies, only as many write as there are tensors.
+    loads = load.setdefault(axes, [])
+    if len(loads) < copies:
+        loads.append(0)
+    copy = loads.index(min(loads))
+    loads[copy] += size
+    at = 0
+    for axis in reversed(axes):
+        copy, index = divmod(copy, getattr(layout, axis))
+        at += index * layout.stride(axis)
+    return at
 
 
 class HostCopies:
@@ -117,44 +150,73 @@ class HostCopies:
         return copies
 
 
-def write(folder: Path, shards: Sequence[TensorShard], rank: int = 0) -> None:
+def write(
+    folder: Path, shards: Sequence[TensorShard], rank: int = 0, tensors: Mapping[str, StoredTensor] | None = None
+) -> None:
     """Write the shards of ``rank`` into ``folder``, and wait for the disk. Once all have, rank 0 calls ``write_index``.
+
+    Args:
+        folder: the checkpoint.
+        shards: what this rank writes.
+        rank: this rank.
+        tensors: where all shards are of the tensors that ``write_index`` finds here; None: ``shards`` are complete.
 
     Raises:
         OSError: they could not be written.
     """
+    if tensors is None:
+        whole = {each.name: Divided(Grid(tuple(each.shape)), rank) for each in shards}
+        tensors = {each.name: StoredTensor(each.shape, each.data.dtype, whole[each.name]) for each in shards}
+    mine = {shard.name: shard.data.contiguous() for shard in shards}
     described = {
         shard.name: {
             "dtype": str(shard.data.dtype).removeprefix("torch."), "shape": shard.shape, "offset": shard.offset,
-            "size": shard.data.shape,
+            "size": shard.data.shape, "crc32": zlib.crc32(_bytes(mine[shard.name])),
         }
         for shard in shards
     }  # fmt: skip
+    texts = {"shards": json.dumps(described), "tensors": json.dumps({name: t.plain() for name, t in tensors.items()})}
     path = folder / file_of(rank)
-    save_file(
-        {shard.name: shard.data.contiguous() for shard in shards}, path,
-        {"format": "pt", "shards": json.dumps(described)},
-    )  # fmt: skip
+    save_file(mine, path, {"format": "pt", **texts, "crc32": sums.UNSEALED})
+    sums.seal(path)
     with path.open("rb") as file:
         os.fchmod(file.fileno(), folder.stat().st_mode & 0o666)  # the library makes it readable by the owner only
         os.fsync(file.fileno())
 
 
-def write_index(folder: Path, ranks: int = 1) -> list[str]:
-    """Write the index of what ``ranks`` ranks have written into ``folder``; return the name of its file."""
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def write_index(folder: Path, firsts: Iterable[int] = (0,)) -> list[str]:
+    """Write the index into ``folder``; return the name of its file.
+
+    Args:
+        folder: the checkpoint, in which all ranks have written their shards.
+        firsts: the first rank of each stage of the pipeline.
+    """
     found: dict[str, Any] = {}
-    for rank in range(ranks):
+    for rank in firsts:
         with safe_open(folder / file_of(rank), framework="pt") as file:
-            described = json.loads(file.metadata()["shards"])
-        for name, facts in described.items():
-            tensor = found.setdefault(name, {"dtype": facts["dtype"], "shape": facts["shape"], "shards": {}})
-            shard = {"file": file_of(rank), "offset": facts["offset"], "shape": facts["size"]}
-            tensor["shards"].setdefault(tuple(facts["offset"]), shard)  # stages of a pipeline may have the same buffer
-    for tensor in found.values():
-        tensor["shards"] = list(tensor["shards"].values())
+            described = json.loads(file.metadata()["tensors"])
+        found = described | found  # stages may have the same buffer
     write_text(folder / INDEX, json.dumps(found))
     index.load(folder)  # what could not be read is not published
     return [INDEX]
+
+
+def read_own(folder: Path, rank: int, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return those of the tensors ``names`` that ``rank`` alone has written, which the index does not contain.
+
+    Raises:
+        DamagedError: the file is damaged.
+    """
+    try:
+        with safe_open(folder / file_of(rank), framework="pt") as file:
+            there = set(file.keys())
+            return {name: file.get_tensor(name) for name in names if name in there}
+    except Exception as error:
+        raise DamagedError(f"{folder} is damaged: {file_of(rank)}: {first_line(error)}") from None
 
 
 def read(
@@ -178,7 +240,7 @@ def read(
         if found is None or found.shape != shard.shape:
             there = "is missing" if found is None else f"has the shape {list(found.shape)}"
             raise DamagedError(f"{folder} is damaged: {name} {there}, and should have {list(shard.shape)}")
-        for source in found.shards:
+        for source in found.overlapping(Box(tuple(shard.offset), tuple(shard.data.shape))):
             if windows := _overlap(source, shard):
                 part = _Part(name, found.dtype, source, windows[0], shard.data[windows[1]])
                 by_file.setdefault(source.file, []).append(part)

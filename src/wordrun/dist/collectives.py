@@ -52,3 +52,21 @@ def gather_json(value: Any, device: torch.device | str = "cpu", group: dist.Proc
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded, group=group)
     return [json.loads(bytes(each[: int(n)].cpu().numpy())) for each, n in zip(found, sizes, strict=True)]
+
+
+def first_text(text: str, device: torch.device | str = "cpu") -> tuple[int, str]:
+    """Return the lowest rank whose ``text`` is not empty, and that text; -1 and "" if there is none.
+
+    What is sent does not grow with the number of ranks.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = int(all_min(torch.tensor(rank if text else size, device=device)))
+    if first == size:
+        return -1, ""
+    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    length = torch.tensor(len(data), device=device)
+    dist.broadcast(length, src=first)
+    if rank != first:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=first)
+    return first, bytes(data.cpu().numpy()).decode()

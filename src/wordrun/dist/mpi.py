@@ -109,21 +109,36 @@ def verify(world: World) -> World:
     if world.launcher == "srun":
         # Its variables are complete. MPI's view is not: with --distribution=arbitrary, SLURM's pmi2 makes MPICH take
         # each rank for a node of its own.
-        names = dict(sorted(comm.allgather((world.node, socket.gethostname()))))
-        return replace(world, hosts=tuple(names.values()), source=f"{world.source}, verified by MPI")
+        _, hosts = _nodes(comm, comm.Split(world.node, world.local_rank), world.node)
+        return replace(world, hosts=hosts, source=f"{world.source}, verified by MPI")
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = shared.rank, shared.size
-    # The first rank is part of a node's identity: names alone would merge nodes of the same name.
-    first = shared.bcast(comm.rank, root=0)
-    shared.Free()
-    everyone = comm.allgather((first, socket.gethostname()))
-    nodes = list(dict.fromkeys(everyone))
+    node, hosts = _nodes(comm, shared, comm.rank)
     return replace(
         world,
         rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size,
-        node=nodes.index((first, socket.gethostname())), nodes=len(nodes), hosts=tuple(host for _, host in nodes),
-        source=f"{world.source}, verified by MPI",
+        node=node, nodes=len(hosts), hosts=hosts, source=f"{world.source}, verified by MPI",
     )  # fmt: skip
+
+
+def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...]]:
+    """Return this node's number and the names of all nodes, which only one rank of each exchanges with others.
+
+    Args:
+        comm: all ranks.
+        shared: the ranks of this node; freed.
+        key: nodes are numbered in the order of their first ranks' keys.
+    """
+    from mpi4py import MPI
+
+    firsts = comm.Split(MPI.UNDEFINED if shared.rank else 0, key)
+    found = None
+    if shared.rank == 0:
+        found = firsts.rank, tuple(firsts.allgather(socket.gethostname()))
+        firsts.Free()
+    node, hosts = shared.bcast(found, root=0)
+    shared.Free()
+    return node, hosts
 
 
 def _launcher_path() -> str:

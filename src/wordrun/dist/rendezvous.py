@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -20,6 +21,8 @@ from wordrun.slurm import expand_hosts
 
 # Ranks that have not met by then never will; a wrong address should not cost half an hour.
 MEETING = timedelta(seconds=300)
+# Files that rank 0 opens besides a connection for each rank: at least, and with data, libraries and the fabric.
+FEW_FILES, OWN_FILES = 64, 512
 
 
 def open_store(world: World, timeout: timedelta) -> Any:
@@ -72,12 +75,13 @@ def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wa
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    _allow_connections(world)
     listen: dict[str, Any] = {}
     with contextlib.suppress(socket.gaierror):  # a name of IPv6 alone
         at = socket.gethostbyname(address)
         try:
             if world.nodes == 1 or not at.startswith("127."):
-                server = socket.create_server((at, port), backlog=2048)
+                server = socket.create_server((at, port), backlog=max(2048, world.size))
                 port, listen = server.getsockname()[1], {"master_listen_fd": server.detach()}
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
@@ -85,6 +89,25 @@ def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wa
     return TCPStore(
         address, port, world.size, is_master=True, timeout=timeout, wait_for_workers=wait, multi_tenant=True, **listen
     )
+
+
+def _allow_connections(world: World) -> None:
+    """Raise the soft limit on open files, so that every rank can connect to this one.
+
+    Raises:
+        WorldError: the hard limit is lower: ranks would wait for a connection until they give up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = world.size + OWN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < world.size + FEW_FILES:
+        raise WorldError(
+            f"rank 0 on {world.host} may open {hard} files, but {world.size} ranks connect to it: raise the hard limit "
+            f"there to {needed} (ulimit -n; LimitNOFILE of the scheduler's daemon)"
+        )
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:

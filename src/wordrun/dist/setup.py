@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import itertools
 import os
 import random
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -46,6 +48,8 @@ class _Joined:
 
 
 _joined = _Joined()
+_shares = itertools.count()
+"""Numbers the calls of ``share``, which all ranks make in the same order; not reset, as a store may outlive a group."""
 
 
 def identify(env: Mapping[str, str] | None = None) -> World:
@@ -76,19 +80,18 @@ def shared_store(world: World, timeout_s: int = 1800) -> Any:
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
-    For plain values, paths and dataclasses (``wordrun.dist.values``). Uses MPI if it is in use, else the rendezvous
-    store.
+    For plain values, paths and dataclasses (``wordrun.dist.values``). Over MPI, if it is in use, in log(n) rounds; else
+    through the rendezvous store, from which every rank reads them once, compressed.
     """
     if world.size == 1:
         return value
     data = values.dumps(value) if world.rank == 0 else b""
     if mpi.in_use(world):
         return values.loads(mpi.broadcast(data))
-    store = shared_store(world, timeout_s)
-    key = f"wordrun/share/{store.add(f'wordrun/shares/{world.rank}', 1)}"
+    store, key = shared_store(world, timeout_s), f"wordrun/share/{next(_shares)}"
     if world.rank == 0:
-        store.set(key, data)
-    return values.loads(store.get(key))
+        store.set(key, zlib.compress(data))
+    return values.loads(zlib.decompress(store.get(key)))
 
 
 def all_arrive(place: str, world: World, timeout_s: float) -> bool:

@@ -6,19 +6,15 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from wordrun.backend.base import Save
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Draft
-from wordrun.checkpoint.shards import file_of
 from wordrun.config import Config
 from wordrun.dist import World
-from wordrun.dist.collectives import gather_json
+from wordrun.dist.agreement import Agreement
 from wordrun.errors import UserError, first_line
 from wordrun.files import point
 from wordrun.log import FIRST_RANK, LOGGER
@@ -47,7 +43,7 @@ class Checkpoints:
         self.written = written
         """The step of the newest checkpoint on disk."""
         self._last = False
-        self._group: dist.ProcessGroup | None = None
+        self._agreement = Agreement(world, cfg.train.timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -66,8 +62,6 @@ class Checkpoints:
         """
         self._last = last
         facts = {**manifest, "backend": save.facts}
-        if self._group is None:  # a separate one: collectives of two threads must not interleave
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.train.timeout_s))
         if save.in_background and self.train.async_save:
             # A daemon: a failing run must not wait for ranks that no longer respond.
             self._thread = threading.Thread(
@@ -112,47 +106,48 @@ class Checkpoints:
         try:
             self._together((lambda: draft.begin(self.tokenizer_json)) if first else None, draft)
             self._together(lambda: save.write(draft.path), draft)
-            files = self._together(lambda: self._describe(draft.path), draft)
-            self._together((lambda: self._publish(draft, save, facts, files, best)) if first else None, draft)
+            # Shards contain their own checksums.
+            others = [] if save.shards else self._together(lambda: self._describe(draft.path), draft)
+            self._together((lambda: self._publish(draft, save, facts, others, best)) if first else None, draft)
             self.written = step
         except Exception as error:
             self._error = error
 
     def _describe(self, folder: Path) -> dict[str, Any]:
-        """Return sizes and checksums of this rank's files, and of its share of the files that belong to no rank."""
-        rank, size = self.world.rank, self.world.size
+        """Return sizes and checksums of this rank's share of the files of an engine, which belong to no rank."""
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        shards = {file_of(rank) for rank in range(size)}
-        shared = [name for name in files if name not in shards]
-        return folders.describe(folder, [*shared[rank::size], *(name for name in files if name == file_of(rank))])
+        return folders.describe(folder, files[self.world.rank :: self.world.size])
 
-    def _publish(self, draft: Draft, save: Save, facts: dict[str, Any], files: list[Any], best: bool) -> None:
-        files = [*files, folders.describe(draft.path, save.finish(draft.path))]
-        folder = draft.publish({**facts, "files": {name: f for each in files for name, f in sorted(each.items())}})
+    def _publish(self, draft: Draft, save: Save, facts: dict[str, Any], others: list[Any], best: bool) -> None:
+        added = save.finish(draft.path)
+        if save.shards and self.tokenizer_json is not None:
+            added.append(folders.TOKENIZER)
+        files = [*others, folders.describe(draft.path, added)]
+        listed = {name: file for each in files for name, file in sorted(each.items())}
+        folder = draft.publish({**facts, "files": listed, "shards": save.shards})
         if best:
             point(folder.path.parent / "best", folder.path.name)
         folders.prune(self.run_dir, folder.step, self.train.keep_checkpoints)
         LOGGER.info("checkpoint at step %d%s: %s", folder.step, " (best)" if best else "", folder.path.name)
 
     def _together(self, action: Callable[[], Any] | None, draft: Draft) -> list[Any]:
-        """Return the result of ``action`` on each rank; if it fails on one rank, raise on all."""
-        result, problem = None, None
+        """Run ``action``, and raise on all ranks if it fails on one; return, on rank 0, the results of all."""
+        result, problem = None, ""
         if action is not None:
             try:
                 result = action()
             except Exception as error:
                 problem = f"rank {self.world.rank}: {_reason(error, draft.path.parent)}"
-        outcomes = gather_json((result, problem), group=self._group)
-        for _, each in outcomes:
-            if each:
-                if self.world.rank == 0:
-                    with contextlib.suppress(OSError):
-                        draft.discard()
-                raise SaveError(
-                    f"the checkpoint of step {draft.step} could not be written ({each}); "
-                    f"earlier ones in {draft.path.parent} are intact"
-                )
-        return [result for result, _ in outcomes]
+        problem, results = self._agreement.meet(problem, result)
+        if problem:
+            if self.world.rank == 0:
+                with contextlib.suppress(OSError):
+                    draft.discard()
+            raise SaveError(
+                f"the checkpoint of step {draft.step} could not be written ({problem}); "
+                f"earlier ones in {draft.path.parent} are intact"
+            )
+        return results
 
 
 def _reason(error: BaseException, folder: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from wordrun import compat, dist
 from wordrun.config import TrainConfig, value_text
-from wordrun.dist.collectives import gather_json
+from wordrun.dist.collectives import first_text
 from wordrun.errors import PartError, UserError, first_line
 from wordrun.train import rng
 from wordrun.train.hints import relative
@@ -107,13 +107,12 @@ class FailedHooks:
         if not (trainer.hooks.has_others or self.everywhere):
             return
         mine = trainer.hooks.failure if self.seen() else None
-        found = gather_json(mine and str(mine), trainer.backend.device)
-        self.together = any(found)
+        rank, text = first_text("" if mine is None else str(mine) or type(mine).__name__, trainer.backend.device)
+        self.together = rank >= 0
         if mine is not None:
             raise mine
-        for rank, text in enumerate(found):
-            if text:
-                raise UserError(f"rank {rank}: {text}")
+        if self.together:
+            raise UserError(f"rank {rank}: {text}")
 
     def wait(self) -> None:
         """After an error that all ranks know of, wait for rank 0's files, and let a rank report whose hook failed."""

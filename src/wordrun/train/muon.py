@@ -13,6 +13,7 @@ from torch import Tensor
 from wordrun import compat
 from wordrun.backend.native import local
 from wordrun.backend.optimizer import NamedParameters
+from wordrun.checkpoint.shards import grid_of
 from wordrun.config import MuonConfig
 from wordrun.model.base import Rows
 from wordrun.train.optim import Named, decay_groups
@@ -28,7 +29,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, cfg: MuonConfig, parameters: Named) -> None:
         parameters = parameters if isinstance(parameters, NamedParameters) else NamedParameters(parameters)
-        self.cfg, self.group, self.device = cfg, parameters.group, parameters.device
+        self.cfg, self.group, self.device, self.layout = cfg, parameters.group, parameters.device, parameters.layout
         self._owners: dict[tuple[int, ...], Owners] = {}
         hidden = [(p, parameters.matrices[name]) for name, p in parameters if name in parameters.matrices]
         self.rows = [rows_for(cfg.split, rows) for _, rows in hidden]
@@ -78,10 +79,11 @@ class Muon(torch.optim.Optimizer):
         self._update(parameters, rows, under_way.pop()())
 
     def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> Owners:
-        """Divide the work on ``parameters`` among the ranks that hold them; every rank must call this."""
+        """Divide the work on ``parameters`` among the ranks that hold them."""
         device = self.device or parameters[0].device
         costs = [cost(p.shape, at) for p, at in zip(parameters, rows, strict=True)]
-        return assign(parameters, costs, self.group, compute_dtype(self.cfg.precision, device), device)
+        grids = [grid_of(p, self.layout) for p in parameters]
+        return assign(grids, costs, self.group, compute_dtype(self.cfg.precision, device), device)
 
     def _update(self, parameters: Sequence[Tensor], rows: Sequence[Rows], directions: Mapping[int, Tensor]) -> None:
         """Step those of the ``parameters`` that have ``directions``, by number."""

@@ -1,42 +1,26 @@
 """Gives each rank whole matrices to work on, of matrices that are sharded over the ranks or copied to all of them.
 
 Each matrix has an owner. The shards go to the owners, and the results back, in one all-to-all per bucket and direction;
-while one bucket is under way, another is computed.
+while one bucket is under way, another is computed. Every rank computes its own part of this from how the matrices are
+divided: nothing is gathered, and its cost hardly depends on the number of ranks.
 """
 
 from __future__ import annotations
 
-import math
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wordrun.checkpoint.shards import shard_of
-from wordrun.dist.collectives import gather_json
+from wordrun.checkpoint.grid import Box, Cut, Grid
 
 BUCKET = 2**21
 """Elements from which a rank's matrices are enough for a bucket: 8 MiB in fp32."""
-
-
-class Box(NamedTuple):
-    """The part of a matrix that a rank holds."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def window(self) -> tuple[slice, ...]:
-        """The slices of the matrix."""
-        return tuple(slice(at, at + n) for at, n in zip(self.offset, self.shape, strict=True))
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
 
 
 class Transfer(NamedTuple):
@@ -49,12 +33,19 @@ class Transfer(NamedTuple):
 
 
 class Route:
-    """This rank's part in an all-to-all of ``transfers``, which all ``ranks`` know."""
+    """This rank's part in an all-to-all of matrices.
 
-    def __init__(self, transfers: Sequence[Transfer], rank: int, ranks: int) -> None:
-        sent = [each for each in transfers if each.source != each.target and 0 not in each.box.shape]
-        self.is_silent = not sent
-        self.kept = [each for each in transfers if each.source == each.target == rank]
+    Args:
+        transfers: what this rank sends and receives.
+        rank: this rank in the group.
+        ranks: size of the group.
+        is_silent: no rank sends anything to another one.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], rank: int, ranks: int, *, is_silent: bool) -> None:
+        self.is_silent = is_silent
+        sent = [each for each in transfers if each.source != each.target]
+        self.kept = [each for each in transfers if each.source == each.target]
         self.leaving = sorted((each for each in sent if each.source == rank), key=lambda each: each.target)
         self.arriving = sorted((each for each in sent if each.target == rank), key=lambda each: each.source)
         self.sent, self.received = [0] * ranks, [0] * ranks
@@ -128,41 +119,92 @@ class Owners:
 
 
 def assign(
-    tensors: Sequence[Tensor], costs: Sequence[float], group: Any, dtype: torch.dtype, device: torch.device
+    grids: Sequence[Grid], costs: Sequence[float], group: Any, dtype: torch.dtype, device: torch.device
 ) -> Owners:
-    """Divide the matrices ``tensors``, of which this rank holds shards, among the ranks of ``group``.
+    """Divide matrices among the ranks of ``group``, who hold their shards.
 
-    Every rank of the group must call this. ``costs`` are what each matrix takes to work on.
+    Args:
+        grids: how each matrix is divided.
+        costs: what each matrix takes to work on.
+        group: the ranks; None: this rank alone.
+        dtype: of what is exchanged.
+        device: where the group communicates.
     """
-    mine = [shard_of("", tensor) for tensor in tensors]
-    described = [(list(each.offset), list(each.data.shape)) for each in mine]
-    by_rank = [described] if group is None else gather_json(described, device, group)
-    rank, ranks = (0 if group is None else dist.get_rank(group)), len(by_rank)
-    boxes = [[Box(*map(tuple, each)) for each in some] for some in zip(*by_rank, strict=True)]
+    numbers = [0] if group is None else dist.get_process_group_ranks(group)
+    rank, ranks = (0 if group is None else dist.get_rank(group)), len(numbers)
+    holders: dict[tuple[Cut, ...], Holders] = {}
     # Matrices of one shape together, so that an owner computes several at once.
-    order = sorted(range(len(tensors)), key=lambda item: (-costs[item], tuple(tensors[item].shape), item))
-    buckets: list[tuple[list[Transfer], list[Transfer]]] = []
-    total, load, count, size = [0.0] * ranks, [0.0] * ranks, ranks, BUCKET * ranks
-    for item in order:
-        if size >= BUCKET * ranks and count >= ranks:
-            buckets.append(([], []))
-            load, count, size = [0.0] * ranks, 0, 0
-        owner = min(range(ranks), key=lambda each: (load[each], total[each]))
-        there, back = buckets[-1]
-        there += _to(owner, item, boxes[item])
-        back += [Transfer(owner, each, item, box) for each, box in enumerate(boxes[item])]
-        load[owner], total[owner] = load[owner] + costs[item], total[owner] + costs[item]
-        count, size = count + 1, size + tensors[item].numel()
-    routes = [(Route(there, rank, ranks), Route(back, rank, ranks)) for there, back in buckets]
-    return Owners([tuple(each.shape) for each in tensors], routes, group, dtype, device)
+    order = sorted(range(len(grids)), key=lambda item: (-costs[item], grids[item].shape, item))
+    routes: list[tuple[Route, Route]] = []
+    total = [0.0] * ranks
+    while order:
+        there, back, silent = list[Transfer](), list[Transfer](), [True, True]
+        load, size, count = [(0.0, total[each], each) for each in range(ranks)], 0, 0
+        heapq.heapify(load)
+        while order and (size < BUCKET * ranks or count < ranks):
+            item = order.pop(0)
+            grid, (busy, before, owner) = grids[item], heapq.heappop(load)
+            heapq.heappush(load, (busy + costs[item], before + costs[item], owner))
+            total[owner] += costs[item]
+            held = holders.setdefault(grid.cuts, Holders(grid.cuts, numbers))
+            ways = _to(owner, item, grid, held, rank), _from(owner, item, grid, held, rank)
+            there, back = there + ways[0][0], back + ways[1][0]
+            silent = [so_far and way[1] for so_far, way in zip(silent, ways, strict=True)]
+            count, size = count + 1, size + Box((), grid.shape).numel
+        to, back_again = (Route(t, rank, ranks, is_silent=q) for t, q in zip((there, back), silent, strict=True))
+        routes.append((to, back_again))
+    return Owners([grid.shape for grid in grids], routes, group, dtype, device)
 
 
-def _to(owner: int, item: int, boxes: Sequence[Box]) -> list[Transfer]:
-    """Return the transfers of a matrix to its ``owner``: of several ranks with the same box one sends it."""
-    holders: dict[Box, list[int]] = {}
-    for rank, box in enumerate(boxes):
-        holders.setdefault(box, []).append(rank)
-    return [
-        Transfer(owner if owner in ranks else ranks[owner % len(ranks)], owner, item, box)
-        for box, ranks in holders.items()
-    ]
+@dataclass(frozen=True)
+class Holders:
+    """Which ranks of a group hold the same boxes of matrices with these ``cuts``."""
+
+    cuts: tuple[Cut, ...]
+    numbers: Sequence[int]
+    """The group's ranks, by their numbers in the job."""
+
+    def place(self, rank: int) -> int:
+        """Return the number of the box that a rank of the group holds, as ``Grid.overlapping`` counts."""
+        return sum(self.numbers[rank] // cut.stride % cut.pieces * cut.stride for cut in self.cuts)
+
+    @cached_property
+    def by_place(self) -> dict[int, list[int]]:
+        """The ranks of the group that hold each box."""
+        found: dict[int, list[int]] = {}
+        for rank in range(len(self.numbers)):
+            found.setdefault(self.place(rank), []).append(rank)
+        return found
+
+    def source(self, place: int, owner: int) -> int:
+        """Return which of the holders of a box sends it to ``owner``, who may have it."""
+        ranks = self.by_place[place]
+        return owner if self.place(owner) == place else ranks[owner % len(ranks)]
+
+
+def _boxes(grid: Grid) -> dict[int, Box]:
+    """Return the boxes that are not empty, by place."""
+    return dict(grid.overlapping(Box((0,) * len(grid.shape), grid.shape)))
+
+
+def _to(owner: int, item: int, grid: Grid, held: Holders, rank: int) -> tuple[list[Transfer], bool]:
+    """Return what ``rank`` sends or receives of a matrix on its way to its owner, and whether nobody sends anything."""
+    place, box = held.place(rank), grid.box(held.numbers[rank])
+    if rank == owner:
+        mine = [Transfer(held.source(at, owner), owner, item, each) for at, each in _boxes(grid).items()]
+    else:
+        is_mine = box.numel and held.source(place, owner) == rank
+        mine = [Transfer(rank, owner, item, box)] if is_mine else []
+    return mine, grid.box(held.numbers[owner]).shape == grid.shape
+
+
+def _from(owner: int, item: int, grid: Grid, held: Holders, rank: int) -> tuple[list[Transfer], bool]:
+    """Return what ``rank`` sends or receives of a matrix on its way back, and whether nobody sends anything."""
+    box = grid.box(held.numbers[rank])
+    if rank == owner:
+        boxes = _boxes(grid).items()
+        mine = [Transfer(owner, each, item, part) for at, part in boxes for each in held.by_place[at]]
+    else:
+        mine = [Transfer(owner, rank, item, box)] if box.numel else []
+    is_whole = grid.box(held.numbers[owner]).shape == grid.shape
+    return mine, is_whole and held.by_place[held.place(owner)] == [owner]

@@ -12,7 +12,7 @@ from wordrun import dist
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import RENAMED, Config, to_plain
-from wordrun.dist.collectives import gather_json
+from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
@@ -132,11 +132,10 @@ def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[st
     for folder in reversed(found):
         manifest: dict[str, Any] = {}
         try:
-            manifest = folder.check_sizes()
-            mine = folder.check_content(sorted(manifest["files"])[world.rank :: world.size], manifest)
+            manifest, mine = folder.check(world.rank, world.size), ""
         except DamagedError as error:
             mine = str(error)
-        problem = next((each for each in gather_json(mine, world.device) if each), "")
+        _, problem = first_text(mine, world.device)
         if not problem:
             return folder, manifest
         if folder is not found[0]:

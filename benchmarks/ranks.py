@@ -1,0 +1,220 @@
+"""What a rank and rank 0 pay for the other ranks, at 10^3 to 10^5 of them, all on one machine.
+
+    python benchmarks/ranks.py                    # all parts
+    python benchmarks/ranks.py --parts store --ranks 1000,10000
+
+``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
+tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: so many
+clients of one store meet, get the config, and agree that a checkpoint has been written. ``owners``: Muon's first step.
+``mesh``: torch's groups. ``launch``: the list of hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+PER_NODE, LAYERS, WIDTH = 8, 32, 4096
+CLIENT_PROCESSES = 4
+
+
+def timed(call: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[float, Any]:
+    """Return how many seconds ``call`` takes of this process's CPU time, or by another ``clock``, and its result."""
+    begun = clock()
+    result = call()
+    return clock() - begun, result
+
+
+def checkpoint(ranks: int) -> dict[str, float]:
+    """Measure planning: every tensor of a 32-layer model, with AdamW's state, is divided over all ``ranks``."""
+    import torch
+
+    from wordrun.checkpoint import index
+    from wordrun.checkpoint.folder import file_of
+    from wordrun.checkpoint.grid import Box, Cut, Grid
+    from wordrun.checkpoint.index import Divided, StoredTensor
+
+    shapes = {"qkv": (3 * WIDTH, WIDTH), "proj": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
+    names = {
+        f"{kind}.{layer}.{name}": shape
+        for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+        for layer in range(LAYERS)
+        for name, shape in shapes.items()
+    }
+    rank, found = ranks // 2, {}
+
+    def plan() -> dict[str, StoredTensor]:
+        made = {}
+        for name, shape in names.items():
+            grid = Grid(shape, (Cut(0, ranks, 1),))
+            grid.box(rank)
+            made[name] = StoredTensor(torch.Size(shape), torch.float32, Divided(grid, 0))
+        return made
+
+    found["plan_s"], tensors = timed(plan)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = json.dumps({name: tensor.plain() for name, tensor in tensors.items()})
+        (folder / index.INDEX).write_text(text)
+        found["index_bytes"] = len(text)
+        found["read_index_s"], stored = timed(lambda: index.load(folder))
+
+        def find() -> int:  # as another number of ranks reads it
+            windows = [
+                (each, Grid(tuple(each.shape), (Cut(0, ranks // 3, 1),)).box(ranks // 5)) for each in stored.values()
+            ]
+            return sum(len(list(each.overlapping(Box(*window)))) for each, window in windows)
+
+        found["find_shards_s"], found["shards_found"] = timed(find)
+    one = next(iter(tensors.values()))
+    shards = [vars(shard) for shard in one.shards]
+    text = json.dumps([{**each, "file": file_of(0)} for each in shards])
+    found["listed_index_bytes"] = len(text) * len(names)
+    found["listed_read_s"] = timed(lambda: json.loads(text))[0] * len(names)
+    found["listed_manifest_bytes"] = ranks * len(
+        '"shards-00000.safetensors": {"size": 123456789, "crc32": [1234567890]},'
+    )
+    return found
+
+
+def store(ranks: int) -> dict[str, float]:
+    """Measure one store with as many clients: to connect, to read the config, and to agree on a checkpoint."""
+
+    import wordrun
+    from wordrun.dist import rendezvous, values
+    from wordrun.dist.world import World
+
+    config = values.dumps(wordrun.compose(["data=sample"]))
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    here = World(size=ranks, hosts=("127.0.0.1",))
+    server = rendezvous._host_store("127.0.0.1", 0, here, timedelta(seconds=300), wait=False)
+    for number in range(CLIENT_PROCESSES):
+        ours, theirs = context.Pipe()
+        count = (ranks - 1) // CLIENT_PROCESSES + (number < (ranks - 1) % CLIENT_PROCESSES)
+        context.Process(target=clients, args=(theirs, server.port, ranks, count), daemon=True).start()
+        pipes.append(ours)
+        ours.recv()
+
+    def everywhere(what: str) -> float:
+        def round_trip() -> None:
+            for pipe in pipes:
+                pipe.send(what)
+            for pipe in pipes:
+                pipe.recv()
+
+        return timed(round_trip, time.perf_counter)[0]
+
+    import zlib
+
+    found = {"connect_s": everywhere("connect")}
+    server.set("config", config)
+    server.set("compressed", zlib.compress(config))
+    found |= {"config_bytes": len(config), "sent_bytes": len(zlib.compress(config))}
+    found["share_s"], found["share_uncompressed_s"] = everywhere("compressed"), everywhere("config")
+    found["arrive_s"] = everywhere("arrive")
+    assert server.add("here", 0) == ranks - 1
+    server.set("end", b"")
+    found["look_s"] = everywhere("look")
+    found["rank_0_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return found
+
+
+def clients(pipe: Any, port: int, ranks: int, count: int) -> None:
+    """Be ``count`` clients of the store at ``port``."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    mine: list[Any] = []
+    acts: dict[str, Callable[[], Any]] = {
+        "connect": lambda: mine.extend(TCPStore("127.0.0.1", port, ranks, False, timeout=timedelta(seconds=300))
+                                       for _ in range(count)),
+        "compressed": lambda: [each.get("compressed") for each in mine],
+        "config": lambda: [each.get("config") for each in mine],
+        "arrive": lambda: [each.add("here", 1) for each in mine],
+        "look": lambda: [each.check(["end"]) for each in mine],
+    }  # fmt: skip
+    pipe.send("ready")
+    while True:
+        acts[pipe.recv()]()
+        pipe.send("done")
+
+
+def owners(ranks: int) -> dict[str, float]:
+    """Measure how a rank finds its part in Muon's exchange of 192 matrices that are divided over ``ranks``."""
+    from unittest import mock
+
+    import torch.distributed
+
+    from wordrun.checkpoint.grid import Cut, Grid
+    from wordrun.train import owners
+
+    grids = [Grid((WIDTH, WIDTH), (Cut(0, ranks, 1),))] * (6 * LAYERS)
+    with mock.patch.multiple(
+        owners.dist, get_process_group_ranks=lambda _: range(ranks), get_rank=lambda _: ranks // 2
+    ):
+        seconds, _ = timed(lambda: owners.assign(grids, [1.0] * len(grids), "", torch.float32, torch.device("cpu")))
+    return {"assign_s": seconds}
+
+
+def mesh(ranks: int) -> dict[str, float]:
+    """Measure torch's own cost: the mesh, and fully_shard of a block, in a fake process group."""
+    import torch
+    import torch.distributed as td
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    td.init_process_group("fake", store=FakeStore(), rank=ranks // 2, world_size=ranks)
+    sizes = (1, max(1, ranks // 2048), min(2048, ranks), 1)
+    seconds, made = timed(lambda: init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "replicate", "shard", "tp")))
+    block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    wide = timed(lambda: fully_shard(block, mesh=made["shard"]))[0]
+    td.destroy_process_group()
+    return {
+        "mesh_s": seconds,
+        "fully_shard_8_tensors_s": wide,
+        "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def launch(ranks: int) -> dict[str, float]:
+    """Measure the list of hosts: its length, and how long a rank needs to read it."""
+    from wordrun.slurm import expand_hosts
+
+    nodes = -(-ranks // PER_NODE)
+    seconds, hosts = timed(lambda: expand_hosts(f"x[{0:05d}-{nodes - 1:05d}]"))
+    return {"nodes": nodes, "expand_hosts_s": seconds, "hosts_bytes": len(",".join(hosts))}
+
+
+PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch)}
+
+
+def main() -> None:
+    """Run each part at each size in a process of its own, and print one JSON line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--ranks", default="1000,10000,100000")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for part in options.parts.split(","):
+        for ranks in map(int, options.ranks.split(",")):
+            if options.here:
+                found = {name: float(f"{value:.4g}") for name, value in PARTS[part](ranks).items()}
+                print(json.dumps({"part": part, "ranks": ranks, **found}), flush=True)
+            else:
+                words = [sys.executable, __file__, "--parts", part, "--ranks", str(ranks), "--here"]
+                subprocess.run(words, check=False)
+
+
+if __name__ == "__main__":
+    main()
