@@ -25,6 +25,7 @@ COMMANDS = {
     "ls": ("wordrun.runs.ls", "show the runs below outputs/ as a table"),
     "tail": ("wordrun.runs.tail", "follow a run's log"),
     "report": ("wordrun.report.cli", "write a page with a run's curves and facts, or compare runs"),
+    "study": ("wordrun.study.cli", "measure how training scales, with table, figure and page"),
     "new": ("wordrun.new", "write a project with a model and data of your own"),
 }
 """Maps each command to its module and a line of help."""
@@ -72,4 +73,4 @@ def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
     title = "wordrun trains language models, and your own, on laptops and clusters alike."
     usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]"
-    return "\n".join([title, usage, "", "Commands (wordrun COMMAND --help):", *lines, ""])
+    return "\n".join([title, usage, "Commands (wordrun COMMAND --help):", *lines, ""])

@@ -24,8 +24,12 @@ def replace(path: Path, text: str) -> None:
     Writes a temporary file beside it and renames that, so that a killed process leaves no partial file.
     """
     new = path.with_name(f".{path.name}.{_writer()}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError:  # a part of it would keep a full disk full
+        new.unlink(missing_ok=True)
+        raise
 
 
 def point(link: Path, target: Path | str) -> None:

@@ -1,0 +1,7 @@
+"""``python -m wordrun.study``."""
+
+import sys
+
+from wordrun.study.cli import main
+
+sys.exit(main())

@@ -1,0 +1,244 @@
+"""Runs the points of a study with ``launch``: one after the other, side by side on disjoint nodes, or as jobs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from wordrun import interrupts, log
+from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
+from wordrun.launch import processes
+from wordrun.launch.job import Job
+from wordrun.launch.parser import parse
+from wordrun.launch.planner import look_around
+from wordrun.launch.request import Ranks
+from wordrun.log import LOGGER
+from wordrun.runs.record import RunRecord, load
+from wordrun.study.points import DONE, FAILED, SUBMITTED, Point, Points
+
+POLL_S = 0.1
+ENDED = (REQUEUE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit statuses of a launch that was stopped from outside, such as at the end of an allocation."""
+
+Figures = Callable[[Point, RunRecord], dict[str, Any]]
+"""Returns the study's own columns for a finished run; a UserError marks the point as failed."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every study, and the overrides."""
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results and the runs")
+    parser.add_argument("--retry-failed", action="store_true", help="run failed points and lost jobs again")
+    parser.add_argument("--submit", action="store_true", help="submit a job for each point instead of running it here")
+    parser.add_argument("--launch", default=[], type=shlex.split, metavar='"..."', help="further options of launch")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of every run")
+
+
+def look(args: argparse.Namespace, words: Sequence[str]) -> tuple[Job, Ranks]:
+    """Return the job, and the ranks of a point with the options ``words`` of launch.
+
+    Raises:
+        ConfigError: they contradict each other, or ask for more ranks than there can be.
+    """
+    job, _, ranks = look_around(parse([*args.launch, *words, "--", "wordrun"]))
+    return job, ranks
+
+
+class Runner:
+    """Runs points and records them.
+
+    Args:
+        file: the study's points.csv, open.
+        args: the command line, with the options of ``add_options``.
+        figures: reads a finished run.
+
+    Raises:
+        ConfigError: the study itself was started by launch.
+    """
+
+    def __init__(self, file: Points, args: argparse.Namespace, figures: Figures) -> None:
+        if "WORDRUN_LAUNCH_ID" in os.environ:
+            raise ConfigError("a study starts launch itself: call it without launch, such as in a job script")
+        self.file, self.args, self.figures = file, args, figures
+        self.running: dict[subprocess.Popen[bytes], tuple[Point, list[str]]] = {}
+        """The launches, with their points and hosts."""
+        self.stopped = False
+        self.env = {name: text for name, text in os.environ.items() if name not in ("WORDRUN_RUN_ID", "WORDRUN_RESUME")}
+
+    def run(self, points: Sequence[Point]) -> bool:
+        """Run all points without a result; return whether none is left for the next call.
+
+        Raises:
+            UserError: a point asks for more ranks than there can be, or points.csv cannot be written.
+        """
+        self.file.check(points)
+        todo = [point for point in points if not self._settled(point)]
+        LOGGER.info("%d points, %d of them to run; results in %s", len(points), len(todo), self.file.path)
+        if self.args.submit:
+            for point in todo:
+                self._submit(point)
+        elif todo:
+            job = look(self.args, ())[0]
+            needs = {point.name: look(self.args, point.launch)[1].nodes for point in todo}
+            with self._signals():
+                self._run(todo, job, needs)
+        if self.stopped:
+            LOGGER.warning("stopped: start the study again to continue")
+        states = [self.file.rows.get(point.name, {}).get("state") for point in points]
+        return not self.stopped and set(states) <= {DONE, FAILED}
+
+    def _run(self, todo: list[Point], job: Job, needs: dict[str, int]) -> None:
+        free, count, total = list(job.hosts), 0, len(todo)
+        screen = log.console()
+        columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+            task = bar.add_task("points", total=total)
+            while (todo and not self.stopped) or self.running:
+                while todo and not self.stopped and needs[todo[0].name] <= len(free):
+                    point = todo.pop(0)
+                    hosts, free = free[: needs[point.name]], free[needs[point.name] :]
+                    child = self._start(point, hosts if len(job.hosts) > 1 else [])
+                    self.running[child] = point, hosts
+                bar.update(task, description=", ".join(point.name for point, _ in self.running.values()))
+                ended = [child for child in self.running if child.poll() is not None]
+                for child in ended:
+                    point, hosts = self.running.pop(child)
+                    free += hosts
+                    if child.returncode in ENDED:
+                        self.stopped = True
+                    else:
+                        self._record(point)
+                        count += 1
+                        row = self.file.rows[point.name]
+                        LOGGER.info("[%d/%d] %s: %s", count, total, point.name, row["reason"] or row["state"])
+                        bar.update(task, completed=count)
+                if not ended:
+                    time.sleep(POLL_S)
+
+    def _settled(self, point: Point) -> bool:
+        """Return whether ``point`` needs no run; record it if its run has finished without a row."""
+        state = self.file.rows.get(point.name, {}).get("state")
+        if state == DONE or (state == FAILED and not self.args.retry_failed):
+            return True
+        with contextlib.suppress(UserError):
+            now = load(self._folder(point)).state()
+            if now == "finished":  # a job, or the disk was full
+                self._record(point)
+            if now in ("finished", "running"):
+                return True
+        return state == SUBMITTED and not self.args.retry_failed
+
+    def _start(self, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start launch for ``point`` on ``hosts``; empty: on this machine or the whole job."""
+        shutil.rmtree(self._folder(point), ignore_errors=True)  # of a failed or stopped run
+        output = self._output(point)
+        where = []
+        try:
+            output.parent.mkdir(exist_ok=True)
+            if hosts:
+                named = output.with_suffix(".hosts")
+                named.write_text("".join(f"{host}\n" for host in hosts))
+                where = ["--hostfile", str(named)]
+            with output.open("wb") as stream:
+                return subprocess.Popen(
+                    self._command(point, where), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+                    env=self.env, preexec_fn=processes.before_exec(own_group=True, death_signal=signal.SIGTERM),
+                )  # fmt: skip
+        except OSError as error:
+            raise UserError(f"cannot start {point.name}: {error.filename}: {error.strerror}") from None
+
+    def _submit(self, point: Point) -> None:
+        shutil.rmtree(self._folder(point), ignore_errors=True)
+        named = [] if "--job-name" in self.args.launch else ["--job-name", re.sub(r"[^\w.+-]", "-", point.name)]
+        command = self._command(point, ["--submit", "--json", *named])
+        done = subprocess.run(command, capture_output=True, text=True, env=self.env)
+        if done.returncode:
+            raise UserError(f"cannot submit {point.name}: {done.stderr.strip()}")
+        job = " ".join(json.loads(done.stdout)["jobs"])
+        self.file.put(point, SUBMITTED, f"job {job}")
+        LOGGER.info("%s: submitted job %s", point.name, job)
+
+    def _command(self, point: Point, words: Sequence[str]) -> list[str]:
+        launch = [sys.executable, "-m", "wordrun.launch", *self.args.launch, *point.launch, *words, "--"]
+        return [*launch, sys.executable, "-m", "wordrun", *point.overrides, f"hydra.run.dir={self._folder(point)}"]
+
+    def _folder(self, point: Point) -> Path:
+        return (self.file.folder / "runs" / point.name).absolute()
+
+    def _output(self, point: Point) -> Path:
+        return self.file.folder / "logs" / f"{point.name}.txt"
+
+    def _record(self, point: Point) -> None:
+        """Write the row of a point whose run has ended."""
+        state, reason, values = FAILED, "", {}
+        try:
+            run = load(self._folder(point))
+            values = _origin(run)
+            if run.state() == "finished":
+                values |= self.figures(point, run)
+                state = DONE
+            else:
+                reason = str(run.facts.get("exit_reason", ""))
+        except UserError as error:  # there is no run directory, or a figure is missing
+            reason = first_line(error) if values else ""
+        if state == FAILED and reason in ("", "running"):
+            reason = _last_line(self._output(point))
+        self.file.put(point, state, reason, run_dir=f"runs/{point.name}", **values)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass SIGINT and SIGTERM to the launches within the ``with`` block, and start no more."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            interrupts.taken()
+            self.stopped = True
+            for child in self.running:
+                processes.send(child.pid, number)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for child in self.running:  # after an error
+                processes.send(child.pid, signal.SIGTERM)
+            for child in self.running:
+                child.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _origin(run: RunRecord) -> dict[str, Any]:
+    """Return the columns that say where and with what a run was made."""
+    facts, launch = run.facts, run.launches[-1] if run.launches else {}
+    world = facts.get("world") or {}
+    return {
+        "ranks": world.get("size"), "nodes": world.get("nodes"), "started": facts.get("start"),
+        "device": facts.get("device_name"), "site": launch.get("site"), "commit": facts.get("git_commit"),
+        "versions": "; ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
+        "hosts": " ".join(run.hosts[:8]),
+    }  # fmt: skip
+
+
+def _last_line(file: Path) -> str:
+    """Return the last line of a run's output that says why it failed."""
+    try:
+        lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    own = [line for line in lines if not line.startswith("launch:")]
+    errors = [line for line in own if re.search(r"\bERROR\b|Error\b", line)]
+    return first_line(next(iter([*errors[-1:], *own[-1:], *lines[-1:]]), "it printed nothing"))

@@ -1,0 +1,197 @@
+"""``wordrun study scaling``: the same training on 1, 2, 4, ... ranks or nodes, under one or several backends."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from wordrun import checks, log
+from wordrun.composer import compose
+from wordrun.config import Config
+from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
+from wordrun.launch.request import Ranks
+from wordrun.log import LOGGER
+from wordrun.registry import backends
+from wordrun.runs import metrics
+from wordrun.runs.record import RunRecord
+from wordrun.study import page
+from wordrun.study.points import FAILED, Point, Points
+from wordrun.study.runner import Runner, add_options, look
+
+DESCRIPTION = """\
+Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
+
+  wordrun study scaling --ranks 1,2,4 --out scaling model=gpt2 data=shakespeare
+  wordrun study scaling --nodes 1,2,4,8 --weak --backends DDP,FSDP --out weak model=llama3_1b
+  wordrun study scaling --nodes 1,2,4 --out jobs --submit --launch "--walltime 0:20:00 --account A" model=gpt2_xl
+
+Each point trains --steps steps to warm up and then --repeats times --steps steps, which are measured: the result is the
+median, with the least and the greatest as error bars. In a job of several nodes, points run side by side on different
+nodes. Call it again to continue: finished points are skipped. DIR receives points.csv, scaling.md, .png and .svg.
+"""
+BACKENDS = """\
+backends to compare, separated by commas, each with options if needed: DDP,FSDP:reshard_after_forward=false,3D:pp=2:tp=2
+(default: the one configured)"""
+STRONG = """\
+the same global batch for all points (default): train.global_batch_size, or else what the largest number of ranks takes
+without accumulation"""
+VERSION = 1
+"""Of the columns."""
+COLUMNS = (
+    "backend", "scaling", "global_batch", "step_s", "step_s_min", "step_s_max", "tps", "tps_min", "tps_max", "mfu",
+    "memory_gib", "planned_step_s", "planned_memory_gib", "planned_sent_gib",
+)  # fmt: skip
+FIXED = {
+    "train.eval_interval": "0", "train.checkpoint_interval": "0", "train.sample_interval": "0",
+    "train.sample_tokens": "0", "tracker": "jsonl",
+}  # fmt: skip
+"""Options of every run: nothing but steps is measured."""
+CHOSEN = ("train.max_iters", "train.log_interval", "train.backend", *FIXED)
+"""Options that the study chooses."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the study and return the exit status: 1 if a point failed, 75 if points are left for the next call.
+
+    Raises:
+        UserError: options are wrong, or results cannot be written.
+    """
+    args = _parse(argv)
+    screen = log.start(rank=0)
+    try:
+        with Points(args.out, "scaling", VERSION, COLUMNS) as file:
+            points = list(_points(args, file))
+            complete = Runner(file, args, lambda point, run: measured(run, args.steps)).run(points)
+            rows = [file.rows[point.name] for point in points if point.name in file.rows]
+            for path in page.write(file.folder, rows, args):
+                LOGGER.info("%s", path)
+    finally:
+        screen.close()
+    return REQUEUE * (not complete) or int(any(row["state"] == FAILED for row in rows))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "wordrun study scaling", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    sizes = parser.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--ranks", type=_numbers, metavar="N,...", help="numbers of ranks, such as 1,2,4")
+    sizes.add_argument("--nodes", type=_numbers, metavar="N,...", help="numbers of nodes, each with all its devices")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of a measurement (default 20)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="measurements of a point (default 3)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--strong", action="store_true", help=STRONG)
+    how.add_argument("--weak", action="store_true", help="the same number of sequences per rank")
+    parser.add_argument("--backends", default="", metavar="NAME,...", help=BACKENDS)
+    add_options(parser)
+    args = parser.parse_intermixed_args(argv)
+    if args.steps < 1 or args.repeats < 1:
+        raise ConfigError(f"--steps {args.steps} --repeats {args.repeats} should be at least 1")
+    chosen = [each for each in args.overrides if each.partition("=")[0].lstrip("+") in CHOSEN]
+    if chosen:
+        raise ConfigError(f"{', '.join(chosen)}: the study chooses it itself (--steps, --repeats, --backends)")
+    return args
+
+
+def _numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text} should be numbers from 1, separated by commas, such as 1,2,4")
+    return sorted({int(number) for number in text.split(",")})
+
+
+def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
+    """Yield the points, the smallest first; those that are impossible are recorded as failed."""
+    base = compose(args.overrides)
+    sizes = args.ranks or args.nodes
+    layouts = {size: look(args, ("-n" if args.ranks else "-N", str(size)))[1] for size in sizes}
+    sequences = base.train.global_batch_size
+    if args.weak and sequences:
+        raise ConfigError(
+            f"train.global_batch_size={sequences}: --weak takes model.batch_size and optimizer.gas per rank"
+        )
+    per_rank = base.model.batch_size * (base.optimizer.gas or 1)
+    labels = [each.strip() for each in args.backends.split(",") if each.strip()] or [base.train.backend]
+    for size, ranks in layouts.items():
+        batch = per_rank * ranks.np if args.weak else sequences or per_rank * max(each.np for each in layouts.values())
+        for label in labels:
+            yield _point(args, file, size, label, batch, ranks)
+
+
+def _point(
+    args: argparse.Namespace, file: Points, size: int, backend: str, sequences: int, ranks: Ranks
+) -> Point:  # fmt: skip
+    """Return the point of ``backend``; if it is impossible, record why.
+
+    Args:
+        args: the command line.
+        file: the study's file.
+        size: number of ranks or nodes.
+        backend: one of --backends.
+        sequences: of a step, over all ranks.
+        ranks: the layout.
+    """
+    steps = {"train.max_iters": args.steps * (1 + args.repeats), "train.log_interval": args.steps, **FIXED}
+    overrides = [*args.overrides, *_choice(backend), *(f"{name}={value}" for name, value in steps.items())]
+    problem = ""
+    try:
+        cfg = compose([*overrides, "train.global_batch_size=null"])
+        batch = _micro_batch(cfg, sequences, checks.layout(cfg.backend, ranks.np, ranks.ppn).dp)
+        overrides += [f"train.global_batch_size={sequences}", f"model.batch_size={batch}", "optimizer.gas=null"]
+        compose(overrides, ranks=ranks.np, per_node=ranks.ppn)
+    except ConfigError as error:
+        problem = first_line(error)
+    columns = {
+        "ranks": ranks.np, "nodes": ranks.nodes, "backend": backend, "scaling": "weak" if args.weak else "strong",
+        "global_batch": sequences,
+    }  # fmt: skip
+    name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', backend)}-{size}"
+    point = Point(name, tuple(overrides), ("-n" if args.ranks else "-N", str(size)), columns)
+    if problem:
+        file.check([point])
+        file.put(point, FAILED, problem)
+    return point
+
+
+def _choice(backend: str) -> list[str]:
+    """Return the overrides for one of --backends."""
+    name, *options = backend.split(":")
+    if name not in backends():
+        raise ConfigError(
+            f"--backends {backend}: {name} is not one of {', '.join(backends())}{nearest(name, backends())}"
+        )
+    return [f"train.backend={name}", *(f"backend.{option}" for option in options)]
+
+
+def _micro_batch(cfg: Config, sequences: int, dp: int) -> int:
+    """Return the largest model.batch_size, up to the configured one, that divides a step of ``sequences``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if sequences % dp:
+        raise ConfigError(f"train.global_batch_size={sequences} cannot be divided by {dp} data-parallel ranks")
+    share = sequences // dp
+    return next(size for size in range(min(cfg.model.batch_size, share), 0, -1) if share % size == 0)
+
+
+def measured(run: RunRecord, steps: int) -> dict[str, Any]:
+    """Return the measured columns of a finished run, whose first ``steps`` steps were for warming up.
+
+    Raises:
+        UserError: its metrics are incomplete.
+    """
+    lines = metrics.read(run.path).training
+    if "tps" not in lines:
+        raise UserError("its metrics have no tokens per second: the study is for models of text")
+    at = [i for i, step in enumerate(lines["step"]) if step > steps]
+    if not at:
+        raise UserError("it logged no step after the warm-up")
+    found: dict[str, Any] = {}
+    for name, metric in (("step_s", "dt"), ("tps", "tps")):
+        values = [lines[metric][i] for i in at]
+        found |= {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return {**found, "mfu": lines.last("mfu"), "memory_gib": lines.last("memory_peak")}
