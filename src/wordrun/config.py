@@ -1116,6 +1116,21 @@ class StatisticsConfig(HookConfig):
 
 
 @dataclass
+class CoordinatesConfig(HookConfig):
+    """How large the activations of each layer are, and how much they have changed since the first step.
+
+    wordrun study coord compares them across widths.
+    """
+
+    interval: int = 1
+    """Steps between measurements."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("hooks.coordinates", self, "interval")
+
+
+@dataclass
 class SpikesConfig(HookConfig):
     """How many standard deviations the training loss is above its mean over the preceding steps."""
 
