@@ -2,13 +2,131 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from wordrun import files
+from wordrun.errors import UserError
+from wordrun.study import figure
+from wordrun.study.points import DONE, number
+from wordrun.study.table import figures, markdown
+
 Row = Mapping[str, str]
+HEADS = (
+    "tokens/s", "min", "max", "speed-up", "efficiency", "step [ms]", "MFU", "memory [GiB]",
+    "node hours per 10^9 tokens",
+)  # fmt: skip
+COMPARED = (
+    "step planned [ms]", "measured", "ratio", "memory planned [GiB]", "measured", "ratio", "sent per step [GiB]",
+)  # fmt: skip
+NOTES = """\
+Tokens/s are the median of {repeats} measurements of {steps} steps each, after {steps} steps to warm up; min and max are
+the slowest and the fastest measurement. Speed-up and efficiency refer to the smallest point of the same backend. MFU is
+the share of the devices' peak floating-point operations (- where the peak is unknown). Memory is the highest peak of
+any rank. Node hours count whole nodes."""
 
 
-def write(folder: Path, rows: Sequence[Row], args: argparse.Namespace) -> list[Path]:
-    """Write scaling.md, and scaling.png and .svg if a point is finished; return their paths."""
-    return []
+@dataclass(frozen=True)
+class Study:
+    """What the page says about the study as a whole."""
+
+    command: Sequence[str]
+    unit: str
+    """ranks or nodes."""
+    steps: int
+    repeats: int
+
+
+def write(folder: Path, rows: Sequence[Row], study: Study) -> list[Path]:
+    """Write scaling.md, .png and .svg, if a point is finished; return their paths.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    by_backend: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["state"] == DONE:
+            by_backend.setdefault(row["backend"], []).append(row)
+    if not by_backend:
+        return []
+    page = folder / "scaling.md"
+    try:
+        files.replace(page, _page(by_backend, rows, study))
+    except OSError as error:
+        raise UserError(f"cannot write {page}: {error.strerror}; start the study again to write it") from None
+    return [page, *_figure(folder, by_backend, study.unit)]
+
+
+def _page(by_backend: Mapping[str, Sequence[Row]], rows: Sequence[Row], study: Study) -> str:
+    done = [row for mine in by_backend.values() for row in mine]
+    kind = done[0]["scaling"]
+    batch = "the same global batch" if kind == "strong" else "the same number of sequences per rank"
+    sizes = ", ".join(dict.fromkeys(row[study.unit] for row in done))
+    lines = [f"# {kind.capitalize()} scaling on {sizes} {study.unit}", "", f"Every point trains with {batch}.", ""]
+    tables = []
+    for backend, mine in by_backend.items():
+        cells = [[row[study.unit], *_results(row, mine[0], study.unit)] for row in mine]
+        tables += [f"## {backend}", "", markdown((study.unit, *HEADS), cells), ""]
+        least, most = cells[0][0], cells[-1]
+        if mine[1:]:
+            result = f"{most[1]} tokens/s on {most[0]} {study.unit}, {most[4]} times as many as on {least}"
+            lines.append(f"- {backend}: {result} (efficiency {most[5]})")
+    lines += ["", "![tokens per second](scaling.svg)", "", *tables]
+    lines += [NOTES.format(steps=study.steps, repeats=study.repeats), ""]
+    if planned := [[row["point"], *_compared(row)] for row in done if row["planned_memory_gib"]]:
+        lines += ["## Planned and measured", "", markdown(("point", *COMPARED), planned), ""]
+    if others := [[row["point"], row["state"], row["reason"]] for row in rows if row["state"] != DONE]:
+        lines += ["## Points without a result", "", markdown(("point", "state", "reason"), others, text=3), ""]
+    return "\n".join([*lines, "## Conditions", "", *_conditions(done, study), ""])
+
+
+def _conditions(done: Sequence[Row], study: Study) -> Iterator[str]:
+    for name in ("device", "site", "hosts", "global_batch", "commit", "versions"):
+        if values := list(dict.fromkeys(row[name] for row in done if row[name])):
+            yield f"- {name.replace('_', ' ')}: {', '.join(values)}"
+    yield f"- measured: {min(row['started'] for row in done)} to {max(row['started'] for row in done)}"
+    yield f"- command: `{shlex.join(study.command)}`"
+    yield f"- options of {done[0]['point']}: `{done[0]['overrides']}`"
+
+
+def _results(row: Row, first: Row, unit: str) -> list[str]:
+    """Return the cells of HEADS; the speed-up is that over ``first``."""
+    tps, step = number(row, "tps") or 0.0, number(row, "step_s") or 0.0
+    speed_up = tps / (number(first, "tps") or tps)
+    efficiency = speed_up * int(first[unit]) / int(row[unit])
+    mfu, cost = number(row, "mfu"), int(row["nodes"]) * 1e9 / tps / 3600
+    return [
+        figures(tps), *(figures(number(row, name)) for name in ("tps_min", "tps_max")), f"{speed_up:.2f}",
+        f"{efficiency:.0%}", figures(1000 * step), "-" if mfu is None else f"{mfu:.1f} %",
+        figures(number(row, "memory_gib")), figures(cost),
+    ]  # fmt: skip
+
+
+def _compared(row: Row) -> list[str]:
+    """Return the cells of COMPARED."""
+    cells = []
+    for planned, measured, scale in (("planned_step_s", "step_s", 1000), ("planned_memory_gib", "memory_gib", 1)):
+        before, after = number(row, planned), number(row, measured)
+        pair = [figures(None if each is None else scale * each) for each in (before, after)]
+        cells += [*pair, f"{after / before:.2f}" if before and after is not None else "-"]
+    return [*cells, figures(number(row, "planned_sent_gib"))]
+
+
+def _figure(folder: Path, by_backend: Mapping[str, Sequence[Row]], unit: str) -> list[Path]:
+    """Draw tokens/s over ranks or nodes, a panel for each backend, with the ideal line."""
+    drawing, panels = figure.panels(list(by_backend))
+    for axes, rows in zip(panels, by_backend.values(), strict=True):
+        sizes = [int(row[unit]) for row in rows]
+        middle, least, most = ([number(row, name) or 0.0 for row in rows] for name in ("tps", "tps_min", "tps_max"))
+        both = [(m - lo, hi - m) for lo, m, hi in zip(least, middle, most, strict=True)]
+        axes.plot(sizes, [middle[0] * size / sizes[0] for size in sizes], "--", color="0.5", lw=1, label="ideal")
+        axes.errorbar(sizes, middle, list(zip(*both, strict=True)), fmt="o-", ms=4, lw=1.4, capsize=3, label="measured")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set(xlabel=unit, ylabel="tokens/s")
+        axes.legend(frameon=False, fontsize=8)
+    return figure.save(drawing, folder, "scaling")

@@ -100,11 +100,11 @@ class Points:
         try:
             with self.path.open(encoding="utf-8", newline="") as file:
                 reader = csv.DictReader(file)
-                rows = list(reader)
+                rows, names = list(reader), tuple(reader.fieldnames or ())
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(f"cannot read {self.path}: {error}; choose another --out") from None
         found = {row.get("schema") for row in rows} - {self.schema}
-        if found or tuple(reader.fieldnames or ()) != self.columns:
+        if found or names != self.columns:
             other = next(iter(found), None) or "other columns"
             raise ConfigError(
                 f"{self.path} was written by another study or version of wordrun ({other}; this one writes "

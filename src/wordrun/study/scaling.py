@@ -26,7 +26,7 @@ Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
 
   wordrun study scaling --ranks 1,2,4 --out scaling model=gpt2 data=shakespeare
   wordrun study scaling --nodes 1,2,4,8 --weak --backends DDP,FSDP --out weak model=llama3_1b
-  wordrun study scaling --nodes 1,2,4 --out jobs --submit --launch "--walltime 0:20:00 --account A" model=gpt2_xl
+  wordrun study scaling --nodes 1,2,4 --out jobs --submit --launch="--walltime 0:20:00 --account A" model=gpt2_xl
 
 Each point trains --steps steps to warm up and then --repeats times --steps steps, which are measured: the result is the
 median, with the least and the greatest as error bars. In a job of several nodes, points run side by side on different
@@ -66,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
             points = list(_points(args, file))
             complete = Runner(file, args, lambda point, run: measured(run, args.steps)).run(points)
             rows = [file.rows[point.name] for point in points if point.name in file.rows]
-            for path in page.write(file.folder, rows, args):
+            unit = "ranks" if args.ranks else "nodes"
+            study = page.Study(("wordrun", "study", "scaling", *argv), unit, args.steps, args.repeats)
+            for path in page.write(file.folder, rows, study):
                 LOGGER.info("%s", path)
     finally:
         screen.close()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first column is text, the others are numbers."""
-    cells = [list(heads), ["---", *["---:"] * (len(heads) - 1)], *([_escaped(cell) for cell in row] for row in rows)]
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
+    """Return a Markdown table whose first ``text`` columns are text and the others numbers."""
+    rule = [*["---"] * text, *["---:"] * (len(heads) - text)]
+    cells = [list(heads), rule, *([_escaped(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 

@@ -1,0 +1,167 @@
+"""``wordrun study``: points.csv, and the page of a scaling study."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wordrun.errors import ConfigError, UserError
+from wordrun.study import page, scaling
+from wordrun.study.cli import main
+from wordrun.study.points import DONE, FAILED, LAST, OWN, Point, Points, number
+
+A, B = Point("a", ("x=1",), ("-n", "1")), Point("b", ("x=2",), ("-n", "2"))
+
+
+def opened(folder: Path, version: int = 1) -> Points:
+    return Points(folder, "demo", version, ("speed",))
+
+
+def test_a_row_for_each_point_and_a_new_one_replaces_the_old(tmp_path: Path) -> None:
+    with opened(tmp_path) as points:
+        points.put(A, FAILED, "no, it is\n'broken'", speed=None)
+        points.put(B, DONE, speed=2 / 3)
+        points.put(A, DONE, speed=1)
+    with opened(tmp_path) as again:
+        assert [(name, row["state"], number(row, "speed")) for name, row in again.rows.items()] == [
+            ("a", DONE, 1.0), ("b", DONE, 0.666667),
+        ]  # fmt: skip
+        again.check([A, B])
+    with (tmp_path / "points.csv").open(newline="") as file:
+        assert {row["schema"] for row in csv.DictReader(file)} == {"demo-1"}
+
+
+def test_a_file_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
+    with opened(tmp_path) as points:
+        points.put(A, DONE, speed=1)
+    before = (tmp_path / "points.csv").read_text()
+    with pytest.raises(ConfigError, match=r"another study or version of wordrun \(demo-1; this one writes demo-2\)"):
+        opened(tmp_path, version=2).__enter__()
+    assert (tmp_path / "points.csv").read_text() == before
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\0\xff"])
+def test_a_file_that_is_not_a_studys_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "points.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match="choose another --out"):
+        opened(tmp_path).__enter__()
+
+
+def test_a_point_with_other_options_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as points:
+        points.put(A, DONE, speed=1)
+        with pytest.raises(ConfigError, match=r"has the point a with other options \(-n 1 x=1\)"):
+            points.check([Point("a", ("x=3",), ("-n", "1"))])
+
+
+def _second(folder: Path, queue: Any) -> None:
+    try:
+        opened(folder).__enter__()
+    except ConfigError as error:
+        queue.put(str(error))
+
+
+def test_two_studies_on_one_file_are_refused(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")  # locks are per process
+    queue = context.Queue()
+    with opened(tmp_path):
+        other = context.Process(target=_second, args=(tmp_path, queue))
+        other.start()
+        message = queue.get(timeout=60)
+        other.join()
+    assert f"--out {tmp_path} is in use by process {os.getpid()} on " in message
+
+
+def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
+    """A limit for files raises the same kind of error."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path) as points:
+        points.put(A, DONE, speed=1)
+        size = (tmp_path / "points.csv").stat().st_size
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(UserError, match="it has all rows except that of b"):
+                points.put(B, DONE, speed=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, ignored)
+    assert {path.name for path in tmp_path.iterdir()} == {"points.csv", ".lock"}
+    with opened(tmp_path) as again:
+        assert list(again.rows) == ["a"]
+
+
+def rows() -> list[dict[str, str]]:
+    """Rows of a study on 1 and 2 ranks, and a failed one."""
+    common = dict.fromkeys((*OWN, *LAST, *scaling.COLUMNS), "")
+    common |= {"backend": "DDP", "scaling": "strong", "nodes": "1", "state": DONE, "started": "today", "device": "cpu"}
+    first = {"point": "DDP-1", "ranks": "1", "tps": "1000", "tps_min": "900", "tps_max": "1100", "step_s": "0.5",
+             "planned_step_s": "0.4", "memory_gib": "2", "planned_memory_gib": "1.6"}  # fmt: skip
+    second = {"point": "DDP-2", "ranks": "2", "tps": "1500", "tps_min": "1500", "tps_max": "1500", "step_s": "0.25"}
+    failed = {"point": "DDP-4", "state": FAILED, "reason": "out of | memory"}
+    return [{**common, **each} for each in (first, second, failed)]
+
+
+def test_the_page_has_speed_up_efficiency_cost_and_the_plan(tmp_path: Path) -> None:
+    study = page.Study(("wordrun", "study", "scaling"), "ranks", 5, 3)
+    names = [path.name for path in page.write(tmp_path, rows(), study)]
+    assert names == ["scaling.md", "scaling.png", "scaling.svg"]
+    text = (tmp_path / "scaling.md").read_text()
+    assert "| 2 | 1,500 | 1,500 | 1,500 | 1.50 | 75% | 250 | - | - | 185 |" in text
+    assert "| DDP-1 | 400 | 500 | 1.25 | 1.6 | 2 | 1.25 | - |" in text
+    assert r"| DDP-4 | failed | out of \| memory |" in text
+    assert "DDP: 1,500 tokens/s on 2 ranks, 1.50 times as many as on 1 (efficiency 75%)" in text
+    assert "DDP-2 |" not in text.split("## Planned")[1].split("##")[0]  # it has no plan
+
+
+def test_a_study_without_a_result_has_no_page(tmp_path: Path) -> None:
+    assert page.write(tmp_path, rows()[2:], page.Study((), "ranks", 5, 3)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "1,x", "--out", "o"], "should be numbers from 1"),
+        (["--out", "o"], "--ranks --nodes is required"),
+        (["--ranks", "1", "--nodes", "2", "--out", "o"], "not allowed with argument"),
+    ],
+)
+def test_words_that_argparse_refuses(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["scaling", *words])
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "1", "train.max_iters=5"], "train.max_iters=5: the study chooses it itself"),
+        (["--ranks", "1", "--steps", "0"], "should be at least 1"),
+        (
+            ["--ranks", "1", "--backends", "DPP"],
+            "DPP is not one of DDP, FSDP, TP, PP, 3D, deepspeed",
+        ),
+        (["--ranks", "1", "modle=gpt2"], "did you mean 'model'?"),
+        (["--ranks", "1", "--weak", "train.global_batch_size=8"], "--weak takes model.batch_size and optimizer.gas"),
+        (["--nodes", "1,2"], "-N 2: this machine is 1 node; -N 1, or no -N, would fit"),
+        (["--ranks", "1", "--launch=--oversubscibe"], "did you mean '--oversubscribe'?"),
+    ],
+)
+def test_mistakes_are_reported_before_anything_runs(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["scaling", "--out", str(tmp_path / "out"), "data=sample", *words]) == 2
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_an_unknown_study(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["scalng"]) == 2
+    assert "did you mean 'scaling'?" in capfd.readouterr().err
