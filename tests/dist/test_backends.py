@@ -118,7 +118,7 @@ def figures(run_dir: Path) -> dict[str, list[float]]:
 
 def compare(tmp_path: Path, name: str, reference: str) -> None:
     """Fail unless the run ``name`` went as ``reference`` did."""
-    clip = {"masked": 1.0, "modern": 0.7, "mup": 0.4}.get(reference.partition("-")[0], 0.9)
+    clip = {"masked": 1.0, "modern": 0.7, "mup": 0.5}.get(reference.partition("-")[0], 0.9)
     ours, theirs = figures(tmp_path / name), figures(tmp_path / reference)
     steps = 10 if reference.endswith("short") else 20
     assert len(theirs["loss"]) == steps
@@ -201,8 +201,14 @@ EIGHT = {
 }
 # Whole matrices by owner, also of matrices of which a rank has no rows (5 of 10 on 4 ranks).
 MUON = ["optimizer=muon", "optimizer.learning_rate=1e-2", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5"]
-# At 4 times the base width: logits, attention, initial values and learning rates are all scaled.
-MUP = ["model.bias=true", "model.mup=true", "model.mup_base_width=4", "optimizer.grad_clip=0.4"]
+# At twice the base width, where logits, attention, initial values and learning rates are all scaled.
+MUP = [
+    "model.bias=true",
+    "model.mup=true",
+    "model.mup_base_width=8",
+    "optimizer.grad_clip=0.5",
+    "optimizer.learning_rate=8e-3",
+]
 MUON_EIGHT = {
     "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT],
     "muon-empty": ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=10", *MUON, *SHORT],

@@ -37,11 +37,13 @@ FIXED = {
     "train.compile": "false",
 }  # fmt: skip
 """Options of every run."""
-CHOSEN = (*FIXED, "train.max_iters", "hooks", "model.mup", "model.n_embd", "schedule", "optimizer.warmup_iters")
+CHOSEN = (
+    *FIXED, "train.max_iters", "hooks", "schedule", "optimizer.warmup_iters", "model.n_embd", "model.mup",
+    "model.mup_base_width", "model.mup_base_head_size",
+)  # fmt: skip
 """Options that the study chooses."""
-KINDS = {"standard": False, "mup": True}
-"""The parametrizations."""
-MEASURES = ("activation", "change")
+KINDS = {"standard": "false", "mup": "true"}
+"""Maps the parametrizations to model.mup."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
             points = list(_points(args, base))
             complete = Runner(file, args, measured).run(points)
             rows = [file.rows[point.name] for point in points if point.name in file.rows]
-            for path in coord_page.write(file.folder, rows, args):
+            for path in coord_page.write(
+                file.folder, rows, layers_of(base.model), ["wordrun", "study", "coord", *argv]
+            ):
                 LOGGER.info("%s", path)
     finally:
         screen.close()
@@ -76,7 +80,7 @@ def layers_of(cfg: TransformerConfig) -> list[str]:
 
 def columns_of(cfg: TransformerConfig) -> list[str]:
     """Return the columns of measurements."""
-    return [f"{measure}/{layer}" for measure in MEASURES for layer in layers_of(cfg)]
+    return [f"{measure}/{layer}" for measure in coord_page.MEASURES for layer in layers_of(cfg)]
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -85,9 +89,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument(
-        "--widths", type=_numbers, default=[64, 128, 256, 512, 1024], metavar="N,...",
+        "--widths", type=_numbers, default="64,128,256,512,1024", metavar="N,...",
         help="values of model.n_embd (default 64,128,256,512,1024)",
     )  # fmt: skip
+    parser.add_argument("--base-width", type=int, metavar="N", help="model.mup_base_width (default: the least width)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps before measuring (default 4)")
     parser.add_argument(
         "--transfer", type=_numbers, default=[], metavar="LR,...", help="learning rates with which to train each width"
@@ -121,7 +126,7 @@ def _points(args: argparse.Namespace, base: Config) -> Iterator[Point]:
     """Yield the points, the narrow models first."""
     for width in map(int, args.widths):
         for kind in KINDS:
-            model = [*args.overrides, *_at_width(base, width, kind, int(args.widths[0]))]
+            model = [*args.overrides, *_at_width(base, width, kind, args.base_width or int(args.widths[0]))]
             options = {"train.max_iters": args.steps, "hooks": "[coordinates]", "schedule": "constant"}
             yield _point(f"{kind}-{width}", model, options, args.steps, kind, width, base.optimizer.learning_rate)
             for rate in args.transfer:
@@ -142,17 +147,17 @@ def _point(
     return Point(name, tuple(overrides), ("-n", "1"), columns)
 
 
-def _at_width(base: Config, width: int, kind: str, narrowest: int) -> list[str]:
+def _at_width(base: Config, width: int, kind: str, unchanged: int) -> list[str]:
     """Return the overrides for a model of this width: hidden units grow with it, and the number of heads is the same.
 
-    muP changes nothing in the narrowest one, unless model.mup_base_width is another.
+    muP changes nothing at the width ``unchanged``.
     """
     cfg = base.transformer
-    words = [f"model.n_embd={width}", f"model.mup={str(KINDS[kind]).lower()}"]
+    words = [f"model.n_embd={width}", f"model.mup={KINDS[kind]}"]
     if isinstance(cfg, LlamaConfig) and not (isinstance(cfg, ModernConfig) and cfg.n_hidden == 4 * cfg.n_embd):
         words.append(f"model.n_hidden={8 * round(cfg.n_hidden * width / cfg.n_embd / 8)}")
-    if KINDS[kind]:
-        words.append(f"model.mup_base_width={narrowest}")
+    if kind == "mup":
+        words.append(f"model.mup_base_width={unchanged}")
     return words
 
 
@@ -167,5 +172,5 @@ def measured(point: Point, run: RunRecord) -> dict[str, Any]:
         raise UserError("it logged no loss")
     losses = found.training["loss"]
     last = losses[-max(1, len(losses) // 10) :]
-    names = [name for name in found.evaluation.columns if name.partition("/")[0] in MEASURES]
+    names = [name for name in found.evaluation.columns if name.partition("/")[0] in coord_page.MEASURES]
     return {"loss": sum(last) / len(last), **{name: found.evaluation.last(name) for name in names}}

@@ -9,11 +9,11 @@ from typing import Any
 from wordrun.errors import UserError
 
 
-def panels(titles: Sequence[str], height: float = 3.4) -> tuple[Any, list[Any]]:
-    """Return a matplotlib figure with a panel for each of ``titles``, at most three in a row, and its axes."""
+def panels(titles: Sequence[str], height: float = 3.4, most: int = 3) -> tuple[Any, list[Any]]:
+    """Return a matplotlib figure with a panel for each of ``titles``, at most ``most`` in a row, and its axes."""
     from matplotlib.figure import Figure
 
-    columns = min(3, len(titles))
+    columns = min(most, len(titles))
     rows = -(-len(titles) // columns)
     figure = Figure(figsize=(4.2 * columns, height * rows), layout="constrained", dpi=150)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
