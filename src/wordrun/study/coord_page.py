@@ -7,22 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wordrun.runs import metrics
 from wordrun.study import figure
 from wordrun.study.fits import power_law
 from wordrun.study.points import DONE, number
 from wordrun.study.results import Row, write_page
 from wordrun.study.table import markdown
 
-KINDS = {"standard": "standard parametrization", "mup": "muP"}
-MEASURES = {"activation": "activation", "change": "change since the first step"}
+KINDS = {"standard": "standard", "mup": "muP"}
+MEASURES = {"activation": "activation", "change": "change"}
 FLAT = 0.2
 """Largest power of the width, in absolute value, with which a layer may change and still count as independent of it:
 from 64 to 1,024, a factor of 1.7."""
 NOTES = """\
-Each figure is the mean absolute value of a layer's output, for a fixed batch of validation data, after {steps} steps;
-changes are differences to the output before the first step. The powers are slopes of log figure over log width. A
-parametrization is called flat if the change of every layer has a power between -{flat} and {flat}, and no activation
-grows with more than {flat}. (At first, the logits of muP shrink with the width: only what is learned is flat.)"""
+Activation is the mean absolute value of a layer's output for a fixed batch of validation data; change is that of the
+difference to the output before the first step. The power is the slope of its logarithm over that of the width. A
+parametrization is called flat if the changes of all layers have powers between -{flat} and {flat}, and no activation
+one above {flat}. (Activations may shrink: before the first step, muP's logits do.)"""
 
 Slopes = Mapping[str, Mapping[str, Mapping[str, float]]]
 
@@ -38,12 +39,16 @@ def write(folder: Path, rows: Sequence[Row], layers: Sequence[str], command: Seq
     transfer = [row for row in done if row not in check]
     if len({(row["parametrization"], row["width"]) for row in check}) < 2 * len(KINDS):
         return []
-    slopes = slopes_of(check, layers)
+    slopes, steps = slopes_of(check, layers), int(check[0]["steps"])
     lines = ["# Coordinate check", "", *(f"- {KINDS[kind]}: {verdict(slopes[kind])}" for kind in KINDS), ""]
     heads = ["layer", *(f"{measure}, {KINDS[kind]}" for measure in MEASURES for kind in KINDS)]
     cells = [[layer, *(f"{slopes[k][m][layer]:+.2f}" for m in MEASURES for k in KINDS)] for layer in layers]
-    lines += ["Powers of the width:", "", markdown(heads, cells), "", "![activations](coord.svg)", ""]
-    lines += [NOTES.format(steps=check[0]["steps"], flat=FLAT), ""]
+    lines += [f"Powers of the width after {steps} steps:", "", markdown(heads, cells), ""]
+    each = {step: slopes_of(_after(folder, check, step), layers) for step in range(1, steps + 1)}
+    cells = [[str(step), *(_range(found[kind]["change"]) for kind in KINDS)] for step, found in each.items()]
+    heads = ["after step", *(f"powers of the changes, {KINDS[kind]}" for kind in KINDS)]
+    lines += ["Least and greatest after each step:", "", markdown(heads, cells), "", "![activations](coord.svg)", ""]
+    lines += [NOTES.format(flat=FLAT), ""]
     paths = _draw(folder, check, layers)
     if transfer:
         lines += _transfer(transfer)
@@ -61,6 +66,22 @@ def slopes_of(rows: Sequence[Row], layers: Sequence[str]) -> Slopes:
         }
         for kind in KINDS
     }
+
+
+def _after(folder: Path, rows: Sequence[Row], step: int) -> list[Row]:
+    """Return ``rows`` with what was measured after ``step``, from the run directories that still exist."""
+    found: list[Row] = []
+    for row in rows:
+        lines = metrics.read(folder / row["run_dir"]).evaluation
+        at = list(lines["step"]).index(step) if "step" in lines and step in lines["step"] else None
+        if at is not None:
+            found.append({**row, **{name: f"{column[at]:.6g}" for name, column in lines.columns.items()}})
+    return found
+
+
+def _range(slopes: Mapping[str, float]) -> str:
+    known = [slope for slope in slopes.values() if not math.isnan(slope)]
+    return f"{min(known):+.2f} to {max(known):+.2f}" if known else "-"
 
 
 def verdict(slopes: Mapping[str, Mapping[str, float]]) -> str:
