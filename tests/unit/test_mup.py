@@ -27,6 +27,7 @@ from wordrun.export import main
 from wordrun.model import mup
 from wordrun.model.attention import causal_attention
 from wordrun.registry import part_of
+from wordrun.study.fits import power_law
 
 V = 31
 SHAPE: dict[str, Any] = {"n_layer": 2, "n_head": 2, "block_size": 16}
@@ -195,3 +196,28 @@ def test_weights_of_another_parametrization_are_refused(small: Callable[..., lis
     words = small("model.mup=true", "model.mup_base_width=4", "hydra.run.dir=new", "train.init_from=plain")
     with pytest.raises(ConfigError, match=r"the weights are of a model with model\.mup=false"):
         wordrun.Trainer(wordrun.compose(words))
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "rate"),
+    [("gpt", "adamw", 2e-3), ("llama", "lion", 5e-4), ("gpt", "sgd", 0.5), ("modern", "muon", 2e-3)],
+)
+def test_what_is_learned_does_not_depend_on_the_width(model: str, optimizer: str, rate: float) -> None:
+    widths, tokens = (32, 64, 128), torch.randint(V, (8, 17), generator=torch.Generator().manual_seed(5))
+
+    def change(width: int, scaled: bool) -> float:
+        """Return the mean absolute change of the logits in four steps."""
+        cfg = replace(MODELS[model], n_embd=width, mup=scaled, mup_base_width=32 if scaled else None)
+        cfg = cfg if model == "gpt" else replace(cfg, n_hidden=3 * width)
+        ours, stepper = made(cfg, OPTIMIZERS[optimizer])
+        before = ours(tokens[:, :-1]).detach()
+        for _ in range(4):
+            F.cross_entropy(ours(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            set_learning_rate(stepper, rate)
+            stepper.step()
+            stepper.zero_grad()
+        return float((ours(tokens[:, :-1]) - before).abs().mean().detach())
+
+    scaled, plain = (power_law(widths, [change(w, m) for w in widths]).exponent for m in (True, False))
+    assert abs(scaled) < 0.2
+    assert plain > 0.4
