@@ -185,6 +185,7 @@ SHAPES: dict[str, Any] = {
     "devices": _should("a whole number from 0 up", lambda value: _whole(value, 0)),
     "device": TEXT,
     "count_devices": FLAG,
+    "network": _should("a number of GB/s above 0", _is_hours),
     "ranks_per_node": FROM_1,
     "cores": FROM_1,
     "cores_near_device": [_cores],

@@ -16,7 +16,7 @@ from wordrun.errors import UserError
 from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Planner
-from wordrun.plan.options import PlanConfig, hardware
+from wordrun.plan.options import PlanConfig, hardware, speeds
 from wordrun.plan.shapes import TOKENIZERS, shapes_of
 
 USAGE = """\
@@ -68,7 +68,8 @@ def plan(arguments: Sequence[str]) -> show.Report:
     if cfg.train.dtype in ("auto", "bf16"):
         cfg.train.dtype = "bf16" if target.bf16 else "fp32"  # same choice as in a run
     size, source = vocabulary(cfg)
-    planner = Planner(cfg, shapes_of(cfg.model, size), target)
+    model = shapes_of(cfg.model, size)
+    planner = Planner(cfg, model, target, speeds(options, model, cfg.train.dtype))
     rows = planner.rows()
     advice = advise(planner, rows)
     return show.Report(planner, rows, advice, command(overrides, advice, cfg), source)

@@ -74,7 +74,7 @@ def refuse_before_torch(cfg: Config, world: World) -> None:
     if memory is None or needs_torch(cfg.model) or not _runs_on_cpu(cfg):
         return
     at = layout(cfg.backend, world.size, world.local_size)
-    cfg = replace(cfg, train=replace(cfg.train, dtype=_least_dtype(cfg.train.dtype)))
+    cfg = replace(cfg, train=replace(cfg.train, dtype=least_dtype(cfg.train.dtype)))
     model = shapes_of(cfg.model, TOKENIZERS.get(cfg.tokenizer.name, 1))
     fit = Fit(cfg, model, at, world.local_size, on_cpu=True)
     Comparison(fit, Room(memory / world.local_size), world.host).refuse()
@@ -89,7 +89,7 @@ def _runs_on_cpu(cfg: Config) -> bool:
     return known is not None and count_devices(os.environ)[0] == 0
 
 
-def _least_dtype(asked: str) -> str:
+def least_dtype(asked: str) -> str:
     """Return the smallest dtype in which a CPU may compute a run that asks for ``asked``."""
     fast = re.search(r"\b(avx512_bf16|amx_tile)\b", read_proc("/proc/cpuinfo"))
     return "bf16" if asked in ("auto", "bf16") and fast else "fp32"

@@ -9,6 +9,7 @@ To plan another backend, register a function for its config: ``memory_of_rank.re
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
@@ -20,11 +21,8 @@ from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import FP32, Strategy, in_flight, stages_of
+from wordrun.plan.traffic import DEEPSPEED_BUCKET, Stages, messages, reduce_size, traffic
 
-Stages = Sequence[Sequence[int]]
-"""The block indices in each pipeline stage of a rank."""
-DEEPSPEED_BUCKET = 500_000_000
-"""Number of elements that DeepSpeed gathers or reduces at once by default."""
 DEEPSPEED_LIVE = 1_000_000_000
 """Default maximum number of gathered elements that ZeRO-3 keeps (stage3_max_live_parameters)."""
 
@@ -46,8 +44,8 @@ class Memory:
     """In the backward pass: gathered parameters, 16-bit copies, gradients in transit, data of neighbouring stages."""
     at_loss: float
     """The part of the buffers that exists while the loss is computed."""
-    sent: float
-    """Bytes sent per optimizer step."""
+    sent: float = 0.0
+    """Bytes sent per optimizer step; added by ``memory``."""
     host: float = 0.0
     """Offloaded to host memory."""
     late: bool = False
@@ -80,11 +78,16 @@ def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: 
     if model.vocab_size % multiple:
         model = shapes_of(model.cfg, model.vocab_size, multiple)
     ranks = range(strategy.layout.pp) if pp_rank is None else [pp_rank]
-    each = (memory_of_rank(strategy.backend, model, strategy, checkpointing, rank) for rank in ranks)
     all_ = model.stage(model.layers)
     share = numel([each for each in all_ if each.trained]) / numel(all_)  # less than 1 with LoRA
-    scaled = (replace(need, gradients=need.gradients * share, optimizer=need.optimizer * share) for need in each)
-    return max(scaled, key=lambda need: need.total)
+
+    def of(rank: int) -> Memory:
+        need, sent = memory_of_rank(strategy.backend, model, strategy, checkpointing, rank), 0.0
+        with contextlib.suppress(NoEstimateError):  # a backend of the user's own
+            sent = sum(each.sent for each in traffic(strategy.backend, model, strategy, rank))
+        return replace(need, gradients=need.gradients * share, optimizer=need.optimizer * share, sent=sent or need.sent)
+
+    return max(map(of, ranks), key=lambda need: need.total)
 
 
 @singledispatch
@@ -111,7 +114,6 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     return Memory(
         parameters=size, gradients=size, optimizer=state, at_loss=buffers,
         buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a new gradient before accumulation
-        sent=_ring(2, ranks) * (2 if options.compress == "bf16" else FP32) * count,
         **activation_memory(model, strategy, checkpointing, model.layers),
     )  # fmt: skip
 
@@ -147,13 +149,10 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, chec
     offloaded = ["parameters"] * options.offload_params + ["gradients", "optimizer"] * options.offload_optimizer
     live = max(min(count, DEEPSPEED_LIVE), numel(model.block)) if stage == 3 else 0
     bucket = min(count, options.bucket_elements or DEEPSPEED_BUCKET)
-    sums = _ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
-    gathers = _ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
     return Memory(
         **_offload(states, offloaded, strategy),
         buffers=size * (live + bucket),
         at_loss=size * (live + bucket),
-        sent=size * count * (sums + gathers),
         **activation_memory(model, strategy, checkpointing, model.layers),
     )
 
@@ -169,17 +168,14 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
     at_loss = _gathered_size(strategy) * (root + (1 if reshard else blocks) * block)
     unsharded = at.shard == 1
     if not reshard and gas > 1 and not unsharded:  # gradients stay unsharded until averaged once per step
-        gradients = _reduce_size(strategy, options) * (root + blocks * block)
+        gradients = reduce_size(strategy, options) * (root + blocks * block)
         gathered, at_loss = gathered + gradients, at_loss + gradients
-    in_transit = 0 if unsharded else strategy.compute * (root + block) + _reduce_size(strategy, options) * block
-    gathers, sums = (2 * gas, gas) if reshard else (gas, 1)
-    sent = _sharding_traffic(model, strategy, options, [model.layers], gathers=gathers, sums=sums)
+    in_transit = 0 if unsharded else strategy.compute * (root + block) + reduce_size(strategy, options) * block
     return Memory(
         **_sharded_states(model, strategy, options, [model.layers]),
         buffers=gathered + in_transit,
         at_loss=at_loss,
         late=gas == 1 or not reshard,
-        sent=sent + _tensor_traffic(model, strategy, [model.layers]),
         **activation_memory(model, strategy, checkpointing, model.layers),
     )
 
@@ -198,11 +194,9 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
         logits += logits * (FP32 + strategy.compute % FP32) / CROSS_ENTROPY * (count - 1)
     # torch keeps unsharded parameters and gradients between micro-batches, and a buffer for every incoming message.
     local = sum(numel(model.stage(layers), at.tp) for layers in stages)
-    message = strategy.tokens / parts * model.cfg.n_embd * strategy.compute / at.tp
-    incoming = sum((0 not in layers) + (model.cfg.n_layer - 1 not in layers) for layers in stages)
-    averaged = 0 if at.shard == 1 else _reduce_size(strategy, options)
-    buffers = (_gathered_size(strategy) + averaged) * local + incoming * message * count
-    sent = _sharding_traffic(model, strategy, options, stages, gathers=1, sums=1) + incoming * message * count
+    incoming, message = messages(options, model, strategy, stages)
+    averaged = 0 if at.shard == 1 else reduce_size(strategy, options)
+    buffers = (_gathered_size(strategy) + averaged) * local + incoming * message
     return Memory(
         **_sharded_states(model, strategy, options, stages),
         activations=mean["activations"] * flying,
@@ -212,7 +206,6 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
         block=mean["block"],
         buffers=buffers,
         at_loss=buffers,
-        sent=sent + _tensor_traffic(model, strategy, stages),
     )
 
 
@@ -235,35 +228,3 @@ def _offload(states: dict[str, float], names: Iterable[str], strategy: Strategy)
     """Return ``states`` with ``names`` moved to host memory; on CPUs all memory is host memory."""
     moved = {} if strategy.on_cpu else {name: states[name] for name in names}
     return states | dict.fromkeys(moved, 0.0) | {"host": sum(moved.values())}
-
-
-def _ring(passes: int, ranks: int) -> float:
-    """Return the fraction of its data that each rank sends in ``passes`` passes around a ring."""
-    return passes * (ranks - 1) / ranks
-
-
-def _reduce_size(strategy: Strategy, options: FSDPConfig) -> int:
-    """Return the bytes per element for averaging gradients."""
-    return 2 if options.reduce_dtype == "bf16" and strategy.compute < FP32 else FP32
-
-
-def _sharding_traffic(
-    model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages, gathers: int, sums: int
-) -> float:
-    """Return the bytes sent to gather parameters ``gathers`` times and to average gradients ``sums`` times."""
-    at, size = strategy.layout, _reduce_size(strategy, options)
-    count = sum(numel(model.stage(layers), at.tp) for layers in stages)
-    sharded = _ring(1, at.shard) * (strategy.compute * gathers + size * sums)
-    return count * (sharded + _ring(2, at.replicate) * size / at.shard)
-
-
-def _tensor_traffic(model: ModelShapes, strategy: Strategy, stages: Stages) -> float:
-    """Return the bytes sent for tensor and sequence parallelism.
-
-    Each block gathers its tokens twice and scatters its sums twice, and the backward pass does the reverse; the
-    embedding and the output layer add two passes each.
-    """
-    ends = sum((0 in layers) + (model.cfg.n_layer - 1 in layers) for layers in stages)
-    passes = 8 * sum(len(layers) for layers in stages) + 2 * ends
-    size = strategy.tokens * strategy.gas * model.cfg.n_embd * strategy.compute
-    return passes * _ring(1, strategy.layout.tp) * size

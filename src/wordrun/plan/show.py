@@ -64,6 +64,7 @@ def _row(row: Estimate | Unavailable) -> dict[str, Any]:
         "layout": _layout(strategy),
         "fits_with": row.fits,
         "bubble": bubble(strategy),
+        "seconds_per_step": row.seconds,
         "memory": {kind: {**asdict(each), "total": each.total} for kind, each in row.memory.items()},
     }
 
@@ -104,7 +105,7 @@ def show(screen: Console, report: Report) -> None:
 def _table(screen: Console, report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, header_style="bold")
     sizes = ("param", "grad", "optim", "act none", "selective", "full", "logits", "buffers", "total")
-    for head in ("backend", "layout", *sizes, "fits", "sent/step", "bubble (2 stages)"):
+    for head in ("backend", "layout", *sizes, "fits", "sent/step", "s/step", "bubble (2 stages)"):
         table.add_column(head, justify="left" if head in ("backend", "layout", "fits") else "right", no_wrap=True)
     configured = report.planner.checkpointing[0]
     for row in report.rows:
@@ -116,7 +117,8 @@ def _table(screen: Console, report: Report) -> Table:
         saved = [row.memory[kind].activations for kind in ("none", "selective", "full")]
         figures = [need.parameters, need.gradients, need.optimizer, *saved, need.logits, need.buffers, need.total]
         layout = " x ".join(f"{axis} {n}" for axis, n in _layout(row.strategy).items() if n > 1) or "1"
-        cells = [row.strategy.name, layout, *map(_gib, figures), fits, _gib(need.sent), _bubbles(row.strategy)]
+        cells = [row.strategy.name, layout, *map(_gib, figures), fits, _gib(need.sent)]
+        cells += ["" if row.seconds is None else f"{row.seconds:.3g}", _bubbles(row.strategy)]
         table.add_row(*cells, style=None if row.fits == configured else "dim")
     return table
 

@@ -107,7 +107,7 @@ def _points(rows: Sequence[Row], kind: str, column: str) -> list[tuple[float, fl
 
 def _draw(folder: Path, rows: Sequence[Row], layers: Sequence[str]) -> list[Path]:
     titles = [f"{MEASURES[measure]}, {KINDS[kind]}" for measure in MEASURES for kind in KINDS]
-    image, axes = figure.panels(titles, most=2)
+    image, axes = figure.panels(titles)
     shown = [(measure, kind) for measure in MEASURES for kind in KINDS]
     colors = _colors(len(layers))
     for panel, (measure, kind) in zip(axes, shown, strict=True):
@@ -115,10 +115,9 @@ def _draw(folder: Path, rows: Sequence[Row], layers: Sequence[str]) -> list[Path
             points = [(x, y) for x, y in _points(rows, kind, f"{measure}/{layer}") if y > 0]
             panel.plot(*zip(*points, strict=True) if points else ((), ()), "o-", ms=3, lw=1, color=color, label=layer)
         _by_width(panel, sorted({int(row["width"]) for row in rows}))
-        panel.set(yscale="log", ylabel="mean absolute value")
-    for left, right in (axes[:2], axes[2:]):  # comparable
-        right.sharey(left)
-        left.autoscale(axis="y")
+        panel.set_yscale("log")
+    for left in axes[::2]:
+        left.set_ylabel("mean absolute value")
     image.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     return figure.save(image, folder, "coord")
 
@@ -175,15 +174,14 @@ def _best(rows: Sequence[Row], kind: str, width: int) -> str:
 
 
 def _draw_transfer(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    image, axes = figure.panels(list(KINDS.values()), most=2)
+    image, axes = figure.panels(list(KINDS.values()))
     widths = sorted({int(row["width"]) for row in rows})
     for panel, kind in zip(axes, KINDS, strict=True):
         for width, color in zip(widths, _colors(len(widths)), strict=True):
             losses = _losses(rows, kind, width)
             panel.plot(*zip(*losses, strict=True), "o-", ms=3, lw=1, color=color, label=str(width))
             panel.plot(*min(losses, key=lambda point: point[1]), "*", ms=10, color=color)
-        panel.set(xscale="log", xlabel="learning rate", ylabel="training loss [nats/token]")
-    axes[1].sharey(axes[0])
-    axes[0].autoscale(axis="y")
+        panel.set(xscale="log", xlabel="learning rate")
+    axes[0].set_ylabel("training loss [nats/token]")
     axes[1].legend(title="width", frameon=False, fontsize=8)
     return figure.save(image, folder, "transfer")

@@ -18,7 +18,7 @@ from wordrun.plan.cli import vocabulary
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import isoflop_page
-from wordrun.study.points import FAILED, Point, Points
+from wordrun.study.points import FAILED, IMPOSSIBLE, Point, Points
 from wordrun.study.runner import Runner, add_options, look
 
 DESCRIPTION = """\
@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         with Points(args.out, "isoflop", VERSION, COLUMNS) as file:
             points = list(_points(args, file))
-            complete = Runner(file, args, measured).run(points)
+            result = lambda row: f"validation loss {row['val_loss']}"  # noqa: E731
+            complete = Runner(file, args, measured, result).run(points)
             rows = [file.rows[point.name] for point in points if point.name in file.rows]
             for path in isoflop_page.write(file.folder, rows, ["wordrun", "study", "isoflop", *argv]):
                 LOGGER.info("%s", path)
@@ -108,7 +109,7 @@ def _sizes(text: str) -> list[list[str]]:
 
 
 def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
-    """Yield the points, the smallest budget first; those that are impossible are recorded as failed."""
+    """Yield the points, the smallest budget first; those that the budget or the options rule out are recorded."""
     base = compose(args.overrides)
     if not isinstance(base.model, TransformerConfig):
         raise ConfigError(f"model={base.model.name} is not one of wordrun's transformers, whose FLOPs are known")
@@ -128,7 +129,7 @@ def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
             point = Point(name, tuple(overrides), (), columns)
             if problem:
                 file.check([point])
-                file.put(point, FAILED, problem)
+                file.put(point, IMPOSSIBLE, problem)
             yield point
 
 

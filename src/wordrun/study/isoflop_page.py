@@ -131,7 +131,7 @@ def _csv(found: Sequence[Budget]) -> str:
 def _draw(folder: Path, found: Sequence[Budget], law: PowerLaw | None) -> list[Path]:
     from matplotlib import colormaps
 
-    image, (left, right) = figure.panels(["loss of each size", "best size of each budget"], height=3.8)
+    image, (left, right) = figure.panels(["loss of each size", "best size of each budget"], height=3.8, same_y=False)
     for number_, each in enumerate(found):
         color = colormaps["viridis"](number_ / max(1, len(found) - 0.5))
         sizes = [n for n, _, _ in each.points]

@@ -17,8 +17,8 @@ from typing import IO, Any
 from wordrun import files
 from wordrun.errors import ConfigError, UserError
 
-DONE, FAILED, SUBMITTED = "done", "failed", "submitted"
-"""The states of a row. A point without a row has not been run."""
+DONE, FAILED, SUBMITTED, IMPOSSIBLE = "done", "failed", "submitted", "impossible"
+"""The states of a row. A point without a row has not been run; one that the options rule out never is."""
 OWN = ("schema", "point", "state", "reason", "ranks", "nodes")
 LAST = ("started", "device", "site", "commit", "versions", "hosts", "run_dir", "overrides")
 """The columns of every study before and after those of its own."""

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +29,7 @@ from wordrun.launch.planner import look_around
 from wordrun.launch.request import Ranks
 from wordrun.log import LOGGER
 from wordrun.runs.record import RunRecord, load
-from wordrun.study.points import DONE, FAILED, SUBMITTED, Point, Points
+from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, Point, Points
 
 POLL_S = 0.1
 ENDED = (REQUEUE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -58,6 +58,11 @@ def look(args: argparse.Namespace, words: Sequence[str]) -> tuple[Job, Ranks]:
     return job, ranks
 
 
+def launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return the launch with the options ``words``, up to the command that it starts."""
+    return [sys.executable, "-m", "wordrun.launch", *args.launch, *words, "--"]
+
+
 class Runner:
     """Runs points and records them.
 
@@ -65,15 +70,19 @@ class Runner:
         file: the study's points.csv, open.
         args: the command line, with the options of ``add_options``.
         figures: reads a finished run.
+        result: returns what to show of the row of a finished run.
 
     Raises:
         ConfigError: the study itself was started by launch.
     """
 
-    def __init__(self, file: Points, args: argparse.Namespace, figures: Figures) -> None:
+    def __init__(
+        self, file: Points, args: argparse.Namespace, figures: Figures,
+        result: Callable[[Mapping[str, str]], str] = lambda row: DONE,
+    ) -> None:  # fmt: skip
         if "WORDRUN_LAUNCH_ID" in os.environ:
             raise ConfigError("a study starts launch itself: call it without launch, such as in a job script")
-        self.file, self.args, self.figures = file, args, figures
+        self.file, self.args, self.figures, self.result = file, args, figures, result
         self.running: dict[subprocess.Popen[bytes], tuple[Point, list[str]]] = {}
         """The launches, with their points and hosts."""
         self.stopped = False
@@ -99,7 +108,7 @@ class Runner:
         if self.stopped:
             LOGGER.warning("stopped: start the study again to continue")
         states = [self.file.rows.get(point.name, {}).get("state") for point in points]
-        return not self.stopped and set(states) <= {DONE, FAILED}
+        return not self.stopped and set(states) <= {DONE, FAILED, IMPOSSIBLE}
 
     def _run(self, todo: list[Point], job: Job, needs: dict[str, int]) -> None:
         free, count, total = list(job.hosts), 0, len(todo)
@@ -118,27 +127,37 @@ class Runner:
                 for child in ended:
                     point, hosts = self.running.pop(child)
                     free += hosts
-                    if child.returncode in ENDED:
+                    if self._was_stopped(point, child.returncode):
                         self.stopped = True
                     else:
                         self._record(point)
                         count += 1
                         row = self.file.rows[point.name]
-                        LOGGER.info("[%d/%d] %s: %s", count, total, point.name, row["reason"] or row["state"])
+                        text = row["reason"] if row["state"] == FAILED else self.result(row)
+                        LOGGER.info("[%d/%d] %s: %s", count, total, point.name, text)
                         bar.update(task, completed=count)
                 if not ended:
                     time.sleep(POLL_S)
 
+    def _was_stopped(self, point: Point, status: int) -> bool:
+        """Return whether the run was ended from outside, so that the next call has to repeat it."""
+        if status in ENDED or (status and self.stopped):
+            return True
+        try:  # after SIGTERM, a run without checkpoints ends with status 0
+            return load(self._folder(point)).state() == "stopped"
+        except UserError:
+            return False
+
     def _settled(self, point: Point) -> bool:
         """Return whether ``point`` needs no run; record it if its run has finished without a row."""
         state = self.file.rows.get(point.name, {}).get("state")
-        if state == DONE or (state == FAILED and not self.args.retry_failed):
+        if state in (DONE, IMPOSSIBLE) or (state == FAILED and not self.args.retry_failed):
             return True
         with contextlib.suppress(UserError):
             now = load(self._folder(point)).state()
             if now == "finished":  # a job, or the disk was full
                 self._record(point)
-            if now in ("finished", "running"):
+            if now == "finished" or (now == "running" and state == SUBMITTED):
                 return True
         return state == SUBMITTED and not self.args.retry_failed
 
@@ -173,7 +192,7 @@ class Runner:
         LOGGER.info("%s: submitted job %s", point.name, job)
 
     def _command(self, point: Point, words: Sequence[str]) -> list[str]:
-        launch = [sys.executable, "-m", "wordrun.launch", *self.args.launch, *point.launch, *words, "--"]
+        launch = launch_command(self.args, [*point.launch, *words])
         return [*launch, sys.executable, "-m", "wordrun", *point.overrides, f"hydra.run.dir={self._folder(point)}"]
 
     def _folder(self, point: Point) -> Path:

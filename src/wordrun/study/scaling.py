@@ -17,8 +17,9 @@ from wordrun.log import LOGGER
 from wordrun.registry import backends
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
-from wordrun.study import page
-from wordrun.study.points import FAILED, Point, Points
+from wordrun.study import estimate, page
+from wordrun.study.estimate import Estimates
+from wordrun.study.points import FAILED, IMPOSSIBLE, Point, Points
 from wordrun.study.runner import Runner, add_options, look
 
 DESCRIPTION = """\
@@ -63,8 +64,12 @@ def main(argv: Sequence[str]) -> int:
     screen = log.start(rank=0)
     try:
         with Points(args.out, "scaling", VERSION, COLUMNS) as file:
-            points = list(_points(args, file))
-            complete = Runner(file, args, lambda point, run: measured(run, args.steps)).run(points)
+            points = list(_points(args, file, Estimates(file.folder, args)))
+            runner = Runner(
+                file, args, lambda point, run: measured(run, args.steps),
+                lambda row: f"{float(row['tps']):,.0f} tokens/s",
+            )  # fmt: skip
+            complete = runner.run(points)
             rows = [file.rows[point.name] for point in points if point.name in file.rows]
             unit = "ranks" if args.ranks else "nodes"
             study = page.Study(("wordrun", "study", "scaling", *argv), unit, args.steps, args.repeats)
@@ -89,6 +94,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--strong", action="store_true", help=STRONG)
     how.add_argument("--weak", action="store_true", help="the same number of sequences per rank")
     parser.add_argument("--backends", default="", metavar="NAME,...", help=BACKENDS)
+    estimate.add_options(parser)
     add_options(parser)
     args = parser.parse_intermixed_args(argv)
     if args.steps < 1 or args.repeats < 1:
@@ -105,11 +111,12 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
-    """Yield the points, the smallest first; those that are impossible are recorded as failed."""
+def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Iterator[Point]:
+    """Yield the points, the smallest first; those that are impossible are recorded as such."""
     base = compose(args.overrides)
-    sizes = args.ranks or args.nodes
-    layouts = {size: look(args, ("-n" if args.ranks else "-N", str(size)))[1] for size in sizes}
+    option = "-n" if args.ranks else "-N"
+    looks = {size: look(args, (option, str(size))) for size in args.ranks or args.nodes}
+    layouts = {size: ranks for size, (_, ranks) in looks.items()}
     sequences = base.train.global_batch_size
     if args.weak and sequences:
         raise ConfigError(
@@ -117,45 +124,50 @@ def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
         )
     per_rank = base.model.batch_size * (base.optimizer.gas or 1)
     labels = [each.strip() for each in args.backends.split(",") if each.strip()] or [base.train.backend]
-    for size, ranks in layouts.items():
+    choices = {label: _choice(label) for label in labels}
+    for size, (job, ranks) in looks.items():
         batch = per_rank * ranks.np if args.weak else sequences or per_rank * max(each.np for each in layouts.values())
-        for label in labels:
-            yield _point(args, file, size, label, batch, ranks)
+        on_cpu = base.train.device == "cpu" or (base.train.device == "auto" and not any(job.devices))
+        names = {label: f"{re.sub(r'[^A-Za-z0-9.]+', '-', label)}-{size}" for label in labels}
+        speeds = estimates.speeds((option, str(size)), measure=not set(names.values()) <= file.rows.keys())
+        for label, name in names.items():
+            columns = {
+                "ranks": ranks.np, "nodes": ranks.nodes, "backend": label, "scaling": "weak" if args.weak else "strong",
+                "global_batch": batch,
+            }  # fmt: skip
+            overrides, problem = [*args.overrides, *choices[label], *_steps(args)], ""
+            try:
+                cfg, batching = _fit_batch(overrides, batch, ranks)
+                overrides += batching
+                columns |= estimates.of(cfg, ranks, on_cpu, speeds)
+            except ConfigError as error:
+                problem = first_line(error)
+            point = Point(name, tuple(overrides), (option, str(size)), columns)
+            file.check([point])
+            if problem:
+                file.put(point, IMPOSSIBLE, problem)
+            yield point
 
 
-def _point(
-    args: argparse.Namespace, file: Points, size: int, backend: str, sequences: int, ranks: Ranks
-) -> Point:  # fmt: skip
-    """Return the point of ``backend``; if it is impossible, record why.
+def _steps(args: argparse.Namespace) -> list[str]:
+    count = {"train.max_iters": args.steps * (1 + args.repeats), "train.log_interval": args.steps}
+    return [f"{name}={value}" for name, value in {**count, **FIXED}.items()]
 
-    Args:
-        args: the command line.
-        file: the study's file.
-        size: number of ranks or nodes.
-        backend: one of --backends.
-        sequences: of a step, over all ranks.
-        ranks: the layout.
+
+def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> tuple[Config, list[str]]:
+    """Return the config of a run whose steps have ``sequences`` sequences, and the overrides for that.
+
+    Raises:
+        ConfigError: the run is impossible with these ranks.
     """
-    steps = {"train.max_iters": args.steps * (1 + args.repeats), "train.log_interval": args.steps, **FIXED}
-    overrides = [*args.overrides, *_choice(backend), *(f"{name}={value}" for name, value in steps.items())]
-    problem = ""
-    try:
-        cfg = compose([*overrides, "train.global_batch_size=null"])
-        batch = _micro_batch(cfg, sequences, checks.layout(cfg.backend, ranks.np, ranks.ppn).dp)
-        overrides += [f"train.global_batch_size={sequences}", f"model.batch_size={batch}", "optimizer.gas=null"]
-        compose(overrides, ranks=ranks.np, per_node=ranks.ppn)
-    except ConfigError as error:
-        problem = first_line(error)
-    columns = {
-        "ranks": ranks.np, "nodes": ranks.nodes, "backend": backend, "scaling": "weak" if args.weak else "strong",
-        "global_batch": sequences,
-    }  # fmt: skip
-    name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', backend)}-{size}"
-    point = Point(name, tuple(overrides), ("-n" if args.ranks else "-N", str(size)), columns)
-    if problem:
-        file.check([point])
-        file.put(point, FAILED, problem)
-    return point
+    cfg = compose([*overrides, "train.global_batch_size=null"])
+    dp = checks.layout(cfg.backend, ranks.np, ranks.ppn).dp
+    if sequences % dp:
+        raise ConfigError(f"train.global_batch_size={sequences} cannot be divided by {dp} data-parallel ranks")
+    share = sequences // dp
+    batch = next(size for size in range(min(cfg.model.batch_size, share), 0, -1) if share % size == 0)
+    more = [f"train.global_batch_size={sequences}", f"model.batch_size={batch}", "optimizer.gas=null"]
+    return compose([*overrides, *more], ranks=ranks.np, per_node=ranks.ppn), more
 
 
 def _choice(backend: str) -> list[str]:
@@ -166,18 +178,6 @@ def _choice(backend: str) -> list[str]:
             f"--backends {backend}: {name} is not one of {', '.join(backends())}{nearest(name, backends())}"
         )
     return [f"train.backend={name}", *(f"backend.{option}" for option in options)]
-
-
-def _micro_batch(cfg: Config, sequences: int, dp: int) -> int:
-    """Return the largest model.batch_size, up to the configured one, that divides a step of ``sequences``.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if sequences % dp:
-        raise ConfigError(f"train.global_batch_size={sequences} cannot be divided by {dp} data-parallel ranks")
-    share = sequences // dp
-    return next(size for size in range(min(cfg.model.batch_size, share), 0, -1) if share % size == 0)
 
 
 def measured(run: RunRecord, steps: int) -> dict[str, Any]:
@@ -196,4 +196,6 @@ def measured(run: RunRecord, steps: int) -> dict[str, Any]:
     for name, metric in (("step_s", "dt"), ("tps", "tps")):
         values = [lines[metric][i] for i in at]
         found |= {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-    return {**found, "mfu": lines.last("mfu"), "memory_gib": lines.last("memory_peak")}
+    # On a CPU a process has imported torch and more before it allocates the model, which the plan does not count.
+    memory = (lines.last("memory_peak") or 0.0) - run.facts.get("memory_before", 0.0)
+    return {**found, "mfu": lines.last("mfu"), "memory_gib": memory}

@@ -20,7 +20,7 @@ from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.plan.comparison import Comparison
 from wordrun.plan.fit import TOLERANCE, Fit, Room, gib
 from wordrun.plan.shapes import ModelShapes
-from wordrun.train.metrics import device_name
+from wordrun.train.metrics import device_name, used_memory
 
 UNLIMITED = 2**60
 """Bytes to assume where the operating system does not say how much memory is available (macOS)."""
@@ -46,6 +46,8 @@ class MemoryCheck:
         least = all_min(torch.tensor(keys, device=self.device)).tolist()
         self.room = Room(*(float((key >> NODE_BITS) * 2**20) for key in least))
         self.node = least[0] % 2**NODE_BITS
+        self.before = used_memory(self.device)[0]
+        """What this process had in use then [GiB]: on a CPU, mainly torch."""
         self._fit: Fit | None = None
         """None: there is no estimate, so nothing is refused."""
 

@@ -249,7 +249,7 @@ class Trainer(Training):
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
-        facts = start_facts(self)
+        facts = start_facts(self) | {"memory_before": self.memory.before}
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None

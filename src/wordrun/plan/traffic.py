@@ -1,0 +1,128 @@
+"""What a rank sends in an optimizer step: by which operation, to how many ranks, in messages of which size.
+
+To plan another backend, register a function for its config: ``traffic.register(MyConfig)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
+from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel
+from wordrun.plan.strategy import FP32, Strategy, stages_of
+
+Stages = Sequence[Sequence[int]]
+"""The block indices in each pipeline stage of a rank."""
+DEEPSPEED_BUCKET = 500_000_000
+"""Number of elements that DeepSpeed gathers or reduces at once by default."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages of one operation in an optimizer step."""
+
+    operation: str
+    """As ``test_dist --bench`` names it."""
+    ranks: int
+    """Ranks in the group."""
+    sent: float
+    """Bytes that each rank sends in all."""
+    message: float
+    """Bytes of the largest buffer of one call."""
+
+
+@singledispatch
+def traffic(options: BackendConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
+    """Return what a rank sends under the backend in ``options``; ``pp_rank`` is its index in the pipeline.
+
+    Raises:
+        NoEstimateError: the plan does not cover this backend.
+    """
+    raise NoEstimateError(f"no estimate for train.backend={options.name}")
+
+
+@traffic.register(DDPConfig)
+def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
+    ranks, size = strategy.layout.dp, 2 if options.compress == "bf16" else FP32
+    whole = size * numel(model.stage(model.layers))
+    return [Traffic("all_reduce", ranks, ring(2, ranks) * whole, min(whole, options.bucket_cap_mb * 2**20))]
+
+
+@traffic.register(DeepSpeedConfig)
+def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
+    ranks, stage = strategy.layout.dp, options.stage
+    whole = strategy.compute * model.parameters
+    bucket = strategy.compute * min(model.parameters, options.bucket_elements or DEEPSPEED_BUCKET)
+    sums = ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
+    gathers = ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
+    return [
+        Traffic("reduce_scatter", ranks, whole * sums, bucket),
+        Traffic("all_gather", ranks, whole * gathers, bucket),
+    ]
+
+
+@traffic.register(FSDPConfig)
+def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
+    gas, reshard = strategy.gas, options.reshard_after_forward
+    gathers, sums = (2 * gas, gas) if reshard else (gas, 1)
+    stages = [model.layers]
+    return [*_sharding(model, strategy, options, stages, gathers, sums), *_tensor(model, strategy, stages)]
+
+
+@traffic.register(PPConfig)
+def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
+    stages = stages_of(strategy, options, pp_rank)
+    incoming, message = messages(options, model, strategy, stages)
+    return [
+        *_sharding(model, strategy, options, stages, 1, 1),
+        Traffic("point_to_point", strategy.layout.pp, incoming * message, message),
+        *_tensor(model, strategy, stages),
+    ]
+
+
+def messages(options: PPConfig, model: ModelShapes, strategy: Strategy, stages: Stages) -> tuple[int, float]:
+    """Return how many messages a pipeline's rank receives in a step, which is as many as it sends, and their size."""
+    parts = options.microbatches_of(strategy.cfg.model.batch_size, strategy.layout.pp)
+    message = strategy.tokens / parts * model.cfg.n_embd * strategy.compute / strategy.layout.tp
+    ends = sum((0 not in layers) + (model.cfg.n_layer - 1 not in layers) for layers in stages)
+    return ends * parts * strategy.gas, message
+
+
+def ring(passes: int, ranks: int) -> float:
+    """Return the fraction of its data that each rank sends in ``passes`` passes around a ring."""
+    return passes * (ranks - 1) / ranks
+
+
+def reduce_size(strategy: Strategy, options: FSDPConfig) -> int:
+    """Return the bytes per element for averaging gradients."""
+    return 2 if options.reduce_dtype == "bf16" and strategy.compute < FP32 else FP32
+
+
+def _sharding(
+    model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages, gathers: int, sums: int
+) -> list[Traffic]:
+    """Return what is sent to gather parameters ``gathers`` times and to average gradients ``sums`` times."""
+    at, size = strategy.layout, reduce_size(strategy, options)
+    count = sum(numel(model.stage(layers), at.tp) for layers in stages)
+    block, once = numel(model.block, at.tp), count * ring(1, at.shard)
+    return [
+        Traffic("all_gather", at.shard, once * strategy.compute * gathers, block * strategy.compute),
+        Traffic("reduce_scatter", at.shard, once * size * sums, block * size),
+        Traffic("all_reduce", at.replicate, count * ring(2, at.replicate) * size / at.shard, block * size / at.shard),
+    ]
+
+
+def _tensor(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traffic]:
+    """Return what is sent for tensor and sequence parallelism.
+
+    Each block gathers its tokens twice and scatters its sums twice, and the backward pass does the reverse; the
+    embedding and the output layer add two passes each.
+    """
+    tp = strategy.layout.tp
+    ends = sum((0 in layers) + (model.cfg.n_layer - 1 in layers) for layers in stages)
+    passes = 8 * sum(len(layers) for layers in stages) + 2 * ends
+    size = strategy.tokens * model.cfg.n_embd * strategy.compute
+    half = passes / 2 * ring(1, tp) * size * strategy.gas
+    return [Traffic("all_gather", tp, half, size), Traffic("reduce_scatter", tp, half, size)]
