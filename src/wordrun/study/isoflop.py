@@ -168,7 +168,8 @@ def _run_of(
         "parameters": model.num_parameters(), "n": (per_token - attention) // 6, "flops_per_token": per_token,
         "steps": steps, "tokens": steps * tokens, "flops": float(steps * tokens * per_token),
     }  # fmt: skip
-    more = {**FIXED, "train.max_iters": steps, "train.eval_interval": steps}
+    # Losses on the built-in sample, which replaces a text that cannot be downloaded, would be others.
+    more = {**FIXED, "data.offline": "error", "train.max_iters": steps, "train.eval_interval": steps}
     if not any(word.startswith("optimizer.warmup_iters=") for word in overrides):
         more["optimizer.warmup_iters"] = min(cfg.optimizer.warmup_iters, steps // 10)
     return columns, [f"{key}={value}" for key, value in more.items()]
