@@ -113,7 +113,7 @@ def test_the_verdict_of_a_coordinate_check() -> None:
     slopes = coord_page.slopes_of(rows, ["a", "logits"])
     assert slopes["mup"]["activation"]["logits"] == pytest.approx(-0.5)
     assert coord_page.verdict(slopes["mup"]).startswith("flat (")
-    wrong = "not flat (the change since the first step of logits has the power +0.50)"
+    wrong = "not flat (the change of logits has the power +0.50)"
     assert coord_page.verdict(slopes["standard"]) == wrong
     growing = coord_page.slopes_of(coord_rows({"mup": flat | {"activation/a": 0.3}}), ["a", "logits"])
     assert coord_page.verdict(growing["mup"]) == "not flat (the activation of a has the power +0.30)"
