@@ -117,6 +117,11 @@ def _check_choice(cfg: Config) -> Iterator[str]:
         )
     if cfg.lora_rank and not train.init_from:
         yield f"model.lora_rank={cfg.lora_rank} needs the weights that it adds to: set train.init_from"
+    if cfg.model.width_ratio() != 1 and cfg.optimizer.width_powers() is None:
+        yield (
+            f"model.mup=true needs learning rates that depend on the width, which optimizer={cfg.optimizer.name} does "
+            "not state: add the method width_powers to its options, or use model.mup=false"
+        )
     if train.deterministic and train.compile is True:
         yield (
             "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "

@@ -68,6 +68,14 @@ class TransformerConfig(TextModelConfig):
     """Dropout probability of the additions' input."""
     lora_targets: list[str] = field(default_factory=list)
     """Linear layers of each block that get additions, such as [attention.q,attention.v]; []: all."""
+    mup: bool = False
+    """Maximal update parametrization (Yang et al. 2022): scale initial values, learning rates, logits and attention
+    with the width, so that the best learning rate of a narrow model is also that of a wide one."""
+    mup_base_width: int | None = None
+    """n_embd at which mup changes nothing: that of the model for which the learning rate was chosen; null: 128."""
+    mup_base_head_size: int | None = None
+    """Elements of an attention head at that width; null: as many heads as here, unless head_size or depth sets their
+    size."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -78,6 +86,15 @@ class TransformerConfig(TextModelConfig):
         yield from fractions("model", self, "dropout", "lora_dropout")
         yield from not_negative("model", self, "lora_rank")
         yield from above_zero("model", self, "lora_alpha")
+        yield from positive("model", self, "mup_base_width", "mup_base_head_size")
+        for name in ("mup_base_width", "mup_base_head_size"):
+            if not self.mup and getattr(self, name) is not None:
+                yield f"model.{name}={getattr(self, name)} is for model.mup=true: set it, or omit this"
+        if self.mup and self.lora_rank:
+            yield (
+                f"model.mup=true scales the learning rates of complete matrices, but model.lora_rank={self.lora_rank} "
+                "trains others: export the model, and fine-tune the result with model.mup=false"
+            )
         if self.n_head > 0 and self.n_embd > 0 and self.attention_width() % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             fits = f"{below} or {below + self.n_head}" if below else f"{self.n_head}"
@@ -89,6 +106,20 @@ class TransformerConfig(TextModelConfig):
     def attention_width(self) -> int:
         """Return the number of elements of all query heads together."""
         return self.n_embd
+
+    def base_width(self) -> int:
+        """Return the width at which muP changes nothing."""
+        return (self.mup_base_width or 128) if self.mup else self.n_embd
+
+    def width_ratio(self) -> float:
+        """Return the width relative to ``base_width``; hidden units and heads are assumed to grow with it."""
+        return self.n_embd / self.base_width()
+
+    def head_ratio(self) -> float:
+        """Return the size of an attention head relative to that at ``base_width``."""
+        if not self.mup or self.mup_base_head_size is None:
+            return self.width_ratio()
+        return self.attention_width() / self.n_head / self.mup_base_head_size
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -168,6 +199,10 @@ class LlamaConfig(TransformerConfig):
         """Return the options whose values backend.tp must divide."""
         return [*super().tensor_parallel_options(), "n_kv_head", "n_hidden"]
 
+    def head_ratio(self) -> float:
+        """Return the size of an attention head relative to that at ``base_width``."""
+        return 1.0 if self.head_size and self.mup_base_head_size is None else super().head_ratio()
+
     def attention_width(self) -> int:
         """Return the number of elements of all query heads together."""
         return self.n_head * self.head_size if self.head_size else self.n_embd
@@ -223,7 +258,11 @@ class ModernConfig(LlamaConfig):
         depth = self.depth if self._sized else None
         self.n_layer = self.n_layer or depth or 4
         self.n_embd = self.n_embd or 128 * math.ceil((depth or 2) / 2)
-        self.n_head = self.n_head or (max(1, self.n_embd // 128) if depth else 4)
+        if depth and not self.n_head:
+            self.n_head = max(1, self.n_embd // 128)
+            if self.mup and self.mup_base_head_size is None:  # the size is the same at every depth
+                self.mup_base_head_size = self.n_embd // self.n_head
+        self.n_head = self.n_head or 4
         self.n_hidden = self.n_hidden or 4 * self.n_embd
 
     def problems(self) -> Iterable[str]:
@@ -252,8 +291,8 @@ class ModernConfig(LlamaConfig):
         return max(1, tokens // self.block_size)
 
     def rate_factor(self) -> float | None:
-        """Return the learning rates for this depth, divided by those for n_embd=768."""
-        return math.sqrt(768 / self.n_embd) if self._sized and self.n_embd > 0 else None
+        """Return the learning rates for this depth, divided by those for n_embd=768; muP scales the base width's."""
+        return math.sqrt(768 / self.base_width()) if self._sized and self.base_width() > 0 else None
 
     @property
     def _sized(self) -> bool:
@@ -695,6 +734,12 @@ class OptimizerConfig(Section):
             yield f"optimizer.min_lr={self.min_lr} is above optimizer.learning_rate={self.learning_rate}"
         yield from one_of("optimizer.scale_lr", self.scale_lr, ["none", "sqrt", "linear"])
 
+    def width_powers(self) -> tuple[float, float] | None:
+        """Return the powers of the width with which muP scales the learning rates of hidden matrices and of all other
+        parameters; None: they are not known for this optimizer.
+        """
+        return None
+
 
 @dataclass
 class AdamWConfig(OptimizerConfig):
@@ -708,6 +753,10 @@ class AdamWConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+    def width_powers(self) -> tuple[float, float]:
+        """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
+        return -1.0, 0.0
 
 
 @dataclass
@@ -728,6 +777,10 @@ class SGDConfig(OptimizerConfig):
         if self.nesterov and not self.momentum:
             yield "optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false"
 
+    def width_powers(self) -> tuple[float, float]:
+        """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
+        return 0.0, 1.0
+
 
 @dataclass
 class LionConfig(OptimizerConfig):
@@ -747,6 +800,10 @@ class LionConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+    def width_powers(self) -> tuple[float, float]:
+        """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
+        return -1.0, 0.0
 
 
 @dataclass
@@ -806,6 +863,13 @@ class MuonConfig(OptimizerConfig):
                 f"optimizer.ns_coefficients has {len(self.ns_coefficients)} numbers: use 3, or 3 for each of the "
                 f"optimizer.ns_steps={self.ns_steps} iterations"
             )
+
+    def width_powers(self) -> tuple[float, float]:
+        """Return the powers of the width in the learning rates of hidden matrices and of all other parameters.
+
+        The steps of scale=spectral have the same spectral norm at every width, and those of adamw grow with its root.
+        """
+        return -0.5 if self.scale == "adamw" else 0.0, 0.0
 
 
 @dataclass
@@ -1077,6 +1141,21 @@ class StatisticsConfig(HookConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return positive("hooks.statistics", self, "interval")
+
+
+@dataclass
+class CoordinatesConfig(HookConfig):
+    """How large the activations of each layer are, and how much they have changed since the first step.
+
+    wordrun study coord compares them across widths.
+    """
+
+    interval: int = 1
+    """Steps between measurements."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return positive("hooks.coordinates", self, "interval")
 
 
 @dataclass

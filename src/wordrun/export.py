@@ -120,9 +120,11 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
     from safetensors.torch import save_file
 
     from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.model import mup
     from wordrun.model.huggingface import to_huggingface
 
-    cfg, weights, kind = saved.config.transformer, saved.weights(which), TORCH_DTYPES[dtype]
+    cfg, kind = saved.config.transformer, TORCH_DTYPES[dtype]
+    weights = mup.folded(saved.weights(which), cfg)
     model = saved.transformer()
     shards: list[list[str]] = [[]]
     room = limit

@@ -48,6 +48,10 @@ class ModelConfig(Section):
         """Return the number of examples of an optimizer step that suits the model's size; None: any."""
         return None
 
+    def width_ratio(self) -> float:
+        """Return by what the model is wider than the one for which its learning rate was chosen; 1: scale nothing."""
+        return 1.0
+
     def rate_factor(self) -> float | None:
         """Return by what the model's size multiplies the learning rates in conf/optimizer; None: it has no say."""
         return None

@@ -118,7 +118,7 @@ def figures(run_dir: Path) -> dict[str, list[float]]:
 
 def compare(tmp_path: Path, name: str, reference: str) -> None:
     """Fail unless the run ``name`` went as ``reference`` did."""
-    clip = {"masked": 1.0, "modern": 0.7}.get(reference.partition("-")[0], 0.9)
+    clip = {"masked": 1.0, "modern": 0.7, "mup": 0.5}.get(reference.partition("-")[0], 0.9)
     ours, theirs = figures(tmp_path / name), figures(tmp_path / reference)
     steps = 10 if reference.endswith("short") else 20
     assert len(theirs["loss"]) == steps
@@ -201,9 +201,18 @@ EIGHT = {
 }
 # Whole matrices by owner, also of matrices of which a rank has no rows (5 of 10 on 4 ranks).
 MUON = ["optimizer=muon", "optimizer.learning_rate=1e-2", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5"]
+# At twice the base width, where logits, attention, initial values and learning rates are all scaled.
+MUP = [
+    "model.bias=true",
+    "model.mup=true",
+    "model.mup_base_width=8",
+    "optimizer.grad_clip=0.5",
+    "optimizer.learning_rate=8e-3",
+]
 MUON_EIGHT = {
     "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT],
     "muon-empty": ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=10", *MUON, *SHORT],
+    "mup-3d": ["train.backend=3D", f"backend.tp={TP}", *MUP, *SHORT],
 }
 
 
@@ -218,7 +227,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     ones = {f"{model}-one": words for model, words in MODELS.items()}
     ones |= {f"{model}-one-short": [*words, *SHORT] for model, words in MODELS.items()}
     ones |= {f"{model}-four-short": [*words, FOUR, *SHORT] for model, words in MODELS.items()}
-    ones |= {"muon-one": [*MUON]}
+    ones |= {"muon-one": [*MUON], "mup-one": MUP}
     ones |= {"masked-short": MASKED, "unmasked": [*MASKED, "data.mask_documents=false"]}
     train(ranks, 1, ones, home)
     runs, references = {}, {}
@@ -236,8 +245,9 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
                     runs[run] += SHORT
                     references[run] += "-short"
     for name, more in BOTH.items():
-        runs[f"muon-{name}-1"] = [*more, *MUON, "model.batch_size=2"]
-        references[f"muon-{name}-1"] = "muon-one"
+        for kind, words in (("muon", MUON), ("mup", MUP)):
+            runs[f"{kind}-{name}-1"] = [*more, *words, "model.batch_size=2"]
+            references[f"{kind}-{name}-1"] = f"{kind}-one"
     masked = {}
     for name in ("fsdp", "tp", "pp-1F1B"):
         run = f"masked-{name}"
@@ -279,7 +289,7 @@ def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.Monke
         name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={(4 if FOUR in more else 2) * TP}"]
         for name, more in EIGHT.items()
     }
-    sizes = {"muon-3d": 2 * TP, "muon-empty": TP}
+    sizes = {"muon-3d": 2 * TP, "muon-empty": TP, "mup-3d": 2 * TP}
     muon = {name: [*words, f"model.batch_size={sizes[name]}"] for name, words in MUON_EIGHT.items()}
     train(ranks, 8, runs | muon, home)
     for name in muon:

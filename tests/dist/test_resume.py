@@ -29,6 +29,7 @@ ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
 TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
 GPT = ["model.bias=true"]
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]
+MUP = ["model.mup=true", "model.mup_base_width=4"]
 SCRIPT = """
 import json, sys
 import torch
@@ -78,14 +79,14 @@ SAME = {
     "offload": ["train.backend=FSDP", "model.batch_size=4", "backend.cpu_offload=true", *LLAMA],
     # Of 128 rows, the second rank has padding only.
     "aligned": ["train.backend=FSDP", "model.batch_size=4", *LLAMA],
-    "tp": ["train.backend=TP", "model.batch_size=8"],
+    "tp": ["train.backend=TP", "model.batch_size=8", *MUP],
     "muon": ["train.backend=FSDP", "model.batch_size=4", "optimizer=muon", "optimizer.momentum_warmup=9"],
     "pp": ["train.backend=PP", "model.batch_size=8"],
     "zero-bubble": ["train.backend=PP", "model.batch_size=8", f"backend.schedule={ZBV}"],
 }
 if importlib.util.find_spec("deepspeed"):
     SAME |= {
-        f"deepspeed-{stage}": ["train.backend=deepspeed", "model.batch_size=4", f"backend.stage={stage}"]
+        f"deepspeed-{stage}": ["train.backend=deepspeed", "model.batch_size=4", f"backend.stage={stage}", *MUP]
         for stage in (1, 3)
     }
 
@@ -188,7 +189,7 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
 def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 -> 2 -> 4 -> 1 ranks: DDP, padded FSDP, 3D, DDP; and from 1 straight into every other backend."""
     monkeypatch.chdir(tmp_path)
-    models = {"gpt": GPT, "llama": LLAMA}
+    models = {"gpt": GPT, "llama": [*LLAMA, *MUP]}
     muon = ["optimizer=muon", "optimizer.momentum_warmup=9"]
 
     def runs(name: str, source: str, step: int, backend: str, size: int, *more: str) -> dict[str, list[str]]:

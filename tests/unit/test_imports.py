@@ -80,7 +80,7 @@ MAY_USE: dict[str, set[str]] = {
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices", "kernels"},
-    "study": PARALLEL | {"backend", "bandwidth", "launch", "plan", "runs", "version"},
+    "study": PARALLEL | {"backend", "bandwidth", "launch", "plan", "prepare", "runs", "version"},
     "cli": {"errors", "dist", "interrupts", "version"},
     "__main__": {"cli", "interrupts"},
     "": {"composer", "registry", "train", "version"},

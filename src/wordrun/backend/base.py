@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wordrun import compat
-from wordrun.backend.optimizer import remember_ratios
+from wordrun.backend.optimizer import NamedParameters, remember_ratios, scale_rates
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import Config
@@ -56,10 +56,15 @@ class BackendSpec:
         """This rank's device."""
         return torch.device(self.world.device)
 
-    def optimizer(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """Return the run's optimizer for the named ``parameters``."""
+    def optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Return the run's optimizer for the named ``parameters``, with learning rates that suit the model's width."""
         compat.spare_the_compiler()
-        return remember_ratios(self.make_optimizer(parameters), self.cfg.optimizer.learning_rate)
+        optimizer, options = self.make_optimizer(parameters), self.cfg.optimizer
+        width, powers = self.cfg.model.width_ratio(), options.width_powers()
+        if width != 1 and powers is not None:
+            hidden = {p for name, p in parameters if name in parameters.matrices}
+            scale_rates(optimizer, hidden, (width ** powers[0], width ** powers[1]))
+        return remember_ratios(optimizer, options.learning_rate)
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from wordrun import compat, ds_config
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
 from wordrun.backend.native import average, prepare
-from wordrun.backend.optimizer import set_learning_rate
+from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.saved import ENGINE
@@ -96,7 +96,7 @@ class DeepSpeedBackend:
     def _make_optimizer(self, model: Model, shapes: Mapping[str, torch.Size]) -> torch.optim.Optimizer:
         """Return the run's optimizer, built from stand-ins with full shapes, which sharded parameters lack."""
         stand_ins = {name: nn.Parameter(torch.empty((), device=self.device).expand(s)) for name, s in shapes.items()}
-        optimizer = self.spec.optimizer(stand_ins.items())
+        optimizer = self.spec.optimizer(NamedParameters(stand_ins.items(), model.matrices()))
         real = {stand_ins[name]: parameter for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
             group["params"] = [real[stand_in] for stand_in in group["params"]]

@@ -41,6 +41,24 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         self.group, self.device, self.layout = group, device, layout or Layout()
 
 
+def scale_rates(optimizer: Optimizer, hidden: set[nn.Parameter], factors: tuple[float, float]) -> None:
+    """Multiply the learning rates of ``hidden`` matrices and of all other parameters by ``factors``, for muP.
+
+    Groups that have both are split. The product of learning rate and weight decay stays as it is: how fast unused
+    weights shrink should not depend on the width.
+    """
+    for group in list(optimizer.param_groups):
+        rest = [p for p in group["params"] if p not in hidden]
+        if rest and len(rest) < len(group["params"]):
+            among = [p for p in group["params"] if p in hidden]
+            group["params"] = rest
+            optimizer.add_param_group({**group, "params": among})
+    for group in optimizer.param_groups:
+        factor = factors[0] if hidden.issuperset(group["params"]) else factors[1]
+        group["lr"] *= factor
+        group["weight_decay"] = group.get("weight_decay", 0.0) / factor
+
+
 def remember_ratios(optimizer: Optimizer, learning_rate: float) -> Optimizer:
     """Store in each parameter group its learning rate relative to ``learning_rate``; return ``optimizer``."""
     for group in optimizer.param_groups:

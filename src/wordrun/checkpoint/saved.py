@@ -18,7 +18,7 @@ from wordrun.checkpoint.index import StoredTensor
 from wordrun.config import Config, TransformerConfig, from_plain
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
-from wordrun.model import Model, Transformer, lora, meta_model, new_model, pretrained
+from wordrun.model import Model, Transformer, lora, meta_model, mup, new_model, pretrained
 from wordrun.model.base import LazyWeights
 
 MODEL = "model."
@@ -91,7 +91,8 @@ class Saved:
         remedy = f"{self.folder} holds LoRA's additions to {source}: put that model back there"
         try:
             if source == there:
-                weights = find(Path(there)).weights()
+                found = find(Path(there))
+                weights = mup.suited(found.weights(), found.config.model, self.config.model)
             else:
                 weights = pretrained.open_weights(pretrained.fetch(there), self.config.transformer, self.vocab_size)
             if lora.digest(weights, model) == base["digest"]:

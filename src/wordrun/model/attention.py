@@ -36,8 +36,10 @@ LONG = 64
 """Mean number of tokens in a document from which a CPU is faster with each document by itself (measured)."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None) -> Tensor:
-    """Return softmax(q k^T / sqrt(H)) v, each token attending to itself and earlier tokens, (B, N, T, H).
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None, scale: float | None = None
+) -> Tensor:
+    """Return softmax(scale q k^T) v, each token attending to itself and earlier tokens, (B, N, T, H).
 
     Args:
         q: queries, (B, N, T, H).
@@ -46,9 +48,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | Non
         v: values, (B, M, S, H).
         p: dropout probability of the attention weights.
         mask: see ``Mask``; None: causal attention.
+        scale: factor of the products; None: 1 / sqrt(H).
     """
     if isinstance(mask, tuple):
-        return _by_document(q, k, v, p, mask)
+        return _by_document(q, k, v, p, mask, scale)
     by_hand = (
         keeps_weights(p, q.shape[2], bf16=q.dtype == torch.bfloat16)
         and q.device.type == "cpu" and q.shape[2] == k.shape[2] and not torch.compiler.is_compiling()
@@ -63,10 +66,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | Non
         if mask is None and T not in (1, S):
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
         causal = mask is None and T == S
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p, is_causal=causal, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
     B, N, T, H = q.shape
     hidden = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    scores = torch.baddbmm(hidden, q.reshape(B * N, T, H), k.reshape(B * N, T, H).transpose(1, 2), alpha=H**-0.5)
+    alpha = H**-0.5 if scale is None else scale
+    scores = torch.baddbmm(hidden, q.reshape(B * N, T, H), k.reshape(B * N, T, H).transpose(1, 2), alpha=alpha)
     if mask is not None:
         scores = scores.view(B, N, T, T).masked_fill(~mask, -math.inf).view(B * N, T, T)
     weights = torch.softmax(scores, dim=-1)
@@ -75,14 +81,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | Non
     return (weights @ v.reshape(B * N, T, H)).view(B, N, T, H)
 
 
-def _by_document(q: Tensor, k: Tensor, v: Tensor, p: float, lengths: tuple[int, ...]) -> Tensor:
+def _by_document(q: Tensor, k: Tensor, v: Tensor, p: float, lengths: tuple[int, ...], scale: float | None) -> Tensor:
     """Return the attention of each document by itself; ``lengths`` are those of the documents, in order."""
     # Split rather than sliced: the gradient of a slice has the size of the whole.
     parts = (torch.split(x.transpose(1, 2).flatten(0, 1), list(lengths)) for x in (q, k, v))
     found = []
     for tokens in zip(*parts, strict=True):
         one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in tokens)
-        found.append(causal_attention(one_q, one_k, one_v, p)[0].transpose(0, 1))
+        found.append(causal_attention(one_q, one_k, one_v, p, scale=scale)[0].transpose(0, 1))
     return torch.cat(found).view(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
 
 

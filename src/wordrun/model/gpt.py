@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
+from wordrun.model import mup
 from wordrun.model.attention import Mask, causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
@@ -29,7 +30,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         self.head_size = cfg.n_embd // cfg.n_head
-        self.dropout = cfg.dropout
+        self.dropout, self.scale = cfg.dropout, mup.attention_scale(cfg)
         # Rows are ordered by head, and by q, k, v within a head, so that tensor-parallel ranks get complete heads.
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(3))
         if cache is not None:
             k, v = cache.append(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
+from wordrun.model import mup
 from wordrun.model.attention import Mask, causal_attention
 from wordrun.model.cache import KVCache
 from wordrun.model.dropout import Dropout
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = cfg.head_size or cfg.n_embd // cfg.n_head
         self.rope_theta, self.rope_factor = cfg.rope_theta, cfg.rope_factor
-        self.dropout = cfg.dropout
+        self.dropout, self.scale = cfg.dropout, mup.attention_scale(cfg)
         shared = (cfg.n_kv_head or cfg.n_head) * self.head_size
         self.q = nn.Linear(cfg.n_embd, cfg.attention_width(), bias=False)
         self.k = nn.Linear(cfg.n_embd, shared, bias=False)
@@ -99,7 +100,7 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
         if cache is not None:
             k, v = cache.append(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
     def table(self, q: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:

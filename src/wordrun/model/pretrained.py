@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig, value_text
 from wordrun.errors import ConfigError, UserError, first_line, unpickling_problem
+from wordrun.model import mup
 from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
@@ -82,13 +83,16 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
     described = replace(cfg, vocab_size=cfg.vocab_size or vocab_size)
     problems: list[str] = []
     words: list[str] = []
+    if mup.scales(cfg):
+        problems.append(f"{folder} holds a plain model, which computes other logits with model.mup=true: use false")
     if (folder / "config.json").exists():
         described = model_config(folder, read_config(folder))
         if isinstance(described, GPTConfig) and not getattr(cfg, "bias", True):
             # transformers' GPT-2 always has biases, 0 if the model was trained without.
             biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
             described.bias = any(bool(files[name].any()) for name in biases)
-        problems, words = differences(folder, described, cfg, vocab_size)
+        found, words = differences(folder, described, cfg, vocab_size)
+        problems += found
     names, mismatches = match(files, shapes, described)
     if words:
         problems.append(f"use the options of these weights: {' '.join(words)}")
@@ -197,8 +201,9 @@ def differences(
     kinds = [(name, preset) for cls, name, preset in KINDS.values() if cls is type(described)]
     name, preset = kinds[getattr(described, "qk_norm", False)]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
-    for free in ("name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"):
-        del options[free]
+    free = ("name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", *mup.FIELDS)
+    for option in free:
+        del options[option]
     if type(described) is not type(cfg):
         words = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]
         return [f"{folder} holds a {name}, which model={cfg.name} is not"], words

@@ -95,6 +95,7 @@ class Transformer(Model):
         self.padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
         if self.padded_vocab_size > vocab_size:
             self.unpadded_rows = {"tokens.weight": vocab_size, "head.weight": vocab_size}
+        self.output_scale = 1 / cfg.width_ratio()
         self.layers = range(cfg.n_layer) if layers is None else layers
         self.is_first = 0 in self.layers
         self.is_last = cfg.n_layer - 1 in self.layers
@@ -147,11 +148,13 @@ class Transformer(Model):
         """Return the standard deviation of the initial values of the matrix ``name``.
 
         0.02, and 0.02 / sqrt(2 n_layer) for projections into the residual stream, so that its variance does not grow
-        with depth (Radford et al. 2019, section 2.3). One factor of LoRA's additions starts at 0.
+        with depth (Radford et al. 2019, section 2.3). One factor of LoRA's additions starts at 0. With muP, matrices
+        of the blocks have 1 / sqrt(width) of it.
         """
         if name.endswith(lora.B):
             return 0.0
-        return 0.02 / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else 0.02
+        std = 0.02 / math.sqrt(self.cfg.width_ratio()) if name.startswith("blocks.") else 0.02
+        return std / math.sqrt(2 * self.cfg.n_layer) if name.endswith("proj.weight") else std
 
     def matrices(self) -> dict[str, Rows]:
         """Return the matrices of the blocks, and how those of the attention divide into heads."""
@@ -250,14 +253,17 @@ class Transformer(Model):
         self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the residual stream (B, T, C) at the end of this stage, normalised if it is the last."""
+        """Return the residual stream (B, T, C) at the end of this stage, the input of the output layer in the last."""
         if self.is_first:
             tokens = x
             x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents))
         mask = None if documents is None else document_mask(documents)
         for (layer, block), cache in zip(self.blocks.items(), caches or repeat(None), strict=False):
             x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens))
-        return self.norm(x) if self.is_last else x
+        if not self.is_last:
+            return x
+        x = self.norm(x)
+        return x if self.output_scale == 1 else x * self.output_scale  # type: ignore[no-any-return]
 
     def additions(self, layer: str, tokens: Tensor | None) -> dict[str, Tensor]:
         """Return further arguments for the attention of block ``layer``, computed from ``tokens`` (B, T)."""

@@ -13,6 +13,8 @@ from wordrun.errors import ConfigError, UserError, nearest
 
 STUDIES = {
     "scaling": ("wordrun.study.scaling", "throughput on 1, 2, 4, ... ranks or nodes, under several backends"),
+    "coord": ("wordrun.study.coord", "activations and learning rates across widths, with and without muP"),
+    "isoflop": ("wordrun.study.isoflop", "the best model size for each of several budgets of operations"),
 }
 """Maps each study to its module and a line of help."""
 OVERVIEW = """\

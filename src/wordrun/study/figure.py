@@ -9,16 +9,16 @@ from typing import Any
 from wordrun.errors import UserError
 
 
-def panels(titles: Sequence[str], height: float = 3.4) -> tuple[Any, list[Any]]:
+def panels(titles: Sequence[str], height: float = 3.4, *, same_y: bool = True) -> tuple[Any, list[Any]]:
     """Return a matplotlib figure with a panel for each of ``titles``, at most three in a row, and its axes.
 
-    They have the same y axis."""
+    With ``same_y``, they have the same y axis."""
     from matplotlib.figure import Figure
 
     columns = 2 if len(titles) == 4 else min(3, len(titles))
     rows = -(-len(titles) // columns)
     figure = Figure(figsize=(4.2 * columns, height * rows), layout="constrained", dpi=150)
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=same_y).flat)
     for each, title in zip(axes, titles, strict=False):
         each.set_title(title, fontsize=10)
         each.grid(alpha=0.3)

@@ -178,6 +178,7 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
     theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
     # Before schedules had their own group, optimizer.decay_lr chose between two.
     theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
+    theirs.setdefault("model.mup", False)
     different = [
         f"  {name} is {theirs[name]} in the checkpoint and {value} here"
         for name, value in ours.items()

@@ -18,7 +18,7 @@ from wordrun.config import Config
 from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
-from wordrun.model import Model
+from wordrun.model import Model, mup
 from wordrun.plan.shapes import ModelShapes
 from wordrun.train.metrics import ValidationSet
 from wordrun.train.training import Hook
@@ -100,7 +100,7 @@ class Task:
             raise ConfigError(
                 "\n".join([f"train.init_from={source} is not a model={self.cfg.model.name}:", *different[:8], *more])
             )
-        return saved.weights()
+        return mup.suited(saved.weights(), saved.config.model, self.cfg.model)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""

@@ -1,0 +1,90 @@
+"""Maximal update parametrization, muP (Yang et al. 2022, table 8), for transformers.
+
+With the width m times that of the base model: hidden matrices start with 1 / sqrt(m) of the standard deviation, the
+logits are divided by m, and attention is scaled by 1 / H rather than 1 / sqrt(H). ``backend.optimizer.scale_rates``
+scales the learning rates. At the base width, nothing differs from the plain model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, TransformerConfig
+from wordrun.errors import ConfigError, UserError
+from wordrun.model.base import LazyWeights
+
+FIELDS = ("mup", "mup_base_width", "mup_base_head_size")
+"""The options of muP."""
+
+
+def attention_scale(cfg: TransformerConfig) -> float | None:
+    """Return the factor of attention's products: sqrt(H_base) / H for heads of H elements; None: 1 / sqrt(H)."""
+    size = cfg.attention_width() / cfg.n_head
+    return None if cfg.head_ratio() == 1 else 1 / math.sqrt(size * cfg.head_ratio())
+
+
+def scales(cfg: ModelConfig) -> bool:
+    """Return whether the model computes something else than the plain model with the same weights."""
+    return _ratios(cfg) != (1, 1)
+
+
+def _ratios(cfg: ModelConfig) -> tuple[float, float]:
+    return (cfg.width_ratio(), cfg.head_ratio()) if isinstance(cfg, TransformerConfig) else (1, 1)
+
+
+def suited(weights: Mapping[str, Tensor], theirs: ModelConfig, ours: ModelConfig) -> Mapping[str, Tensor]:
+    """Return the ``weights`` of a model with the options ``theirs`` for a model of the same shape with ``ours``.
+
+    Raises:
+        ConfigError: only the other way round, from muP to the plain model, can they be converted.
+        UserError: a factor has no weight to go into.
+    """
+    if _ratios(theirs) == _ratios(ours):
+        return weights
+    if scales(ours):
+        raise ConfigError(
+            f"train.init_from: the weights are of a model with model.mup={str(scales(theirs)).lower()} or another base "
+            "width, which computes other logits than model.mup=true here: use model.mup=false, or the model's own "
+            "options"
+        )
+    assert isinstance(theirs, TransformerConfig)
+    return folded(weights, theirs)
+
+
+def folded(weights: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str, Tensor]:
+    """Return weights with which the plain model computes what ``cfg`` computes with ``weights``.
+
+    The final norm takes the factor of the logits, and the queries take that of attention: the norm of their heads if
+    there is one, otherwise their matrix. Each weight is computed in fp32 when it is read.
+
+    Raises:
+        UserError: a factor has no weight to go into.
+    """
+    factor = 1 / math.sqrt(cfg.head_ratio())
+    norms = not isinstance(cfg, LlamaConfig) or cfg.norm_weights
+    in_heads = isinstance(cfg, LlamaConfig) and cfg.qk_norm
+    if not norms and (cfg.width_ratio() != 1 or (in_heads and factor != 1)):
+        raise UserError(
+            f"model={cfg.name} with model.mup=true and model.norm_weights=false has no weights that the factors of the "
+            "logits and of attention could go into: form=checkpoint exports it, and others need norm_weights=true"
+        )
+
+    def read(name: str) -> Tensor:
+        weight, last = weights[name], name.removeprefix("blocks.").partition(".")[2]
+        if name.startswith("norm."):
+            return weight.float() / cfg.width_ratio()
+        if not name.startswith("blocks.") or factor == 1:
+            return weight
+        if isinstance(cfg, GPTConfig) and last.startswith("attention.qkv."):  # ordered by head, then by q, k, v
+            rows = weight.float().reshape(cfg.n_head, 3, -1).clone()
+            rows[:, 0] *= factor
+            return rows.view_as(weight)
+        if last == ("attention.q_norm.weight" if in_heads else "attention.q.weight"):
+            return weight.float() * factor
+        return weight
+
+    return LazyWeights({name: partial(read, name) for name in weights})
