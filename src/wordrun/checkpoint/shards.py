@@ -67,8 +67,10 @@ def to_write(
         rank: this rank.
         rows: number of rows to write, by name, of tensors that end in padding.
     """
-    coordinate = {axis: layout.index(rank, axis) for axis in ("replicate", "shard", "tp")}
-    sizes = {"replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp}
+    coordinate = {
+        "replicate": layout.index(rank, "replicate"), "shard": layout.shard_index(rank), "tp": layout.index(rank, "tp"),
+    }  # fmt: skip
+    sizes = {"replicate": layout.replicate, "shard": layout.shards, "tp": layout.tp}
     load: dict[tuple[str, ...], list[int]] = {}
     chosen = []
     largest_first = sorted(tensors.items(), key=lambda pair: -pair[1].numel())

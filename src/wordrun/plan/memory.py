@@ -15,7 +15,7 @@ from functools import singledispatch
 from typing import Any
 
 from wordrun import config
-from wordrun.checks import vocab_multiple
+from wordrun.checks import context_attention, vocab_multiple
 from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
@@ -167,7 +167,7 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
     # The current unit, the prefetched ones, and the buffer the newest one is copied from.
     gathered = _gathered_size(strategy) * (root + (min(blocks, 2 + options.prefetch) if reshard else blocks) * block)
     at_loss = _gathered_size(strategy) * (root + (1 if reshard else blocks) * block)
-    unsharded = at.shard == 1
+    unsharded = at.shards == 1
     if not reshard and gas > 1 and not unsharded:  # gradients stay unsharded until averaged once per step
         gradients = _reduce_size(strategy, options) * (root + blocks * block)
         gathered, at_loss = gathered + gradients, at_loss + gradients
@@ -179,7 +179,9 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
         buffers=gathered + in_transit,
         at_loss=at_loss,
         late=gas == 1 or not reshard,
-        sent=sent + _tensor_traffic(model, strategy, [model.layers]),
+        sent=sent
+        + _tensor_traffic(model, strategy, [model.layers])
+        + _context_traffic(model, strategy, [model.layers]),
         **activation_memory(model, strategy, checkpointing, model.layers),
     )
 
@@ -200,7 +202,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
     local = sum(numel(model.stage(layers), at.tp) for layers in stages)
     message = strategy.tokens / parts * model.cfg.n_embd * strategy.compute / at.tp
     incoming = sum((0 not in layers) + (model.cfg.n_layer - 1 not in layers) for layers in stages)
-    averaged = 0 if at.shard == 1 else _reduce_size(strategy, options)
+    averaged = 0 if at.shards == 1 else _reduce_size(strategy, options)
     buffers = (_gathered_size(strategy) + averaged) * local + incoming * message * count
     sent = _sharding_traffic(model, strategy, options, stages, gathers=1, sums=1) + incoming * message * count
     return Memory(
@@ -212,21 +214,21 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
         block=mean["block"],
         buffers=buffers,
         at_loss=buffers,
-        sent=sent + _tensor_traffic(model, strategy, stages),
+        sent=sent + _split_traffic(model, strategy, stages),
     )
 
 
 def _gathered_size(strategy: Strategy) -> int:
     """Return the bytes per element of gathered parameters; 0 if all are local and already have the right type."""
-    return 0 if strategy.layout.shard == 1 and strategy.compute == FP32 else strategy.compute
+    return 0 if strategy.layout.shards == 1 and strategy.compute == FP32 else strategy.compute
 
 
 def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages) -> dict[str, Any]:
     """Return the bytes of a rank's parameters, gradients and optimizer state, and how much is in host memory."""
     shapes = [each for layers in stages for each in model.stage(layers)]
-    count = numel(shapes, strategy.layout.tp, strategy.layout.shard)
+    count = numel(shapes, strategy.layout.tp, strategy.layout.shards)
     size = float(FP32 * count)
-    optimizer = _optimizer_state(strategy, shapes, strategy.layout.tp, strategy.layout.shard)
+    optimizer = _optimizer_state(strategy, shapes, strategy.layout.tp, strategy.layout.shards)
     states = {"parameters": size, "gradients": size, "optimizer": optimizer}
     return _offload(states, states if options.cpu_offload else (), strategy)
 
@@ -253,8 +255,13 @@ def _sharding_traffic(
     """Return the bytes sent to gather parameters ``gathers`` times and to average gradients ``sums`` times."""
     at, size = strategy.layout, _reduce_size(strategy, options)
     count = sum(numel(model.stage(layers), at.tp) for layers in stages)
-    sharded = _ring(1, at.shard) * (strategy.compute * gathers + size * sums)
-    return count * (sharded + _ring(2, at.replicate) * size / at.shard)
+    sharded = _ring(1, at.shards) * (strategy.compute * gathers + size * sums)
+    return count * (sharded + _ring(2, at.replicate) * size / at.shards)
+
+
+def _split_traffic(model: ModelShapes, strategy: Strategy, stages: Stages) -> float:
+    """Return the bytes sent because ranks have parts of a sequence or of a matrix."""
+    return _tensor_traffic(model, strategy, stages) + _context_traffic(model, strategy, stages)
 
 
 def _tensor_traffic(model: ModelShapes, strategy: Strategy, stages: Stages) -> float:
@@ -267,3 +274,21 @@ def _tensor_traffic(model: ModelShapes, strategy: Strategy, stages: Stages) -> f
     passes = 8 * sum(len(layers) for layers in stages) + 2 * ends
     size = strategy.tokens * strategy.gas * model.cfg.n_embd * strategy.compute
     return passes * _ring(1, strategy.layout.tp) * size
+
+
+def _context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages) -> float:
+    """Return the bytes sent so that tokens attend to those of other context-parallel ranks.
+
+    By heads, queries, keys, values and results change places, and in the backward pass their gradients. Otherwise keys
+    and values reach all ranks in both passes, and their gradients in fp32 return.
+    """
+    at, cfg = strategy.layout, model.cfg
+    if at.cp == 1:
+        return 0.0
+    assert isinstance(strategy.backend, FSDPConfig)
+    width = cfg.attention_width() / at.tp
+    keys = width * cfg.key_heads() / cfg.n_head
+    size = strategy.tokens * strategy.gas * sum(len(layers) for layers in stages)
+    if context_attention(strategy.backend, strategy.cfg, at) == "heads":
+        return size * _ring(1, at.cp) * 2 * (2 * width + 2 * keys) * strategy.compute
+    return size * (at.cp - 1) * 2 * keys * (2 * strategy.compute + FP32)
