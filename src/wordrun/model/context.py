@@ -1,7 +1,7 @@
 """Context parallelism: each sequence is divided among ranks, which exchange what attention needs.
 
-Rank r of n holds an early and a late piece of each sequence, numbers r and 2n - 1 - r of 2n. Later tokens attend to more
-tokens, so this gives all ranks the same work.
+Rank r of n holds an early and a late piece of each sequence, numbers r and 2n - 1 - r of 2n. Later tokens attend to
+more tokens, so this gives all ranks the same work.
 
 Shapes: B sequences, T tokens on this rank, n ranks, N query heads, M key heads, H head size.
 """
@@ -184,9 +184,8 @@ class _Exchange(torch.autograd.Function):
             block = _Block(context, source, documents[0] if documents else None, q.shape[2])
             rows, columns = block.rows, block.columns
             d_kv = torch.zeros_like(each, dtype=torch.float32)
-            d_rows, dk, dv = block.backward(
-                d_out[:, :, rows], q[:, :, rows], *each[:, :, :, columns], out[:, :, rows], lse[:, :, rows]
-            )
+            k, v = each[:, :, :, columns].unbind()
+            d_rows, dk, dv = block.backward(d_out[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows])
             dq[:, :, rows] += d_rows
             d_kv[0, :, :, columns], d_kv[1, :, :, columns] = dk, dv
             return d_kv
@@ -235,15 +234,17 @@ class _Block:
             shift = (d_out.float() * out).sum(-1, keepdim=True)
             d_scores = (weights * ((d_out @ v.mT) - shift) * q.shape[-1] ** -0.5).type_as(q)
             dq, dk = d_scores @ k, d_scores.mT @ q
-        dk, dv = (x.unflatten(1, (-1, shared)).sum(2) for x in (dk, dv))
+        dk, dv = (x.view(len(x), -1, shared, *x.shape[2:]).sum(2) for x in (dk, dv))
         return dq, dk, dv
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
+        scores: Tensor = (q @ k.mT).float() * q.shape[-1] ** -0.5
         mask = self.mask
         if mask is None and self.causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return scores
 
 
 def _gather(kv: Tensor, context: Context) -> list[tuple[int, Tensor]]:
