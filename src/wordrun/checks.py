@@ -245,10 +245,13 @@ def _check_ramp(cfg: Config, per_micro_step: int) -> Iterator[str]:
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     """Check the model and the batch against the layout of the ranks."""
-    wanted = {"tp": at.tp > 1, "pp": cfg.backend.pipeline}
+    wanted = {"cp": at.cp > 1, "tp": at.tp > 1, "pp": cfg.backend.pipeline}
     missing = [axis for axis, is_wanted in wanted.items() if is_wanted and axis not in cfg.model.divides]
     for axis in missing:
-        what = {"tp": "its matrices can be divided among", "pp": "its layers can be divided into stages for"}[axis]
+        what = {
+            "cp": "its sequences can be divided among", "tp": "its matrices can be divided among",
+            "pp": "its layers can be divided into stages for",
+        }[axis]  # fmt: skip
         yield (
             f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
             f"say how {what} ranks: use train.backend=DDP or FSDP"
@@ -261,12 +264,14 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     if isinstance(cfg.backend, FSDPConfig):
         yield from _check_tensor(cfg.model, at.tp)
         yield from _check_sharding(cfg, cfg.backend, at)
+        if at.cp > 1 and "cp" not in missing:
+            yield from _check_context(cfg, cfg.backend, at)
     if isinstance(cfg.backend, PPConfig) and not missing:
         yield from _check_pipeline(cfg, cfg.backend, at)
 
 
 def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str]:
-    if backend.cpu_offload and at.shard == 1:
+    if backend.cpu_offload and at.shards == 1:
         yield (
             "backend.cpu_offload=true moves shards to the host, and with backend.shard=1 there are none: "
             "use backend.shard=-1 backend.replicate=1, or backend.cpu_offload=false"
@@ -280,6 +285,42 @@ def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[st
         yield (
             "train.dtype=fp16 needs a loss scaler, which is not available for sharded gradients: with train.backend="
             f"{cfg.train.backend} use train.dtype=bf16 or fp32"
+        )
+
+
+def context_attention(backend: FSDPConfig, cfg: Config, at: Layout) -> str:
+    """Return how context-parallel ranks compute attention: heads, gather or ring."""
+    if backend.cp_attention != "auto":
+        return backend.cp_attention
+    model, ranks = cfg.transformer, at.cp * at.tp
+    return "heads" if model.n_head % ranks == 0 and model.key_heads() % ranks == 0 else "ring"
+
+
+def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str]:
+    """Check that sequences and heads divide evenly over the context-parallel ranks."""
+    model, kind = cfg.transformer, context_attention(backend, cfg, at)
+    parts = math.lcm(2 * at.cp, at.cp * at.tp)
+    if model.block_size % parts:
+        fits = max(1, round(model.block_size / parts)) * parts
+        tp = f" and backend.tp={at.tp}" if at.tp > 1 else ""
+        yield (
+            f"model.block_size={model.block_size} is not divisible by {parts}: backend.cp={at.cp}{tp} divide each "
+            f"sequence, an early and a late piece for each rank: use model.block_size={fits}, or another backend.cp"
+        )
+    if kind == "heads":
+        ranks = at.cp * at.tp
+        for name, heads in (("n_head", model.n_head), ("n_kv_head", model.key_heads())):
+            if heads % ranks:
+                yield (
+                    f"backend.cp_attention=heads divides model.{name}={heads} over backend.cp={at.cp} x "
+                    f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=ring, or another backend.cp"
+                )
+                return
+    elif model.dropout:
+        yield (
+            f"model.dropout={model.dropout:g} needs the attention weights of whole sequences, which "
+            f"backend.cp_attention={kind} never has: use model.dropout=0, or backend.cp_attention=heads with a "
+            "number of heads that backend.cp x backend.tp divides"
         )
 
 
@@ -317,6 +358,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
     recomputes = cfg.train.activation_checkpointing != "none"
     for is_conflict, reason, remedy in (
         (at.shard > 1, f"backend.shard={at.shard} cannot", "backend.shard=1"),
+        (at.cp > 1, f"backend.cp={at.cp} cannot", "backend.cp=1"),
         (at.tp > 1, f"backend.tp={at.tp} cannot", "backend.tp=1"),
         (cfg.train.compile is True, "compiled blocks cannot", "train.compile=false"),
         (recomputes, "would recompute checkpointed activations twice", "train.activation_checkpointing=none"),

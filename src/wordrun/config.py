@@ -46,7 +46,7 @@ class TextModelConfig(ModelConfig):
 class TransformerConfig(TextModelConfig):
     """Options of every transformer."""
 
-    divides: ClassVar[tuple[str, ...]] = ("tp", "pp")
+    divides: ClassVar[tuple[str, ...]] = ("cp", "tp", "pp")
 
     name: str = "nano"
     """Name of the preset; part of the run directory."""
@@ -121,6 +121,10 @@ class TransformerConfig(TextModelConfig):
             return self.width_ratio()
         return self.attention_width() / self.n_head / self.mup_base_head_size
 
+    def key_heads(self) -> int:
+        """Return the number of heads of keys and values."""
+        return self.n_head
+
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
@@ -194,6 +198,10 @@ class LlamaConfig(TransformerConfig):
                 f"model.n_embd={self.n_embd} and model.n_head={self.n_head} make heads of {self.n_embd // self.n_head} "
                 f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
             )
+
+    def key_heads(self) -> int:
+        """Return the number of heads of keys and values."""
+        return self.n_kv_head or self.n_head
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
@@ -563,6 +571,13 @@ class FSDPConfig(BackendConfig):
     """Number of model replicas, each sharded across backend.shard ranks (hybrid sharding); -1: all remaining ranks."""
     shard: int = -1
     """Number of ranks across which each replica is sharded; -1: all remaining ranks."""
+    cp: int = 1
+    """Context-parallel ranks: the number among which each sequence is divided, for sequences that need more memory
+    than a rank has; -1: all remaining ranks."""
+    cp_attention: str = "auto"
+    """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads), gather (all gather
+    keys and values), ring (keys and values travel, for the least memory); auto: heads if their number allows it, or
+    ring."""
     tp: int | None = 1
     """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
     reshard_after_forward: bool = True
@@ -578,11 +593,12 @@ class FSDPConfig(BackendConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
+        yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather", "ring"])
         yield from not_negative("backend", self, "prefetch")
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout."""
-        return {"replicate": self.replicate, "shard": self.shard, "tp": self.tp}
+        return {"replicate": self.replicate, "shard": self.shard, "cp": self.cp, "tp": self.tp}
 
     @property
     def zero_bubble(self) -> bool:

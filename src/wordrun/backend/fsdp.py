@@ -16,8 +16,10 @@ from wordrun import compat
 from wordrun.backend import split
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
+from wordrun.checks import context_attention
 from wordrun.config import FSDPConfig
 from wordrun.dist.mesh import AXES
+from wordrun.model.context import Context
 
 
 class FSDPBackend(NativeBackend):
@@ -35,14 +37,26 @@ class FSDPBackend(NativeBackend):
         options = spec.cfg.backend
         assert isinstance(options, FSDPConfig)
         self.options = options
-        self.mesh = init_device_mesh(spec.device.type, spec.layout.shape, mesh_dim_names=AXES)
+        self.mesh = init_device_mesh(spec.device.type, spec.layout.of_parameters.shape, mesh_dim_names=AXES)
         splitter = split.Splitter(spec, self.mesh, options)
         self.sharded = splitter.sharded
         super().__init__(spec, [splitter.build(layers) for layers in stages])
+        self.context = self._context(spec)
         for part in self.parts:
+            if self.context:
+                part.context = self.context  # type: ignore[assignment]
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     compat.time_collectives(module, self.timer)
+
+    def _context(self, spec: BackendSpec) -> Context | None:
+        """Return the ranks among which each sequence is divided; None: it is not."""
+        layout = spec.layout
+        if layout.cp == 1:
+            return None
+        axes = init_device_mesh(spec.device.type, layout.shape, mesh_dim_names=AXES)
+        kind = context_attention(self.options, spec.cfg, layout)
+        return Context(axes.get_group("cp"), kind)
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``."""
@@ -53,6 +67,15 @@ class FSDPBackend(NativeBackend):
             model.set_requires_all_reduce(last)
             model.set_is_last_backward(last)
         return self.forward_losses(batch).mean()
+
+    def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
+        """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
+        losses = super().losses(batch, outputs)
+        if self.context is None:
+            return losses
+        if outputs:
+            outputs[-1] = self.context.whole(outputs[-1])
+        return self.context.mean(losses)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate and reduce the gradients of ``loss``."""
@@ -81,7 +104,7 @@ class FSDPBackend(NativeBackend):
         axes = [axis for axis in ("shard", "tp") if self.mesh[axis].size() > 1] or ["replicate"]
         if len(axes) == 1:
             return self.mesh.get_group(axes[0]) if self.mesh[axes[0]].size() > 1 else None
-        size = self.layout.shard * self.layout.tp  # the innermost axes, so these ranks are consecutive
+        size = self.layout.shards * self.layout.tp  # the innermost axes, so these ranks are consecutive
         firsts = range(0, self.layout.size, size)
         ranks = [list(range(first, first + size)) for first in firsts]
         return dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]

@@ -49,7 +49,9 @@ class NativeBackend:
             self._fill(spec.weights)
         trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
         matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
-        self.optimizer = spec.optimizer(NamedParameters(trained, matrices, self.holders(), self.device, self.layout))
+        self.optimizer = spec.optimizer(
+            NamedParameters(trained, matrices, self.holders(), self.device, self.layout.of_parameters)
+        )
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -217,7 +219,7 @@ class NativeBackend:
         state = self.model_state(once=True)
         alike = {name: tensor for name, tensor in (alike or {}).items() if f"model.{parameter_of(name)}" in state}
         state |= {**alike, **tensors_of(self.optimizer, self.named_parameters(once=True))}
-        mine = shards.to_write(state, self.layout, self.rank, self._rows_of(state))
+        mine = shards.to_write(state, self.layout.of_parameters, self.rank, self._rows_of(state))
         copies = self.copies.take([*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
         facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
         firsts = range(0, self.layout.size, self.layout.stride("pp"))

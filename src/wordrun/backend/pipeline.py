@@ -156,14 +156,15 @@ class PipelineBackend(FSDPBackend):
             losses = self._forward(
                 inputs, targets.shape[:1], lambda part, x: part.criterion(part(x, **every), targets), every
             )
-        return losses if batch.scale is None else losses * batch.scale
+        losses = losses if batch.scale is None else losses * batch.scale
+        return self.context.mean(losses) if self.context else losses
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits at the last of ``tokens``, (B, V)."""
         shape, padded = (len(tokens), self.parts[0].padded_vocab_size), self.padded(tokens)
-        every = self.parts[0].in_every_stage(padded)
-        return self._forward(padded, shape, lambda part, x: part(x, at=tokens.shape[1] - 1, **every), every)
+        every = {**self.parts[0].in_every_stage(padded), "at": tokens.shape[1] - 1}
+        return self._forward(padded, shape, lambda part, x: part(x, **every), every)
 
     def _forward(
         self, inputs: Tensor, shape: Sequence[int], last: Callable[[Transformer, Tensor], Tensor], every: dict[str, Any]

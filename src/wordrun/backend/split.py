@@ -32,11 +32,11 @@ class Splitter:
 
     @property
     def sharded(self) -> bool:
-        """Whether ``fully_shard`` is used: not with one data-parallel rank, where it would be 10% slower.
+        """Whether ``fully_shard`` is used: not with one rank along its axes, where it would be 10% slower.
 
         Nor with zero-bubble schedules: it misses weight gradients computed after activation gradients (torch 2.13).
         """
-        return self.spec.layout.dp > 1 and not self.options.zero_bubble
+        return self.spec.layout.dp * self.spec.layout.cp > 1 and not self.options.zero_bubble
 
     def build(self, layers: Sequence[int] | None = None) -> Model:
         """Return this rank's shards of the model, or of the pipeline stage with the blocks ``layers``.

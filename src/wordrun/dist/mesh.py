@@ -1,4 +1,4 @@
-"""The device mesh as arithmetic on rank numbers: pipeline x replicate x shard x tensor.
+"""The layout of the ranks as arithmetic on their numbers: pipeline x replicate x shard x context x tensor.
 
 Ranks are numbered with the tensor-parallel axis innermost, so that its ranks, which communicate most, are
 neighbours on a node, and the pipeline, whose ranks communicate least, outermost. Nothing here needs torch or another
@@ -8,12 +8,12 @@ rank.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wordrun.errors import ConfigError
 
-AXES = ("pp", "replicate", "shard", "tp")
+AXES = ("pp", "replicate", "shard", "cp", "tp")
 """Outermost first."""
 
 
@@ -27,6 +27,8 @@ class Layout:
     """Copies of the model, among which gradients are averaged."""
     shard: int = 1
     """Ranks over which a copy's parameters, gradients and optimizer state are sharded."""
+    cp: int = 1
+    """Ranks over which each sequence is divided; parameters are sharded over them, too."""
     tp: int = 1
     """Ranks over which each matrix product is split."""
 
@@ -39,6 +41,16 @@ class Layout:
     def size(self) -> int:
         """Total number of ranks."""
         return math.prod(self.shape)
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which parameters are sharded."""
+        return self.shard * self.cp
+
+    @property
+    def of_parameters(self) -> Layout:
+        """The same ranks as parameters see them: sharded over shard and cp together."""
+        return replace(self, shard=self.shards, cp=1)
 
     @property
     def dp(self) -> int:
@@ -55,7 +67,7 @@ class Layout:
         return rank // self.stride(axis) % size
 
     def dp_index(self, rank: int) -> int:
-        """Return the data-parallel index of ``rank``: the same for its peers along pp and tp."""
+        """Return the data-parallel index of ``rank``: the same for its peers along pp, cp and tp."""
         return self.index(rank, "replicate") * self.shard + self.index(rank, "shard")
 
     def group(self, rank: int, axis: str) -> range:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.config import GPTConfig
 from wordrun.model import mup
-from wordrun.model.attention import Mask, causal_attention
+from wordrun.model.attention import Mask
 from wordrun.model.cache import KVCache
+from wordrun.model.context import Context, attention, positions_of
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import LayerNorm
 from wordrun.model.transformer import Block, Transformer
@@ -36,7 +36,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.drop = Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, context: Context | None = None
+    ) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
@@ -44,7 +46,7 @@ class Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(3))
         if cache is not None:
             k, v = cache.append(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale)
+        y = attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale, context)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
 
@@ -83,11 +85,13 @@ class GPT(Transformer):
         """Return a norm."""
         return LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
-    def embed(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
+    def embed(
+        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the sum of token and position embeddings, (B, T, C)."""
-        start = cache.length if cache else 0
-        positions = self.positions(torch.arange(start, start + tokens.shape[1], device=tokens.device))
-        return self.drop(self.tokens(tokens) + positions)  # type: ignore[no-any-return]
+        positions = positions_of(tokens.shape[1], tokens.device, cache.length if cache else 0, context)
+        return self.drop(self.tokens(tokens) + self.positions(positions))  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices."""

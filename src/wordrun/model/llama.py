@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from wordrun.config import LlamaConfig
 from wordrun.model import mup
-from wordrun.model.attention import Mask, causal_attention
+from wordrun.model.attention import Mask
 from wordrun.model.cache import KVCache
+from wordrun.model.context import Context, attention
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import RMSNorm
 from wordrun.model.transformer import Block, Transformer
@@ -88,30 +89,34 @@ class Attention(nn.Module):
         self.drop = Dropout(cfg.dropout)
 
     def forward(
-        self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, values: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, context: Context | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
         if values is not None:
             v = v + values.view_as(v)
         q, k = self.q_norm(q), self.k_norm(k)
-        table = self.table(q, cache.length if cache else 0)
+        table = self.table(q, cache.length if cache else 0, context)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
         if cache is not None:
             k, v = cache.append(k, v)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale)
+        y = attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale, context)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
-    def table(self, q: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def table(self, q: Tensor, start: int = 0, context: Context | None = None) -> tuple[Tensor, Tensor]:
         """Return the rotary table for ``q`` (B, T, heads, H) from position ``start``, which all blocks share."""
         # torch.compile fuses the computation; tensor subclasses, such as fake tensors, must not be cached.
         kept = type(q) is Tensor and not torch.compiler.is_compiling()
         make = _kept_table if kept else rotary_table
-        end = start + q.shape[1]
+        end = start + q.shape[1] * (context.size if context else 1)
         # During generation, one table serves many tokens.
         T = 2 ** math.ceil(math.log2(end)) if start else end
         cos, sin = make(T, self.head_size, self.rope_theta, self.rope_factor, q.device)
+        if context:
+            positions = context.positions(q.shape[1], q.device)
+            return cos[positions], sin[positions]
         return cos[start:end], sin[start:end]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wordrun.config import ModernConfig
 from wordrun.model import llama
 from wordrun.model.cache import KVCache
+from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
 from wordrun.model.transformer import Block
 
@@ -91,12 +92,17 @@ class Modern(llama.Llama):
             return 0.0
         return super().initial_std(name)
 
-    def embed(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
+    def embed(
+        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the embeddings of the tokens, and of each with those before it, (B, T, C)."""
         x = self.tokens(tokens)
+        if context and self.ngrams:
+            tokens, documents = context.whole(tokens), None if documents is None else context.whole(documents)
         keys = ngrams(tokens, len(self.ngrams), cache, documents)
         for embedding, rows, key in zip(self.ngrams, self.cfg.ngram_rows, keys, strict=True):
-            x = x + embedding(key % rows)
+            x = x + embedding((context.part(key) if context else key) % rows)
         if self.cfg.embed_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=self.cfg.norm_eps)
         return self.drop(x)  # type: ignore[no-any-return]

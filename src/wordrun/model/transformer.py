@@ -20,6 +20,7 @@ from wordrun.model import lora, loss
 from wordrun.model.attention import Mask, document_mask
 from wordrun.model.base import Model, Rows
 from wordrun.model.cache import KVCache
+from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
 
 
@@ -31,13 +32,13 @@ class Block(nn.Module):
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Any) -> Tensor:
         """Return the residual stream after this block.
 
         Args:
             x: (B, T, C), like the result.
             cache: KV cache of earlier tokens; the keys and values of ``x`` are appended.
-            mask: which tokens attend to which, from ``document_mask``; None: causal attention.
+            mask: which tokens attend to which, from ``document_mask`` or ``context``; None: causal attention.
             additions: further arguments of this block's attention.
         """
         x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
@@ -83,6 +84,8 @@ class Transformer(Model):
     uncompiled = ("feature_losses",)  # compiles its kernel itself
     softcap = 0.0
     """Bound of the logits, approached smoothly; 0: none."""
+    context: Context | None = None
+    """The ranks among which each sequence is divided for training and evaluation; None: it is not."""
     first_layers: tuple[str, ...]
     """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs."""
 
@@ -189,13 +192,17 @@ class Transformer(Model):
             "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
 
-    def embed(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
+    def embed(
+        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the input of the first block, (B, T, C).
 
         Args:
             tokens: (B, T).
             cache: the first block's KV cache of earlier tokens.
             documents: (B, T) document number of each token, if documents must not affect each other.
+            context: the ranks that have the other tokens of the sequences; None: there are none.
         """
         return self.drop(self.tokens(tokens))  # type: ignore[no-any-return]
 
@@ -211,7 +218,8 @@ class Transformer(Model):
         """Return the logits or, before the last stage, the residual stream for the next stage.
 
         Args:
-            x: (B, T) token ids, T at most block_size; after the first stage, the previous stage's output.
+            x: (B, T) token ids, T at most block_size; after the first stage, the previous stage's output. Without
+                ``at`` and ``caches``, this rank's part of them, if there is a ``context``.
             at: compute the logits of this token only.
             caches: KV caches of the tokens before ``x``, one per block of this stage.
             documents: (B, T) document number of each token, if attention must stay within documents.
@@ -221,7 +229,7 @@ class Transformer(Model):
         Returns:
             (B, T, V), or (B, V) with ``at``, -inf for padding; (B,) with ``targets``; before the last stage, (B, T, C).
         """
-        x = self.features(x, caches, documents, tokens)
+        x = self.features(x, caches, documents, tokens, self.context if at is None and caches is None else None)
         if not self.is_last:
             return x
         if targets is not None:
@@ -251,15 +259,18 @@ class Transformer(Model):
 
     def features(
         self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None,
-        tokens: Tensor | None = None,
+        tokens: Tensor | None = None, context: Context | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the residual stream (B, T, C) at the end of this stage, the input of the output layer in the last."""
+        given = {"context": context} if context else {}
         if self.is_first:
             tokens = x
-            x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents))
-        mask = None if documents is None else document_mask(documents)
+            x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents, **given))
+        mask = None
+        if documents is not None:
+            mask = context.mask(documents) if context else document_mask(documents)
         for (layer, block), cache in zip(self.blocks.items(), caches or repeat(None), strict=False):
-            x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens))
+            x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens), **given)
         if not self.is_last:
             return x
         x = self.norm(x)
@@ -275,13 +286,23 @@ class Transformer(Model):
 
     def losses(self, batch: TokenBatch) -> Tensor:
         """Return the mean cross entropy of each sequence in nats per token, (B,)."""
-        losses: Tensor = self(batch.tokens, documents=batch.documents, targets=batch.targets)
+        tokens, targets, documents = self.part_of(batch)
+        losses: Tensor = self(tokens, documents=documents, targets=targets)
         return scaled(losses, batch)
 
     def losses_and_outputs(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
-        logits = self(batch.tokens, documents=batch.documents)
-        return scaled(self.criterion(logits, batch.targets), batch), logits
+        tokens, targets, documents = self.part_of(batch)
+        logits = self(tokens, documents=documents)
+        return scaled(self.criterion(logits, targets), batch), logits
+
+    def part_of(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return tokens, targets and documents of ``batch``: this rank's part of each sequence, if it is divided."""
+        tokens, targets, documents = batch.tokens, batch.targets, batch.documents
+        if not self.context:
+            return tokens, targets, documents
+        part = self.context.part
+        return part(tokens), part(targets), None if documents is None else part(documents)
 
     @staticmethod
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -300,8 +321,9 @@ class Transformer(Model):
         Returns:
             The first stage's input (B, T); keyword arguments of every stage; the targets of ``criterion``, (B, T).
         """
-        tokens, targets = (torch.cat(each) for each in zip(*((b.tokens, b.targets) for b in batches), strict=True))
-        documents = [batch.documents for batch in batches if batch.documents is not None]
+        every_tokens, every_targets, every_documents = zip(*map(self.part_of, batches), strict=True)
+        tokens, targets = torch.cat(every_tokens), torch.cat(every_targets)
+        documents = [each for each in every_documents if each is not None]
         every = {"documents": torch.cat(documents)} if documents else {}
         return tokens, every | self.in_every_stage(tokens), targets
 

@@ -166,7 +166,7 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpoin
     # The current unit, the prefetched ones, and the buffer the newest one is copied from.
     gathered = _gathered_size(strategy) * (root + (min(blocks, 2 + options.prefetch) if reshard else blocks) * block)
     at_loss = _gathered_size(strategy) * (root + (1 if reshard else blocks) * block)
-    unsharded = at.shard == 1
+    unsharded = at.shards == 1
     if not reshard and gas > 1 and not unsharded:  # gradients stay unsharded until averaged once per step
         gradients = reduce_size(strategy, options) * (root + blocks * block)
         gathered, at_loss = gathered + gradients, at_loss + gradients
@@ -195,7 +195,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
     # torch keeps unsharded parameters and gradients between micro-batches, and a buffer for every incoming message.
     local = sum(numel(model.stage(layers), at.tp) for layers in stages)
     incoming, message = messages(options, model, strategy, stages)
-    averaged = 0 if at.shard == 1 else reduce_size(strategy, options)
+    averaged = 0 if at.shards == 1 else reduce_size(strategy, options)
     buffers = (_gathered_size(strategy) + averaged) * local + incoming * message
     return Memory(
         **_sharded_states(model, strategy, options, stages),
@@ -211,15 +211,15 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
 
 def _gathered_size(strategy: Strategy) -> int:
     """Return the bytes per element of gathered parameters; 0 if all are local and already have the right type."""
-    return 0 if strategy.layout.shard == 1 and strategy.compute == FP32 else strategy.compute
+    return 0 if strategy.layout.shards == 1 and strategy.compute == FP32 else strategy.compute
 
 
 def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages) -> dict[str, Any]:
     """Return the bytes of a rank's parameters, gradients and optimizer state, and how much is in host memory."""
     shapes = [each for layers in stages for each in model.stage(layers)]
-    count = numel(shapes, strategy.layout.tp, strategy.layout.shard)
+    count = numel(shapes, strategy.layout.tp, strategy.layout.shards)
     size = float(FP32 * count)
-    optimizer = _optimizer_state(strategy, shapes, strategy.layout.tp, strategy.layout.shard)
+    optimizer = _optimizer_state(strategy, shapes, strategy.layout.tp, strategy.layout.shards)
     states = {"parameters": size, "gradients": size, "optimizer": optimizer}
     return _offload(states, states if options.cpu_offload else (), strategy)
 

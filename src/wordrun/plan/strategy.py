@@ -36,7 +36,7 @@ class Strategy:
     @property
     def tokens(self) -> int:
         """Tokens per micro-step and rank."""
-        return self.cfg.model.batch_size * self.cfg.transformer.block_size
+        return self.cfg.model.batch_size * self.cfg.transformer.block_size // self.layout.cp
 
     @property
     def compute(self) -> int:
@@ -48,7 +48,7 @@ class Strategy:
         """Bytes per element of the residual stream: autocast in fp16, without sharding, leaves it in fp32."""
         if self.cfg.train.dtype != "fp16":
             return self.compute
-        unsharded = isinstance(self.backend, FSDPConfig) and self.layout.dp == 1
+        unsharded = isinstance(self.backend, FSDPConfig) and self.layout.dp * self.layout.cp == 1
         return FP32 if unsharded or self.backend.replicated else self.compute
 
 

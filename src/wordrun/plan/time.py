@@ -144,7 +144,7 @@ def step_time(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds
     if not strategy.on_cpu and strategy.layout.tp == strategy.layout.pp == 1:
         talk = max(0.0, talk - HIDDEN * compute)
     at = strategy.layout
-    shard = 1 if isinstance(strategy.backend, DDPConfig) else at.shard
+    shard = 1 if isinstance(strategy.backend, DDPConfig) else at.shards
     held = numel(model.stage(model.layers), at.tp, shard) / at.pp
     return StepTime(compute, talk, speeds.update_s * held)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
+from wordrun.checks import context_attention
 from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel
 from wordrun.plan.strategy import FP32, Strategy, stages_of
@@ -68,7 +69,11 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: 
     gas, reshard = strategy.gas, options.reshard_after_forward
     gathers, sums = (2 * gas, gas) if reshard else (gas, 1)
     stages = [model.layers]
-    return [*_sharding(model, strategy, options, stages, gathers, sums), *_tensor(model, strategy, stages)]
+    return [
+        *_sharding(model, strategy, options, stages, gathers, sums),
+        *_tensor(model, strategy, stages),
+        *_context(model, strategy, stages),
+    ]
 
 
 @traffic.register(PPConfig)
@@ -79,6 +84,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
         *_sharding(model, strategy, options, stages, 1, 1),
         Traffic("point_to_point", strategy.layout.pp, incoming * message, message),
         *_tensor(model, strategy, stages),
+        *_context(model, strategy, stages),
     ]
 
 
@@ -106,11 +112,11 @@ def _sharding(
     """Return what is sent to gather parameters ``gathers`` times and to average gradients ``sums`` times."""
     at, size = strategy.layout, reduce_size(strategy, options)
     count = sum(numel(model.stage(layers), at.tp) for layers in stages)
-    block, once = numel(model.block, at.tp), count * ring(1, at.shard)
+    block, once = numel(model.block, at.tp), count * ring(1, at.shards)
     return [
-        Traffic("all_gather", at.shard, once * strategy.compute * gathers, block * strategy.compute),
-        Traffic("reduce_scatter", at.shard, once * size * sums, block * size),
-        Traffic("all_reduce", at.replicate, count * ring(2, at.replicate) * size / at.shard, block * size / at.shard),
+        Traffic("all_gather", at.shards, once * strategy.compute * gathers, block * strategy.compute),
+        Traffic("reduce_scatter", at.shards, once * size * sums, block * size),
+        Traffic("all_reduce", at.replicate, count * ring(2, at.replicate) * size / at.shards, block * size / at.shards),
     ]
 
 
@@ -126,3 +132,29 @@ def _tensor(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traf
     size = strategy.tokens * model.cfg.n_embd * strategy.compute
     half = passes / 2 * ring(1, tp) * size * strategy.gas
     return [Traffic("all_gather", tp, half, size), Traffic("reduce_scatter", tp, half, size)]
+
+
+def _context(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traffic]:
+    """Return what is sent so that tokens attend to those of other context-parallel ranks.
+
+    With heads, queries, keys, values and results change places, and in the backward pass their gradients do. Otherwise
+    keys and values reach all ranks in both passes, and their gradients return in fp32.
+    """
+    at, cfg = strategy.layout, model.cfg
+    if at.cp == 1 or not isinstance(strategy.backend, FSDPConfig):
+        return []
+    width = cfg.attention_width() / at.tp
+    keys = 2 * width * cfg.key_heads() / cfg.n_head
+    calls = strategy.gas * sum(len(layers) for layers in stages)
+    kind = context_attention(strategy.backend, strategy.cfg, at)
+    if kind == "heads":
+        there, back = ((strategy.tokens * each * strategy.compute) for each in (width + keys, width))
+        return [Traffic("all_to_all", at.cp, 2 * calls * ring(1, at.cp) * each, each) for each in (there, back)]
+    part = strategy.tokens * keys
+    sent, returned = 2 * (at.cp - 1) * part * strategy.compute, (at.cp - 1) * part * FP32
+    if kind == "gather":
+        return [
+            Traffic("all_gather", at.cp, calls * sent, part * strategy.compute * at.cp),
+            Traffic("reduce_scatter", at.cp, calls * returned, part * FP32 * at.cp),
+        ]
+    return [Traffic("point_to_point", at.cp, calls * (sent + returned + part * FP32), part * FP32)]

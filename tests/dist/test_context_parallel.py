@@ -1,0 +1,108 @@
+"""Sequences divided among ranks give the losses and the samples of one process, and can be resumed undivided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wordrun import compat
+
+pytestmark = pytest.mark.timeout(300)
+
+SMALL = [
+    "data=text", "tokenizer=byte", "data.path=documents.jsonl", "tracker=jsonl", "train.dtype=fp32",
+    "train.device=cpu", "train.max_iters=8", "train.log_interval=1", "train.eval_interval=4", "train.eval_iters=2",
+    "train.sample_tokens=5", "train.sample_prompt=The", "train.global_batch_size=4", "train.save_best=false",
+    "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3", "model.n_layer=2", "model.n_head=4", "model.n_embd=32",
+    "model.block_size=32", "metrics=[accuracy]",
+]  # fmt: skip
+MODELS = {
+    "gpt": ["model.bias=true"],
+    "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40", "data.mask_documents=true"],
+    "modern": ["model=modern", "model.n_hidden=48", "model.ngram_rows=[31,15]", "model.value_layers=[1]"],
+}
+TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
+FSDP, PP = ["train.backend=FSDP", "model.batch_size=4"], ["train.backend=PP", "model.batch_size=4", "metrics=[]"]
+TWO = {
+    "gpt-heads": [*FSDP, "backend.cp=2"],
+    "gpt-ring": [*FSDP, "backend.cp=2", "backend.cp_attention=ring", "train.activation_checkpointing=full"],
+    "llama-heads": [*FSDP, "backend.cp=2"],
+    "llama-ring": [*FSDP, "backend.cp=2", "backend.cp_attention=ring"],
+    "llama-gather": [*FSDP, "backend.cp=2", "backend.cp_attention=gather"],
+    "modern-heads": [*FSDP, "backend.cp=2", "train.activation_checkpointing=selective"],
+    "modern-ring": [*FSDP, "backend.cp=2", "backend.cp_attention=ring"],
+}
+FOUR = {
+    "gpt-four": [*FSDP, "backend.cp=4"],
+    "llama-ring-four": [*FSDP, "backend.cp=4", "backend.cp_attention=ring"],
+    "llama-shard": ["train.backend=FSDP", "backend.cp=2", "backend.cp_attention=gather", "model.batch_size=2"],
+    "gpt-tp": ["train.backend=TP", "backend.tp=2", "backend.cp=2", "model.batch_size=4"],
+    "llama-tp": ["train.backend=TP", "backend.tp=2", "backend.cp=2", "backend.cp_attention=ring", "model.batch_size=4"],
+    "modern-pp": [*PP, "backend.pp=2", "backend.cp=2"],
+    "llama-pp": [*PP, "backend.pp=2", "backend.cp=2", "backend.cp_attention=ring"],
+}
+SCRIPT = """
+import json, sys
+import torch
+import wordrun
+from wordrun import dist
+
+with dist.session() as world:
+    torch.set_num_threads(1)
+    for name, words in json.load(open(sys.argv[1])).items():
+        cfg = wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None
+        with wordrun.Trainer(dist.share(cfg, world), world) as trainer:
+            trainer.train()
+"""
+
+
+def train(ranks: Any, n: int, runs: dict[str, list[str]]) -> None:
+    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
+    texts = [f"The dog number {n} sleeps on.\n" * (1 + n % 3) for n in range(300)]
+    Path("documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    Path("script.py").write_text(SCRIPT)
+    models = {name: MODELS[name.partition("-")[0]] for name in runs}
+    Path("runs.json").write_text(json.dumps({name: [*SMALL, *models[name], *words] for name, words in runs.items()}))
+    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:6000]
+
+
+def figures(name: str, first: int = 0) -> dict[str, list[float]]:
+    """Return what the run ``name`` reported after step ``first``."""
+    lines = [json.loads(line) for line in (Path(name) / "metrics.jsonl").read_text().splitlines()]
+    keys = ("loss", "grad_norm", "val_loss", "val_accuracy")
+    return {key: [line[key] for line in lines if key in line and line["step"] > first] for key in keys}
+
+
+def compare(name: str, first: int = 0) -> None:
+    """Fail unless the run ``name`` went as one process did."""
+    reference = f"{name.partition('-')[0]}-one"
+    ours, theirs = figures(name, first), figures(reference, first)
+    if name.endswith("pp"):
+        theirs["val_accuracy"] = []
+    assert theirs["loss"][0] > theirs["loss"][-1]
+    for key, tolerance in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3), ("val_accuracy", 1e-5)):
+        assert ours[key] == pytest.approx(theirs[key], rel=tolerance), f"{name}: {key}"
+    assert (Path(name) / "samples.txt").read_text() in (Path(reference) / "samples.txt").read_text()
+
+
+def test_sequences_divided_among_ranks_go_as_whole_ones(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(ranks, 1, {f"{model}-one": ["model.batch_size=4"] for model in MODELS})
+    half = ["train.max_iters=4", "optimizer.lr_decay_iters=8", "train.checkpoint_interval=4"]
+    train(ranks, 2, TWO | {"gpt-half": [*FSDP, "backend.cp=2", *half]})
+    for name in TWO:
+        compare(name)
+    train(
+        ranks,
+        4,
+        FOUR | {"gpt-resumed": [*FSDP, "model.batch_size=1", "optimizer.lr_decay_iters=8", "train.resume=gpt-half"]},
+    )
+    for name in FOUR:
+        compare(name)
+    compare("gpt-resumed", first=4)
