@@ -79,6 +79,7 @@ SMALL = [
     "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
     "optimizer.warmup_iters=1", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
+TEXT = ["model=writer", "data=sample", "train.sample_tokens=8", *SMALL[2:]]
 SCRIPT = """
 import json, sys
 import wordrun
@@ -119,10 +120,7 @@ def test_ddp_fsdp_and_deepspeed_train_it_like_one_process(ranks: Command) -> Non
         runs |= {f"zero{stage}": ["train.backend=deepspeed", f"backend.stage={stage}", "model.batch_size=8"]
                  for stage in (1, 3)}  # fmt: skip
     words = [[*SMALL, f"hydra.run.dir={name}", *more] for name, more in runs.items()]
-    text = ["model=writer", "data=sample", "train.sample_tokens=8", *SMALL[2:]]
-    words += [[*text, f"hydra.run.dir=text-{name}", *runs[name]] for name in runs if name != "again"]
-    alone = [[*kind, f"hydra.run.dir={name}", "model.batch_size=16"] for kind, name in ((SMALL, "one"), (text, "text"))]
-    one = ranks(1, "script.py", json.dumps(alone), under="fork")
+    one = ranks(1, "script.py", json.dumps([[*SMALL, "hydra.run.dir=one", "model.batch_size=16"]]), under="fork")
     two = ranks(2, "script.py", json.dumps(words), timeout=150)
     for done in (one, two):
         assert done.returncode == 0, done.stdout + done.stderr
@@ -130,9 +128,27 @@ def test_ddp_fsdp_and_deepspeed_train_it_like_one_process(ranks: Command) -> Non
     assert len(expected) == 12
     for name in runs:
         assert figures(name) == pytest.approx(expected, rel=1e-5), name
-        if name != "again":
-            assert figures(f"text-{name}") == pytest.approx(figures("text"), rel=1e-5), name
-            assert Path(f"text-{name}/samples.txt").read_text() == Path("text/samples.txt").read_text()
+
+
+TEXT_RUNS = {
+    "ddp": ["train.backend=DDP", "model.batch_size=4"],
+    "fsdp": ["train.backend=FSDP", "model.batch_size=8"],
+    "zero3": ["train.backend=deepspeed", "backend.stage=3", "model.batch_size=8"],
+}
+
+
+@pytest.mark.parametrize("names", ["ddp fsdp", "zero3"])
+def test_so_do_they_with_text_and_generate_the_same(ranks: Command, names: str) -> None:
+    if names == "zero3":
+        pytest.importorskip("deepspeed")
+    one = ranks(1, "script.py", json.dumps([[*TEXT, "hydra.run.dir=one", "model.batch_size=16"]]), under="fork")
+    words = [[*TEXT, f"hydra.run.dir={name}", *TEXT_RUNS[name]] for name in names.split()]
+    two = ranks(2, "script.py", json.dumps(words), timeout=150, under="mpiexec" if names == "zero3" else "fork")
+    for done in (one, two):
+        assert done.returncode == 0, done.stdout + done.stderr
+    for name in names.split():
+        assert figures(name) == pytest.approx(figures("one"), rel=1e-5), name
+        assert Path(name, "samples.txt").read_text() == Path("one/samples.txt").read_text()
 
 
 def test_what_it_does_not_say_is_refused_and_not_estimated(command: Command) -> None:

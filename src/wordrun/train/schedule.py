@@ -7,6 +7,7 @@ warm-up to the end of the decay, and the highest and lowest learning rate.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from wordrun.config import LinearScheduleConfig, OptimizerConfig, ScheduleConfig
 from wordrun.registry import part_of
@@ -33,11 +34,11 @@ def learning_rate(
         return checked_rate(part.load()(schedule, step - warmup, max(1, end - warmup), peak, lowest))
 
 
-def checked_rate(rate: float) -> float:
-    """Return ``rate``, or raise a ValueError if it is not a number."""
-    if not isinstance(rate, int | float) or not math.isfinite(rate):
+def checked_rate(rate: Any) -> float:
+    """Return ``rate`` as a float, or raise a ValueError if it is not a number."""
+    if not hasattr(rate, "__float__") or not math.isfinite(rate):
         raise ValueError(f"the learning rate is {rate!r}, not a number")
-    return rate
+    return float(rate)
 
 
 def cosine(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
