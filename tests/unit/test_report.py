@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from wordrun.arguments import parse
 from wordrun.errors import UserError
 from wordrun.report import cli, page
 from wordrun.report.cli import ReportConfig, runs_in
-from wordrun.report.figures import POINTS, thin
+from wordrun.report.figures import POINTS, Curve, Figure, draw, thin, ticks
 from wordrun.runs import ls, metrics, tail
 from wordrun.runs.record import find, in_use, load
 
@@ -151,6 +152,29 @@ def test_a_page_of_many_lines_stays_small(tmp_path: Path) -> None:
     assert len(x) <= POINTS + 1
     assert (min(low), max(high)) == (0, 6)
     assert min(mean) > 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 2.9e6, [0, 5e5, 1e6, 1.5e6, 2e6, 2.5e6]),
+        (-3, -1, [-3, -2.5, -2, -1.5, -1]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_a_figure_leaves_gaps_where_a_value_is_missing_and_escapes_its_labels() -> None:
+    curve = Curve([1, 2, 3, 4, 5], [1.0, 2.0, math.nan, 2.0, 1.0], "#123456", label="a<b")
+    svg = draw(Figure([curve, Curve([1], [7.0], "#654321", label="one")], "y", from_zero=True))
+    (line,) = re.findall(r'<path d="([^"]*)" stroke="#123456" stroke-width="1.5"', svg)
+    assert [len(part.split("L")) for part in line.split("M")[1:]] == [2, 2]
+    assert "a&lt;b" in svg
+    assert re.search(r'd="M[\d. ]+h0" stroke="#654321"', svg), "a single value is a dot"
+    for values in ([], [math.nan] * 2, [0.0, 0.0], [1e-30, 2e-30], [1e30, 1.0]):
+        assert "nan" not in draw(Figure([Curve(range(len(values)), values, "#123456")], "y", from_zero=True))
 
 
 def test_metrics_are_columns_with_gaps(tmp_path: Path) -> None:

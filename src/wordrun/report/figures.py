@@ -71,7 +71,7 @@ def draw(figure: Figure) -> str:
     legend, top = _legend([each for each in (*figure.curves, *figure.bands) if each.label])
     left, right = _range([x for path in paths for x in path.x], 0.02)
     low, high = _range([y for path in paths for y in path.y], 0.05)
-    if low > -0.1 * high and (figure.from_zero or figure.bands):
+    if (figure.from_zero or figure.bands) and not any(y < 0 for path in paths for y in path.y):
         low = 0.0
 
     def across(x: float) -> float:
