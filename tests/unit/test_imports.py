@@ -211,7 +211,7 @@ print([key for key in before if before[key] != after[key]])
 OF_LIBRARIES = {
     "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
     "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
-    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo",
+    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo", "exec_module", "COMM_WORLD",
 }  # fmt: skip
 OF_CONFIGS = {"composer", "plan.cli", "model.pretrained", "backend.native"}  # the last one: a model's compiled_loss
 

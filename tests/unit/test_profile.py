@@ -45,7 +45,21 @@ def test_torch_records_the_steps_of_its_schedule(small: Callable[..., list[str]]
     assert "<code>aten::mm</code>" in (folder / "summary.html").read_text()
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(
+@pytest.mark.parametrize("profiler", ["torch", "memory", "pyinstrument", "spans"])
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+    profiler: str, small: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    schedule = {"torch": "wait=0 warmup=1 active=1", "memory": "wait=0 warmup=1 active=1", "spans": "wait=1 active=1"}
+    options = [f"profiler.{option}" for option in schedule.get(profiler, "").split()]
+    words = small(f"profiler={profiler}", *options, "train.max_iters=4", "train.device=cpu")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("not a folder")
+    with wordrun.Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:
+        assert trainer.train().steps == 4
+    assert (tmp_path / "run" / "log.txt").read_text().count("cannot write the profile to") == 1
+
+
+def test_a_full_disk_does_not_end_the_run(
     small: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -55,7 +69,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(
     words = small("profiler=torch", "profiler.wait=0", "profiler.warmup=1", "profiler.active=1", "train.max_iters=4")
     with wordrun.Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:
         assert trainer.train().steps == 4
-    assert "cannot write the profile to" in (tmp_path / "run" / "log.txt").read_text()
+    assert "No space left on device; the run continues" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_memory_is_a_table_of_operations_on_cpus(small: Callable[..., list[str]], tmp_path: Path) -> None:

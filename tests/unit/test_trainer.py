@@ -204,7 +204,7 @@ def test_the_plot_marks_lines_with_more_spikes_than_before(tmp_path: Path) -> No
         lines += [{**line, "spike_score": None, "spikes": count}, line]
     sizes = []
     for some, rows in ((lines[::2], [1, 4]), (lines[1::2], [])):
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in some))
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in some) + '{"step": 6')
         assert metrics.read(tmp_path).spikes() == rows
         sizes.append(draw(tmp_path, "spikes")[0].read_bytes())
     assert sizes[0] != sizes[1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ class Profiler:
         path = self.folder / name
         return path.with_stem(f"{path.stem}-rank-{self.rank}") if self.rank else path
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """In a ``with`` block that writes files, log an error such as a full disk instead of raising it."""
+        try:
+            yield
+        except (OSError, RuntimeError, EOFError, ValueError) as error:  # torch does not say which file
+            LOGGER.warning("cannot write the profile to %s: %s; the run continues", self.folder, first_line(error))
+
     def __enter__(self) -> Profiler:
         self.start()
         return self
@@ -68,10 +77,11 @@ class PyinstrumentProfiler(Profiler):
     def stop(self) -> None:
         """Stop, and write the files."""
         self._sampler.stop()
-        html = self.file("pyinstrument.html")
-        html.write_text(self._sampler.output_html(), encoding="utf-8")
-        self.file("pyinstrument.txt").write_text(self._sampler.output_text(unicode=True), encoding="utf-8")
-        LOGGER.info("profile: %s", html)
+        with self.writing():
+            html = self.file("pyinstrument.html")
+            html.write_text(self._sampler.output_html(), encoding="utf-8")
+            self.file("pyinstrument.txt").write_text(self._sampler.output_text(unicode=True), encoding="utf-8")
+            LOGGER.info("profile: %s", html)
 
 
 class TorchProfiler(Profiler):
@@ -96,7 +106,7 @@ class TorchProfiler(Profiler):
 
         # A folder of traces alone, named by rank, is what HolisticTraceAnalysis opens; Perfetto opens each file.
         folder = self.folder / "traces"
-        try:
+        with self.writing():
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"rank-{self.rank}.json.gz"
             profile.export_chrome_trace(str(file))
@@ -105,10 +115,7 @@ class TorchProfiler(Profiler):
             self.file("summary.json").write_text(trace.as_json(summary), encoding="utf-8")
             html = self.file("summary.html")
             html.write_text(trace.as_html(summary, f"rank {self.rank}"), encoding="utf-8")
-        except (OSError, RuntimeError, EOFError, ValueError) as error:  # torch does not say which file
-            LOGGER.warning("cannot write the profile to %s: %s; the run continues", self.folder, first_line(error))
-            return
-        LOGGER.info("profile: %s; trace for ui.perfetto.dev: %s", html, file)
+            LOGGER.info("profile: %s; trace for ui.perfetto.dev: %s", html, file)
 
 
 class MemoryProfiler(Profiler):
@@ -152,16 +159,18 @@ class MemoryProfiler(Profiler):
 
     def _snapshot(self, name: str) -> None:
         self._written = True
-        file = self.file(name)
-        compat.dump_memory(file)
-        LOGGER.info("memory snapshot: %s (drop it on pytorch.org/memory_viz)", file)
+        with self.writing():
+            file = self.file(name)
+            compat.dump_memory(file)
+            LOGGER.info("memory snapshot: %s (drop it on pytorch.org/memory_viz)", file)
 
     def _table(self, profile: Any) -> None:
         averages = profile.key_averages(group_by_input_shape=False)
         table = averages.table(sort_by="self_cpu_memory_usage", row_limit=self.options.rows, max_name_column_width=60)
-        file = self.file("memory.txt")
-        file.write_text(table, encoding="utf-8")
-        LOGGER.info("memory by operation: %s", file)
+        with self.writing():
+            file = self.file("memory.txt")
+            file.write_text(table, encoding="utf-8")
+            LOGGER.info("memory by operation: %s", file)
 
 
 class SpansProfiler(Profiler):
@@ -212,13 +221,10 @@ class SpansProfiler(Profiler):
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
             for rank in chosen
         ]  # fmt: skip
-        try:
+        with self.writing():
             file = self.file("spans.json.gz")
             file.write_bytes(gzip.compress(json.dumps({"traceEvents": [*names, *events]}).encode()))
-        except OSError as error:
-            LOGGER.warning("cannot write the profile to %s: %s; the run continues", self.folder, error.strerror)
-            return
-        LOGGER.info("timeline of %d ranks, for ui.perfetto.dev: %s", len(chosen), file)
+            LOGGER.info("timeline of %d ranks, for ui.perfetto.dev: %s", len(chosen), file)
 
 
 def scheduled(options: Any, on_ready: Callable[[Any], None], **recorded: Any) -> Any:
