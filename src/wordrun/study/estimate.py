@@ -57,7 +57,7 @@ class Estimates:
         """
         file = self.folder / f"speeds{''.join(words)}.json"
         if not file.exists() and measure and not (self.args.no_calibrate or self.args.submit):
-            LOGGER.info("measuring how fast %s ranks compute and communicate", look(self.args, words)[1].np)
+            LOGGER.info("measuring how fast %d rank(s) compute and communicate", look(self.args, words)[1].np)
             command = [sys.executable, "-m", "wordrun.study.calibrate", str(file), *self.args.overrides]
             output = self.folder / "logs" / f"{file.stem}.txt"
             output.parent.mkdir(exist_ok=True)
