@@ -86,7 +86,7 @@ SAME = {
 }
 if importlib.util.find_spec("deepspeed"):
     SAME |= {
-        f"deepspeed-{stage}": ["train.backend=deepspeed", "model.batch_size=4", f"backend.stage={stage}", *MUP]
+        f"deepspeed-{stage}": ["train.backend=deepspeed", "model.batch_size=4", f"backend.stage={stage}"]
         for stage in (1, 3)
     }
 
@@ -189,7 +189,7 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
 def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 -> 2 -> 4 -> 1 ranks: DDP, padded FSDP, 3D, DDP; and from 1 straight into every other backend."""
     monkeypatch.chdir(tmp_path)
-    models = {"gpt": GPT, "llama": [*LLAMA, *MUP]}
+    models = {"gpt": GPT, "llama": LLAMA}
     muon = ["optimizer=muon", "optimizer.momentum_warmup=9"]
 
     def runs(name: str, source: str, step: int, backend: str, size: int, *more: str) -> dict[str, list[str]]:

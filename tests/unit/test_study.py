@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from wordrun.errors import ConfigError, UserError
-from wordrun.study import page, scaling
+from wordrun.study import page, runner, scaling
 from wordrun.study.cli import main
 from wordrun.study.points import DONE, FAILED, LAST, OWN, Point, Points, number
 
@@ -165,3 +169,64 @@ def test_mistakes_are_reported_before_anything_runs(
 def test_an_unknown_study(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["scalng"]) == 2
     assert "did you mean 'scaling'?" in capfd.readouterr().err
+
+
+def arguments(folder: Path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    runner.add_options(parser)
+    return parser.parse_args(["--out", str(folder), *words])
+
+
+def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [Point(f"p{i}", (f"x={i}",), ("-N", str(nodes))) for i, nodes in enumerate((1, 2, 3, 1))]
+    nodes = {("-N", str(n)): n for n in (1, 2, 3)} | {(): 3}
+    together = []
+
+    def look(args: argparse.Namespace, words: Sequence[str]) -> Any:
+        return SimpleNamespace(hosts=("a", "b", "c")), SimpleNamespace(nodes=nodes[tuple(words)])
+
+    def start(self: runner.Runner, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+        busy = [host for _, others in self.running.values() for host in others]
+        assert len(hosts) == nodes[point.launch]
+        assert not set(busy) & set(hosts)
+        together.append((point.name, len(busy)))
+        return subprocess.Popen(["sh", "-c", "exit 3"])
+
+    monkeypatch.setattr(runner, "look", look)
+    monkeypatch.setattr(runner.Runner, "_start", start)
+    with opened(tmp_path) as file:
+        assert runner.Runner(file, arguments(tmp_path), lambda point, run: {}).run(points)
+        assert {row["reason"] for row in file.rows.values()} == {"it printed nothing"}
+    assert together[:3] == [("p0", 0), ("p1", 1), ("p2", 0)]
+
+
+def test_jobs_are_submitted_once_and_collected_when_their_runs_have_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 17\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
+    words = ("--submit", "--launch=--scheduler slurm --walltime 0:10:00")
+
+    def run(*more: str) -> tuple[bool, dict[str, str]]:
+        with opened(tmp_path / "out") as file:
+            args = arguments(tmp_path / "out", *words, *more)
+            return runner.Runner(file, args, lambda point, run: {"speed": 3}).run([A]), file.rows["a"]
+
+    for more in ((), (), ("--retry-failed",)):
+        done, row = run(*more)
+        assert (done, row["state"], row["reason"]) == (False, "submitted", "job 17")
+    assert len(list((tmp_path / "outputs" / "jobs").glob("a-*.sh"))) == 2
+    folder = tmp_path / "out" / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"exit_reason": "finished", "world": {"size": 1, "nodes": 1, "hosts": ["n1"]}}')
+    done, row = run()
+    assert (done, row["state"], row["speed"], row["hosts"], row["run_dir"]) == (True, DONE, "3", "n1", "runs/a")
+
+
+def test_a_study_under_launch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORDRUN_LAUNCH_ID", "1")
+    with opened(tmp_path) as file, pytest.raises(ConfigError, match="a study starts launch itself"):
+        runner.Runner(file, arguments(tmp_path), lambda point, run: {})

@@ -12,7 +12,7 @@ from typing import Any
 
 from wordrun.checks import layout
 from wordrun.config import Config
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, UserError
 from wordrun.launch.request import Ranks
 from wordrun.log import LOGGER
 from wordrun.plan.cli import vocabulary
@@ -57,13 +57,16 @@ class Estimates:
         """
         file = self.folder / f"speeds{''.join(words)}.json"
         if not file.exists() and measure and not (self.args.no_calibrate or self.args.submit):
-            LOGGER.info("measuring how fast %s ranks compute and communicate", look(self.args, words)[1].np)
+            LOGGER.info("measuring how fast %d rank(s) compute and communicate", look(self.args, words)[1].np)
             command = [sys.executable, "-m", "wordrun.study.calibrate", str(file), *self.args.overrides]
             output = self.folder / "logs" / f"{file.stem}.txt"
-            output.parent.mkdir(exist_ok=True)
             whole = [*launch_command(self.args, words), *command]
-            with output.open("wb") as stream:
-                done = subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+            try:
+                output.parent.mkdir(exist_ok=True)
+                with output.open("wb") as stream:
+                    done = subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+            except OSError as error:
+                raise UserError(f"cannot write {output}: {error.strerror}") from None
             if done.returncode:
                 LOGGER.warning("no estimate of times: cannot measure the device, see %s", output)
         if not file.exists():
@@ -73,8 +76,9 @@ class Estimates:
 
     def of(self, cfg: Config, ranks: Ranks, on_cpu: bool, speeds: Speeds | None) -> dict[str, Any]:
         """Return the planned columns of a run with the options ``cfg``; empty if the plan does not cover it."""
-        default = least_dtype(cfg.train.dtype) if on_cpu else "bf16"
-        dtype = speeds.dtype if speeds else default if cfg.train.dtype == "auto" else cfg.train.dtype
+        asked = cfg.train.dtype
+        dtype = least_dtype(asked) if on_cpu else "bf16" if asked == "auto" else asked
+        dtype = speeds.dtype if speeds else dtype
         cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
         strategy = Strategy("point", cfg, layout(cfg.backend, ranks.np, ranks.ppn), (), on_cpu)
         kind, found = cfg.train.activation_checkpointing, {}

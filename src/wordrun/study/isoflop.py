@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wordrun import log
+from wordrun.checks import accumulation, layout
 from wordrun.composer import compose
 from wordrun.config import Config, TransformerConfig
 from wordrun.dist import World
@@ -56,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         with Points(args.out, "isoflop", VERSION, COLUMNS) as file:
             points = list(_points(args, file))
-            result = lambda row: f"validation loss {row['val_loss']}"  # noqa: E731
-            complete = Runner(file, args, measured, result).run(points)
+            runner = Runner(file, args, measured, lambda row: f"validation loss {row['val_loss']}")
+            complete = runner.run(points)
             rows = [file.rows[point.name] for point in points if point.name in file.rows]
             for path in isoflop_page.write(file.folder, rows, ["wordrun", "study", "isoflop", *argv]):
                 LOGGER.info("%s", path)
@@ -138,7 +139,7 @@ def _vocab_size(cfg: Config) -> int:
     size, source = vocabulary(cfg)
     if not source.startswith("assumed"):
         return size
-    from wordrun.prepare.obtain import obtain
+    from wordrun.prepare.obtain import obtain  # imports torch, too
 
     return obtain(cfg, World()).tokenizer.vocab_size
 
@@ -151,8 +152,7 @@ def _run_of(
     Raises:
         ConfigError: the budget is too small for the model.
     """
-    from wordrun.checks import accumulation, layout
-    from wordrun.model import meta_model
+    from wordrun.model import meta_model  # imports torch, which --help should not wait for
 
     model, at = meta_model(cfg.transformer, vocab_size), layout(cfg.backend, ranks, per_node)
     tokens = cfg.model.batch_size * at.dp * accumulation(cfg, at.dp) * cfg.transformer.block_size

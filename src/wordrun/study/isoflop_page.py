@@ -130,6 +130,7 @@ def _csv(found: Sequence[Budget]) -> str:
 
 def _draw(folder: Path, found: Sequence[Budget], law: PowerLaw | None) -> list[Path]:
     from matplotlib import colormaps
+    from matplotlib.ticker import LogLocator, NullLocator
 
     image, (left, right) = figure.panels(["loss of each size", "best size of each budget"], height=3.8, same_y=False)
     for number_, each in enumerate(found):
@@ -149,6 +150,10 @@ def _draw(folder: Path, found: Sequence[Budget], law: PowerLaw | None) -> list[P
     if law:
         _line(right, found, law)
     right.set(xscale="log", yscale="log", xlabel="budget C [FLOPs]", ylabel="best N")
+    for axis in (left.xaxis, right.xaxis, right.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e+0", "e").replace("e+", "e"))
+        axis.set_minor_locator(NullLocator())
     return figure.save(image, folder, "isoflop")
 
 
