@@ -117,7 +117,7 @@ from torch import nn
 from wordrun.config import GPTConfig
 from wordrun.model import GPT
 from wordrun.model.gpt import Attention
-from wordrun.model.transformer import Block
+from wordrun.model.block import Block
 
 
 @dataclass

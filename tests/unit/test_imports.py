@@ -53,16 +53,18 @@ MAY_USE: dict[str, set[str]] = {
     "config_images": {"sections", "validation"},
     "config": {"errors", "sections", "validation", "registry"},
     "ds_config": {"errors", "config"},
-    "checks": {"errors", "validation", "registry", "dist", "config", "ds_config"},
+    "choices": {"validation", "registry", "config"},
+    "checks": {"errors", "choices", "dist", "config", "ds_config"},
     "part_source": {"errors", "project", "registry", "config"},
     "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
     "launch": BASE,
     "data": CONFIG | {"compat"},
-    "model": CONFIG | {"compat", "kernels"},
+    "model": CONFIG | {"compat", "compat_context", "kernels"},
     "track": CONFIG | {"runs"},
     "runs": {"errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
     "compat": {"errors"},
+    "compat_context": set(),
     "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat"},
     "backend": PARALLEL | {"checkpoint", "compat"},
     "prepare": CONFIG | {"data"},
@@ -70,7 +72,7 @@ MAY_USE: dict[str, set[str]] = {
     "train": PARALLEL
     | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},
     "sweep": CONFIG | {"launch", "runs", "train"},
-    "bandwidth": PARALLEL | {"version"},
+    "bandwidth": PARALLEL | {"version", "compat_context"},
     "bandwidth_files": set(),
     "test_dist": PARALLEL | {"bandwidth", "bandwidth_files"},
     "probe": PARALLEL,
@@ -212,6 +214,7 @@ OF_LIBRARIES = {
     "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
     "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
     "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo", "exec_module", "COMM_WORLD",
+    "_compiled_call_impl",
 }  # fmt: skip
 OF_CONFIGS = {"composer", "plan.cli", "model.pretrained", "backend.native"}  # the last one: a model's compiled_loss
 

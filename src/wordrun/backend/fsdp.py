@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +19,7 @@ from wordrun.backend.native import NativeBackend
 from wordrun.checks import context_attention
 from wordrun.config import FSDPConfig
 from wordrun.dist.mesh import AXES
+from wordrun.model import Transformer
 from wordrun.model.context import Context
 
 
@@ -44,7 +45,7 @@ class FSDPBackend(NativeBackend):
         self.context = self._context(spec)
         for part in self.parts:
             if self.context:
-                part.context = self.context  # type: ignore[assignment]
+                cast("Transformer", part).divide_sequences(self.context)
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     compat.time_collectives(module, self.timer)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wordrun import compat
+from wordrun import compat_context
 from wordrun.model.attention import Mask, causal_attention, document_mask
 
 
@@ -59,7 +59,7 @@ class Context:
     def whole(self, x: Tensor) -> Tensor:
         """Return the whole of which ``x`` (B, T, ...) is this rank's part, (B, n T, ...), without gradients."""
         gathered = x.new_empty(self.size, *x.shape)
-        compat.all_gather_single(gathered.flatten(0, 1), x.contiguous(), group=self.group)
+        compat_context.all_gather_single(gathered.flatten(0, 1), x.contiguous(), group=self.group)
         return self.in_order(gathered.transpose(0, 1).flatten(1, 2), dim=1)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
@@ -221,8 +221,8 @@ class _Block:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention (B, N, queries, H), and the logarithm of the denominators of its softmax."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        if self.mask is None and compat.has_flash_attention(q):
-            return compat.flash_attention(q, k, v, causal=self.causal, scale=self.scale)
+        if self.mask is None and compat_context.has_flash_attention(q):
+            return compat_context.flash_attention(q, k, v, causal=self.causal, scale=self.scale)
         scores = self._scores(q, k)
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)  # of queries without a key
@@ -234,8 +234,10 @@ class _Block:
         """Return the gradients of queries, keys and values; ``out`` and ``lse`` are of the attention to all keys."""
         shared = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-        if self.mask is None and compat.has_flash_attention(q):
-            dq, dk, dv = compat.flash_attention_backward(d_out, q, k, v, out, lse, causal=self.causal, scale=self.scale)
+        if self.mask is None and compat_context.has_flash_attention(q):
+            dq, dk, dv = compat_context.flash_attention_backward(
+                d_out, q, k, v, out, lse, causal=self.causal, scale=self.scale
+            )
         else:
             weights = torch.exp(self._scores(q, k) - lse[..., None])
             dv = weights.type_as(v).mT @ d_out
@@ -258,7 +260,7 @@ class _Block:
 def _gather(kv: Tensor, context: Context) -> list[tuple[int, Tensor]]:
     """Return the parts of all ranks like ``kv``, with the number of the rank."""
     parts = kv.new_empty(context.size, *kv.shape)
-    compat.all_gather_single(parts.flatten(0, 1), kv, group=context.group)
+    compat_context.all_gather_single(parts.flatten(0, 1), kv, group=context.group)
     return list(enumerate(parts.unbind()))
 
 
@@ -266,7 +268,7 @@ def _gather_gradients(kv: Tensor, context: Context, of_part: Callable[[int, Tens
     """Return the gradient of this rank's ``kv``: the sum of what all ranks compute by ``of_part``, in fp32."""
     gradients = torch.stack([of_part(source, part) for source, part in _gather(kv, context)])
     total = torch.empty_like(gradients[0])
-    compat.reduce_scatter_single(total, gradients.flatten(0, 1), group=context.group)
+    compat_context.reduce_scatter_single(total, gradients.flatten(0, 1), group=context.group)
     return total
 
 

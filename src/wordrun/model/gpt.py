@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from wordrun.config import GPTConfig
 from wordrun.model import mup
 from wordrun.model.attention import Mask
+from wordrun.model.block import Block
 from wordrun.model.cache import KVCache
 from wordrun.model.context import Context, attention, positions_of
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import LayerNorm
-from wordrun.model.transformer import Block, Transformer
+from wordrun.model.transformer import Transformer
 
 
 class Attention(nn.Module):

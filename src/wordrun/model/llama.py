@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from wordrun.config import LlamaConfig
 from wordrun.model import mup
 from wordrun.model.attention import Mask
+from wordrun.model.block import Block
 from wordrun.model.cache import KVCache
 from wordrun.model.context import Context, attention
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import RMSNorm
-from wordrun.model.transformer import Block, Transformer
+from wordrun.model.transformer import Transformer
 
 TRAINED_LENGTH = 8192
 """Context length in tokens of Llama 3, which rope_factor extends."""

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from wordrun.config import ModernConfig
 from wordrun.model import llama
+from wordrun.model.block import Block
 from wordrun.model.cache import KVCache
 from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
-from wordrun.model.transformer import Block
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"relu2": lambda x: x * F.relu(x), "gelu": F.gelu}  # on a CPU, the gradient of square() takes 10 times as long

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,52 +17,12 @@ from torch import Tensor, nn
 from wordrun import compat, kernels
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
-from wordrun.model.attention import Mask, document_mask
+from wordrun.model.attention import document_mask
 from wordrun.model.base import Model, Rows
+from wordrun.model.block import Block, TokenBatch
 from wordrun.model.cache import KVCache
 from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
-
-    def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm_1, self.attention = norm_1, attention
-        self.norm_2, self.mlp = norm_2, mlp
-
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Any) -> Tensor:
-        """Return the residual stream after this block.
-
-        Args:
-            x: (B, T, C), like the result.
-            cache: KV cache of earlier tokens; the keys and values of ``x`` are appended.
-            mask: which tokens attend to which, from ``document_mask`` or ``context``; None: causal attention.
-            additions: further arguments of this block's attention.
-        """
-        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
-        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
-
-
-class TokenBatch(Protocol):
-    """The parts of a batch that a transformer uses."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """(B, T) int64."""
-
-    @property
-    def targets(self) -> Tensor:
-        """(B, T) the next tokens."""
-
-    @property
-    def documents(self) -> Tensor | None:
-        """(B, T) document number of each token, if attention must stay within documents."""
-
-    @property
-    def scale(self) -> Tensor | None:
-        """By what the mean loss of each sequence is multiplied, () or (B,); None: 1."""
 
 
 class Transformer(Model):
@@ -111,6 +71,10 @@ class Transformer(Model):
         self.tie()
         if cfg.lora_rank:
             lora.adapt(self, self.blocks, cfg)
+
+    def divide_sequences(self, context: Context) -> None:
+        """Train and evaluate on this rank's part of each sequence."""
+        self.context = context
 
     def add_embedding(self) -> None:
         """Add the modules that ``embed`` uses, including ``tokens``."""
