@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -48,6 +49,11 @@ def _missing(tier: str) -> str | None:
 
         return None if torch.accelerator.is_available() else "an accelerator that torch finds"
     return None
+
+
+# On a busy machine any example may take longer than the 200 ms that Hypothesis allows.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
