@@ -244,21 +244,29 @@ def _keys(composed: DictConfig) -> Iterator[str]:
 def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | None, per_node: int | None) -> list[str]:
     """Return a message for every override that cannot be applied, and for every other problem."""
     problems: list[str] = []
-    good: list[str] = []
     try:
         base = _compose([], tree)
     except REFUSALS:
         is_ours = isinstance(cause, ConfigError)
         return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"]
+    good: list[str] = []
     # Hydra's search path first, since it adds files, then file selections, since they add options.
-    for override in sorted(
+    rest = sorted(
         overrides, key=lambda o: (not _name(o).startswith("hydra"), "/" not in _name(o), _name(o) not in GROUPS)
-    ):
-        try:
-            base = _compose([*good, override], tree)
-            good.append(override)
-        except REFUSALS as error:
-            problems.append(_translate(override, error, base))
+    )
+    while rest:
+        # Bisection: the first ``count`` of the rest can be applied, and the first ``refused`` cannot.
+        count, tried, refused = 0, len(rest), len(rest) + 1
+        while count + 1 < refused:
+            try:
+                base, count = _compose([*good, *rest[:tried]], tree), tried
+            except REFUSALS as error:
+                refused, why = tried, error
+            tried = (count + refused) // 2
+        good += rest[:count]
+        if count < len(rest):
+            problems.append(_translate(rest[count], why, base))
+        rest = rest[refused:]
     if not problems:
         return [first_line(cause)]
     try:

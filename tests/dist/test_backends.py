@@ -158,7 +158,7 @@ TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
 FOUR = "model.n_layer=4"
 # Half as far: enough where a setting changes how the same sums are made.
 SHORT = ["train.max_iters=10", "train.eval_interval=5"]
-# Each with one micro-step and with two, and the whole way.
+# GPT the whole way, with one micro-step and with two, which is for backends to handle; others with two, half as far.
 BOTH = {
     "ddp": ["train.backend=DDP", "backend.bucket_cap_mb=1"],
     "fsdp": ["train.backend=FSDP"],
@@ -224,7 +224,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    ones = {f"{model}-one": words for model, words in MODELS.items()}
+    ones = {"gpt-one": MODELS["gpt"]}
     ones |= {f"{model}-one-short": [*words, *SHORT] for model, words in MODELS.items()}
     ones |= {f"{model}-four-short": [*words, FOUR, *SHORT] for model, words in MODELS.items()}
     ones |= {"muon-one": [*MUON], "mup-one": MUP}
@@ -234,14 +234,14 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     for model, words in MODELS.items():
         for name, more in (BOTH | VARIANTS[model]).items():
             shares = 1 if name.startswith(("tp", "pp")) else 2
-            for gas in (1, 2) if name in BOTH else (1,) if name == "ddp-static" else (2,):
+            for gas in (1, 2) if name in BOTH and model == "gpt" else (1,) if name == "ddp-static" else (2,):
                 run = f"{model}-{name}-{gas}"
                 runs[run] = [*more, *words, f"model.batch_size={8 // shares // gas}"]
                 references[run] = f"{model}-one"
                 if name.removeprefix("pp-") in INTERLEAVED:
                     runs[run].append(FOUR)
                     references[run] = f"{model}-four"
-                if name not in BOTH:
+                if name not in BOTH or model != "gpt":
                     runs[run] += SHORT
                     references[run] += "-short"
     for name, more in BOTH.items():
@@ -272,9 +272,11 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     assert first["loss"] != exact["loss"]
     assert rounded["loss"] == pytest.approx(exact["loss"], rel=1e-3), "gradients sent in bf16"
     assert rounded["loss"] != exact["loss"]
-    for model in (*MODELS, "muon"):
-        one = torch.load(home / f"{model}-one" / "found.pt", weights_only=False)["ranks"][0]
-        for each in torch.load(home / f"{model}-fsdp-1" / "found.pt", weights_only=False)["ranks"]:
+    for model, one_rank, two_ranks in (
+        *((model, f"{model}-one-short", f"{model}-fsdp-2") for model in MODELS), ("muon", "muon-one", "muon-fsdp-1"),
+    ):  # fmt: skip
+        one = torch.load(home / one_rank / "found.pt", weights_only=False)["ranks"][0]
+        for each in torch.load(home / two_ranks / "found.pt", weights_only=False)["ranks"]:
             for what in ("parameters", "gradients", "states"):
                 assert each[what] == pytest.approx(one[what] / 2, rel=0.02), f"{model}: {what}"
 
@@ -343,6 +345,7 @@ def test_no_rank_ever_holds_the_whole_model(ranks: Any, tmp_path: Path) -> None:
 
 DYING = """
 import sys
+from pathlib import Path
 import wordrun
 from wordrun import dist
 
@@ -352,6 +355,7 @@ with dist.session() as world:
 
     def dying_step(*args):
         if trainer.step == 2 and world.rank == 1:
+            Path("died").touch()
             raise RuntimeError("a rank that dies")
         return step(*args)
 
@@ -369,9 +373,8 @@ def test_a_rank_that_dies_ends_the_job(backend: str, under: str, ranks: Any, tmp
     (tmp_path / "text.txt").write_text(TEXT * 60)
     (tmp_path / "dying.py").write_text(DYING)
     words = [*SMALL, *MODELS["gpt"], f"train.backend={backend}", "model.batch_size=4", "hydra.run.dir=run"]
-    begin = time.monotonic()
     done = ranks(2, "dying.py", *words, under=under)
     assert done.returncode != 0
     assert done.stderr.count("RuntimeError: a rank that dies") == 1
     assert "[rank 1] failed on host" in done.stderr
-    assert time.monotonic() - begin < 60
+    assert time.time() - (tmp_path / "died").stat().st_mtime < 60

@@ -150,8 +150,24 @@ def start(start: Start) -> Iterator[Start]:
     for job in jobs:
         job.kill()
         job.wait()
-        for status_dir in Path(os.environ.get("TMPDIR") or "/tmp").glob(f"wordrun-launch-{job.pid}-*"):
+        for status_dir in status_dirs(job):
             shutil.rmtree(status_dir)  # a killed launch cannot
+
+
+def status_dirs(job: subprocess.Popen[str]) -> list[Path]:
+    return list(Path(os.environ.get("TMPDIR") or "/tmp").glob(f"wordrun-launch-{job.pid}-*"))
+
+
+def stop(job: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send a signal to stop and wait until launch has passed it on: two at once would be one."""
+    (mark,) = (status_dir / "stopped" for status_dir in status_dirs(job))
+    mark.unlink(missing_ok=True)
+    job.send_signal(number)
+    end = time.monotonic() + 60
+    while not mark.exists():
+        assert job.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def wait_for(job: subprocess.Popen[str], text: str, times: int) -> str:
@@ -164,7 +180,7 @@ def wait_for(job: subprocess.Popen[str], text: str, times: int) -> str:
     return seen
 
 
-def finish(job: subprocess.Popen[str], timeout: float = 30) -> tuple[str, str]:
+def finish(job: subprocess.Popen[str], timeout: float = 40) -> tuple[str, str]:
     return job.communicate(timeout=timeout)
 
 
@@ -181,7 +197,7 @@ def left_over(mark: str) -> list[str]:
     return found
 
 
-def gone(mark: str, within: float = 5.0) -> bool:
+def gone(mark: str, within: float = 30.0) -> bool:
     end = time.monotonic() + within
     while left_over(mark) and time.monotonic() < end:
         time.sleep(0.05)
@@ -357,10 +373,9 @@ def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path, start: Start
     path = script(tmp_path, SAVING.replace("sleep(0.5)", "sleep(50)"))
     job = start(tmp_path, "-n", "2", "python", path)
     wait_for(job, "ready", 2)
-    for _ in range(2):
-        job.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-    _, err = finish(job, 10)
+    stop(job, signal.SIGTERM)
+    job.send_signal(signal.SIGTERM)
+    _, err = finish(job)
     assert job.returncode == 143, err
     assert gone(path)
 
@@ -369,10 +384,9 @@ def test_a_second_ctrl_c_is_not_followed_by_what_shells_say(tmp_path: Path, star
     deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready', flush=True); time.sleep(50)"
     job = start(tmp_path, "-n", "2", "python", "-c", deaf)
     wait_for(job, "ready", 2)
-    for _ in range(2):
-        job.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    _, err = finish(job, 10)
+    stop(job, signal.SIGINT)
+    job.send_signal(signal.SIGINT)
+    _, err = finish(job)
     assert job.returncode == 130, err
     assert "Terminated" not in err
 
@@ -381,10 +395,9 @@ def test_third_ctrl_c_kills(tmp_path: Path, start: Start) -> None:
     path = script(tmp_path, STUBBORN)
     job = start(tmp_path, "-n", "2", "python", path, "root")
     wait_for(job, "ready", 4)
-    for _ in range(3):
-        assert job.poll() is None
-        job.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+    stop(job, signal.SIGINT)
+    stop(job, signal.SIGINT)
+    job.send_signal(signal.SIGINT)
     finish(job)
     assert job.returncode == 130
     assert gone(path)

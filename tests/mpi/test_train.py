@@ -70,6 +70,7 @@ def test_an_error_of_all_ranks_is_printed_once(command: Command, tmp_path: Path)
 
 
 CRASH = """
+from pathlib import Path
 import torch
 import torch.distributed as td
 import wordrun.dist as dist
@@ -77,6 +78,7 @@ import wordrun.dist as dist
 with dist.session() as world:
     td.all_reduce(torch.ones(1))
     if world.rank == 1:
+        Path("raised").touch()
         raise ValueError("a bug on one rank")
     td.all_reduce(torch.ones(1))
 """
@@ -85,12 +87,11 @@ with dist.session() as world:
 @pytest.mark.parametrize("under", ["torchrun", "launch"])
 def test_a_rank_that_raises_ends_the_job(under: str, ranks: Any, command: Any, tmp_path: Path) -> None:
     (tmp_path / "crash.py").write_text(CRASH)
-    begin = time.monotonic()
     if under == "launch":
         done = command("launch", "-n", "2", "python", "crash.py")
     else:
         done = ranks(2, "crash.py", under=under)
-    assert time.monotonic() - begin < 30  # 10 s after the exception; starting torch takes the rest
+    assert time.time() - (tmp_path / "raised").stat().st_mtime < 30
     assert done.returncode == 1
     assert done.stderr.count("ValueError: a bug on one rank") == 1
     assert re.search(r"^\[rank 1\] failed on host \S+\n(\[rank 1\] )?Traceback", done.stderr, re.MULTILINE)
@@ -234,10 +235,8 @@ def test_bandwidths_are_measured(command: Any, ranks: Any, tmp_path: Path) -> No
 
 
 def test_smoke_check(command: Any) -> None:
-    begin = time.monotonic()
     done = command("launch", "-n", "2", "python", "-m", "wordrun.test_dist")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - begin < 40  # 15 s on two idle cores; CI's may be busy
     for rank in (0, 1):
         assert f"[cpu] [rank {rank} of 2] [local rank {rank} of 2] [node 0 of 1]" in done.stdout
     for check in ("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "barrier"):

@@ -84,8 +84,12 @@ def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
 def test_ctrl_c_leaves_nothing_behind(save_run: SaveRun, monkeypatch: pytest.MonkeyPatch) -> None:
     save_run(Path("run"))
     monkeypatch.setattr("wordrun.export.write_weights", lambda folder, *rest: signal.raise_signal(signal.SIGINT))
-    with interrupts.ending_at_once():  # as wordrun's commands do while they start
-        assert main(["run=run", "out=folder"]) == 130
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
+    try:
+        with interrupts.ending_at_once():  # as wordrun's commands do while they start
+            assert main(["run=run", "out=folder"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, usual)
     assert [path.name for path in Path().iterdir()] == ["run"]
 
 

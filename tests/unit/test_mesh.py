@@ -48,7 +48,7 @@ def test_one_axis_takes_the_rest(layout: Layout, axis: str) -> None:
 
 def test_aurora() -> None:
     """10,624 nodes of 12 tiles: 127,488 ranks, each of which looks at its own groups alone."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     layout = resolve(127_488, 12, {"pp": 8, "replicate": -1, "shard": 16, "tp": 12})
     assert layout == Layout(pp=8, replicate=83, shard=16, tp=12)
     for rank in range(0, layout.size, 997):
@@ -56,7 +56,7 @@ def test_aurora() -> None:
         assert {axis: len(group) for axis, group in groups.items()} == dict(zip(AXES, layout.shape, strict=True))
         assert all(rank in group for group in groups.values())
         assert {peer // 12 for peer in groups["tp"]} == {rank // 12}, "a tensor-parallel group is one node"
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
 
 
 def test_a_thousand_ranks() -> None:
