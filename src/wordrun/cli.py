@@ -73,4 +73,4 @@ def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
     title = "wordrun trains language models, and your own, on laptops and clusters alike."
     usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]"
-    return "\n".join([title, usage, "", "Commands (wordrun COMMAND --help):", *lines, ""])
+    return "\n".join([title, usage, "Commands (wordrun COMMAND --help):", *lines, ""])
