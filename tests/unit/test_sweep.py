@@ -18,8 +18,9 @@ from wordrun.composer import compose
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Options
+from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
+from wordrun.launch.submit import Origin, script
 from wordrun.sweep import grid, part, search
 from wordrun.sweep.folder import Sweep
 from wordrun.sweep.jobs import together
@@ -149,6 +150,17 @@ def test_a_part_of_a_node_has_its_cores_threads_and_devices() -> None:
     assert part.devices({}, 0, 0, 2) == {}
 
 
+def test_points_in_a_pbs_job_name_their_hosts_and_are_warned_before_its_end() -> None:
+    """PBS sends no signal before the time limit, and knows no steps."""
+    wanted = LauncherOptions(nodes=1, ppn=4, args="--walltime-margin 60")
+    job = host(2, 4, 4, scheduler="pbs")
+    places = divide(wanted, job, decide_ranks(parse([*wanted.ranks(), "x"]), job), threads_given=False)
+    options = [parse(place.words(wanted, Path("hosts"))) for place in places]
+    assert [Path(str(each.hostfile)).read_text() for each in options] == ["n1\n", "n2\n"]
+    assert [(each.walltime_margin, each.launcher_args) for each in options] == [(60.0, ())] * 2
+    assert parse(places[0].words(LauncherOptions(), Path("hosts"))).walltime_margin == 120
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_part_has_its_own_cores() -> None:
     show = "import os; print(sorted(os.sched_getaffinity(0)))"
@@ -274,7 +286,10 @@ def test_a_job_of_several_points_has_their_nodes() -> None:
     ],
 )
 def test_a_sweep_in_a_job_is_not_run_as_ranks(words: list[str], expected: bool) -> None:
-    assert Options(command=tuple(words)).sweeps is expected
+    options = parse(["--submit", "-N", "2", "--walltime", "1:00:00", "--", *words])
+    assert options.sweeps is expected
+    text = script(options, UNKNOWN, SCHEDULERS["slurm"], Origin("/", "/no/venv", ""), "id")
+    assert (shlex.join(words) in text.splitlines()) is expected
 
 
 # Pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 from rich.live import Live
@@ -22,10 +22,14 @@ SHOWN = 30
 class Progress:
     """What is shown while a sweep runs; used as a context manager."""
 
-    def __init__(self, sweep: Sweep, pool: Pool, metric: str = "val_loss", *, higher: bool = False) -> None:
-        self.sweep, self.pool, self.metric, self.higher = sweep, pool, metric, higher
+    def __init__(
+        self, sweep: Sweep, pool: Pool, metric: str = "val_loss", *, higher: bool = False, keys: Collection[str] = ()
+    ) -> None:
+        """Show ``metric``, and of the overrides those of ``keys``, or those that not all points share."""
+        self.sweep, self.pool, self.metric, self.higher, self.keys = sweep, pool, metric, higher, keys
         self.states: dict[int, str] = {}
         self.seconds: dict[int, float] = {}
+        self._varied: dict[int, tuple[str, ...]] = {}
         self._live: Live | None = None
         self._drawn = 0.0
 
@@ -60,7 +64,12 @@ class Progress:
 
     def varied(self, point: Point) -> tuple[str, ...]:
         """Return what is different from other points."""
-        return self.sweep.varied()[self.sweep.points.index(point)]
+        if self.keys:
+            return tuple(word for word in point.overrides if word.partition("=")[0] in self.keys)
+        if len(self._varied) != len(self.sweep.points):
+            numbers = (each.number for each in self.sweep.points)
+            self._varied = dict(zip(numbers, self.sweep.varied(), strict=True))
+        return self._varied[point.number]
 
     def value(self, point: Point) -> str:
         """Return the point's best value, for people to read."""
@@ -79,7 +88,6 @@ class Progress:
         for name in ("point", "state", "time", f"best {self.metric}", "overrides"):
             table.add_column(name, overflow="fold", justify="left" if name in ("state", "overrides") else "right")
         begun = {each.point.number: each.begun for each in self.pool.running}
-        varied = dict(zip((point.number for point in self.sweep.points), self.sweep.varied(), strict=True))
         listed = self.sweep.points if points is None else points
         shown = [*sorted(listed, key=lambda point: point.number not in begun)][:SHOWN] if points is None else listed
         for point in sorted(shown, key=lambda point: point.number) if points is None else shown:
@@ -91,7 +99,7 @@ class Progress:
             best = None if state == "waiting" else point.best(self.metric, higher=self.higher)
             table.add_row(
                 str(point.number), Text(state, style=STYLES.get(state, "")), clock,
-                "" if best is None else f"{best:.4f}", Text(" ".join(varied[point.number])),
+                "" if best is None else f"{best:.4f}", Text(" ".join(self.varied(point))),
             )  # fmt: skip
         if points is None and len(listed) > SHOWN:
             table.caption = f"{len(listed) - SHOWN} more points"
