@@ -134,13 +134,13 @@ def test_points_are_placed_on_disjoint_nodes_or_parts_of_them() -> None:
 
 
 def test_a_part_of_a_node_has_its_cores_threads_and_devices() -> None:
-    wanted = LauncherOptions(np=2)
+    wanted = LauncherOptions(np=2, args="--launcher-args '-v -v'")
     job = host(1, 4, 4)
     places = divide(wanted, job, decide_ranks(parse(["-n", "2", "x"]), job), threads_given=False)
     words = places[1].words(wanted, Path("hosts"))
     assert words[:2] == ["-n", "2"]
     assert words[-4:] == [sys.executable, "-m", "wordrun.sweep.part", "1/2"]
-    assert parse(words).launcher_args == ("--overlap",)
+    assert parse(words).launcher_args == ("-v", "-v", "--overlap")
     assert dict(parse(words).env) == {"OMP_NUM_THREADS": "2"}
     assert Path(str(parse(words).hostfile)).read_text() == "n1\n"
     assert part.share(list("01234567"), 1, 2) == list("4567")

@@ -49,7 +49,8 @@ class Place:
             file.write_text("".join(f"{host}\n" for host in self.hosts), encoding="utf-8")
             words += ["--hostfile", str(file.absolute())]
         if self.overlap:
-            words += ["--launcher-args", "--overlap"]
+            given = parse([*shlex.split(options.args), "--", "wordrun"]).launcher_args
+            words += ["--launcher-args", shlex.join([*given, "--overlap"])]
         if self.threads:
             words += ["--env", f"OMP_NUM_THREADS={self.threads}"]
         part = [sys.executable, "-m", "wordrun.sweep.part", f"{self.part}/{self.parts}"] if self.parts > 1 else []
