@@ -7,12 +7,17 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import freeze as freezing
 from wordrun.launch.freeze import freeze
+from wordrun.train.cli import main
+
+if TYPE_CHECKING:
+    from conftest import Words
 
 
 @pytest.fixture
@@ -104,3 +109,13 @@ def test_a_copy_that_cannot_be_written_is_one_error(project: Path) -> None:
     (project / "outputs" / "j").write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot copy the code to .*: Not a directory; --no-freeze"):
         freeze(str(project / "outputs" / "j"), str(project), "", {})
+
+
+def test_a_run_in_the_copy_is_outputs_latest(project: Path, small: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = freeze(str(project / "outputs" / "j"), str(project), "", {})
+    assert frozen
+    monkeypatch.chdir(frozen.cwd)
+    monkeypatch.setenv("WORDRUN_CODE", frozen.record)
+    assert main(small("train.max_iters=1", "train.checkpoint_interval=0", "hydra.run.dir=outputs/data/run")) == 0
+    assert (project / "outputs" / "latest").resolve() == project / "outputs" / "data" / "run"
+    assert (project / "outputs" / "latest" / "run.json").exists()

@@ -18,8 +18,9 @@ from wordrun.composer import compose
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Options
+from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
+from wordrun.launch.submit import Origin, script
 from wordrun.sweep import grid, part, search
 from wordrun.sweep.folder import Sweep
 from wordrun.sweep.jobs import together
@@ -133,13 +134,13 @@ def test_points_are_placed_on_disjoint_nodes_or_parts_of_them() -> None:
 
 
 def test_a_part_of_a_node_has_its_cores_threads_and_devices() -> None:
-    wanted = LauncherOptions(np=2)
+    wanted = LauncherOptions(np=2, args="--launcher-args '-v -v'")
     job = host(1, 4, 4)
     places = divide(wanted, job, decide_ranks(parse(["-n", "2", "x"]), job), threads_given=False)
     words = places[1].words(wanted, Path("hosts"))
     assert words[:2] == ["-n", "2"]
     assert words[-4:] == [sys.executable, "-m", "wordrun.sweep.part", "1/2"]
-    assert parse(words).launcher_args == ("--overlap",)
+    assert parse(words).launcher_args == ("-v", "-v", "--overlap")
     assert dict(parse(words).env) == {"OMP_NUM_THREADS": "2"}
     assert Path(str(parse(words).hostfile)).read_text() == "n1\n"
     assert part.share(list("01234567"), 1, 2) == list("4567")
@@ -147,6 +148,17 @@ def test_a_part_of_a_node_has_its_cores_threads_and_devices() -> None:
     assert part.devices({}, 4, 1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "2,3"}
     assert part.devices({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 4, 0, 2)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert part.devices({}, 0, 0, 2) == {}
+
+
+def test_points_in_a_pbs_job_name_their_hosts_and_are_warned_before_its_end() -> None:
+    """PBS sends no signal before the time limit, and knows no steps."""
+    wanted = LauncherOptions(nodes=1, ppn=4, args="--walltime-margin 60")
+    job = host(2, 4, 4, scheduler="pbs")
+    places = divide(wanted, job, decide_ranks(parse([*wanted.ranks(), "x"]), job), threads_given=False)
+    options = [parse(place.words(wanted, Path("hosts"))) for place in places]
+    assert [Path(str(each.hostfile)).read_text() for each in options] == ["n1\n", "n2\n"]
+    assert [(each.walltime_margin, each.launcher_args) for each in options] == [(60.0, ())] * 2
+    assert parse(places[0].words(LauncherOptions(), Path("hosts"))).walltime_margin == 120
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -274,7 +286,10 @@ def test_a_job_of_several_points_has_their_nodes() -> None:
     ],
 )
 def test_a_sweep_in_a_job_is_not_run_as_ranks(words: list[str], expected: bool) -> None:
-    assert Options(command=tuple(words)).sweeps is expected
+    options = parse(["--submit", "-N", "2", "--walltime", "1:00:00", "--", *words])
+    assert options.sweeps is expected
+    text = script(options, UNKNOWN, SCHEDULERS["slurm"], Origin("/", "/no/venv", ""), "id")
+    assert (shlex.join(words) in text.splitlines()) is expected
 
 
 # Pages

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from wordrun.errors import REQUEUE, ConfigError, UserError
@@ -41,7 +42,7 @@ def launch(
     """
     # A job that SLURM has requeued, or the next one of a chain, continues the sweep.
     if os.environ.get("WORDRUN_RESUME") and Sweep.load(folder):
-        options.resume = True
+        options = replace(options, resume=True)
     sweep = Sweep.create(folder, command, options)
     points = [sweep.find(overrides) or sweep.add(overrides, subdir(overrides, sweep.number())) for overrides in batch]
     if options.submit:
@@ -63,7 +64,7 @@ def run(sweep: Sweep, points: Sequence[Point], found: Sequence[places.Place]) ->
     print(f"sweep {sweep.dir}: {len(todo)} point{'s' * (len(todo) != 1)}, {at_once} at the same time{done}", flush=True)
     with Pool(sweep, found) as pool:
         progress = Progress(sweep, pool)
-        progress.states |= {number: state for number, state in states.items() if state in ("finished", "running")}
+        progress.states.update({number: state for number, state in states.items() if state in ("finished", "running")})
         with progress:
             while pool.running or (todo and not pool.ending):
                 while todo and pool.free and not pool.ending:

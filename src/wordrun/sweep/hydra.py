@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.sweep import grid
@@ -85,8 +85,8 @@ def subdirs(context: HydraContext, config: DictConfig) -> Callable[[Sequence[str
 
     def subdir(overrides: Sequence[str], number: int) -> str:
         point = context.config_loader.load_sweep_config(config, list(overrides))
-        with open_dict(point):
-            point.hydra.job.id = point.hydra.job.num = number
+        for key in ("hydra.job.id", "hydra.job.num"):
+            OmegaConf.update(point, key, number, force_add=True)
         return str(point.hydra.sweep.subdir)
 
     return subdir

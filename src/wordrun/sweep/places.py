@@ -12,8 +12,9 @@ from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.planner import look_around
-from wordrun.launch.request import Ranks
+from wordrun.launch.request import Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.submit import MARGIN_S
 from wordrun.sweep.options import LauncherOptions
 
 
@@ -31,6 +32,8 @@ class Place:
     """OMP_NUM_THREADS for a part of a node."""
     overlap: bool = False
     """Whether srun has to be told that steps share a node."""
+    warns: bool = False
+    """Whether launch has to warn the ranks before the time limit, since the scheduler does not."""
 
     def words(self, options: LauncherOptions, folder: Path) -> list[str]:
         """Return launch's options that start a point here; ``folder`` is for a file with the hosts.
@@ -38,14 +41,16 @@ class Place:
         Raises:
             OSError: the file cannot be written.
         """
-        words = [*options.ranks(), *shlex.split(options.args)]
+        warning = ["--walltime-margin", f"{MARGIN_S:g}"] if self.warns else []
+        words = [*options.ranks(), *warning, *shlex.split(options.args)]
         if self.hosts:
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"{self.number}"
             file.write_text("".join(f"{host}\n" for host in self.hosts), encoding="utf-8")
             words += ["--hostfile", str(file.absolute())]
         if self.overlap:
-            words += ["--launcher-args", "--overlap"]
+            given = parse([*shlex.split(options.args), "--", "wordrun"]).launcher_args
+            words += ["--launcher-args", shlex.join([*given, "--overlap"])]
         if self.threads:
             words += ["--env", f"OMP_NUM_THREADS={self.threads}"]
         part = [sys.executable, "-m", "wordrun.sweep.part", f"{self.part}/{self.parts}"] if self.parts > 1 else []
@@ -83,9 +88,10 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
         threads_given: whether the user has exported OMP_NUM_THREADS.
     """
     most = options.parallel
+    warns = not (job.is_local or SCHEDULERS[job.scheduler].sends_warning(Options()))
     if ranks.nodes > 1:
         starts = range(0, len(job.hosts) - ranks.nodes + 1, ranks.nodes)
-        places = [Place(at, job.hosts[start : start + ranks.nodes]) for at, start in enumerate(starts)]
+        places = [Place(at, job.hosts[start : start + ranks.nodes], warns=warns) for at, start in enumerate(starts)]
         return places[:most]
     hosts = job.hosts
     slots = min(job.slots) if any(job.devices) or not job.is_local else 1
@@ -98,7 +104,7 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
     return [
         Place(
             at, () if job.is_local and len(hosts) == 1 else (host,), part, parts, threads,
-            parts > 1 and job.scheduler == "slurm",
+            parts > 1 and job.scheduler == "slurm", warns,
         )
         for at, (part, host) in enumerate(pairs[:most])
     ]  # fmt: skip

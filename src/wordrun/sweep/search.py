@@ -201,7 +201,7 @@ class Search:
         )  # fmt: skip
         looked = 0.0
         with Pool(self.sweep, found) as pool:
-            progress = Progress(self.sweep, pool, self.options.metric, higher=self.higher)
+            progress = Progress(self.sweep, pool, self.options.metric, higher=self.higher, keys=self.space)
             for trial in self.study.get_trials(deepcopy=False, states=tuple(STATES)):
                 progress.states[trial.user_attrs.get("point", -1)] = STATES[trial.state]
             progress.states.pop(-1, None)

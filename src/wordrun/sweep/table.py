@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from datetime import timedelta
 
 from rich.live import Live
@@ -16,16 +16,20 @@ from wordrun.sweep.pool import Ended, Pool
 
 STYLES = {"running": "green", "failed": "red", "stopped": "yellow", "pruned": "yellow"}
 SHOWN = 30
-"""Most points in the table."""
+"""Most points in the table while they run."""
 
 
 class Progress:
     """What is shown while a sweep runs; used as a context manager."""
 
-    def __init__(self, sweep: Sweep, pool: Pool, metric: str = "val_loss", *, higher: bool = False) -> None:
-        self.sweep, self.pool, self.metric, self.higher = sweep, pool, metric, higher
+    def __init__(
+        self, sweep: Sweep, pool: Pool, metric: str = "val_loss", *, higher: bool = False, keys: Collection[str] = ()
+    ) -> None:
+        """Show ``metric``, and of the overrides those of ``keys``, or those that not all points share."""
+        self.sweep, self.pool, self.metric, self.higher, self.keys = sweep, pool, metric, higher, keys
         self.states: dict[int, str] = {}
         self.seconds: dict[int, float] = {}
+        self._varied: dict[int, tuple[str, ...]] = {}
         self._live: Live | None = None
         self._drawn = 0.0
 
@@ -33,7 +37,7 @@ class Progress:
         """Draw the table, on a terminal."""
         screen = console()
         if screen.is_terminal:
-            self._live = Live(self.table(), console=screen, auto_refresh=False, transient=True)
+            self._live = Live(self.table(SHOWN), console=screen, auto_refresh=False, transient=True)
             self._live.start()
         return self
 
@@ -60,7 +64,12 @@ class Progress:
 
     def varied(self, point: Point) -> tuple[str, ...]:
         """Return what is different from other points."""
-        return self.sweep.varied()[self.sweep.points.index(point)]
+        if self.keys:
+            return tuple(word for word in point.overrides if word.partition("=")[0] in self.keys)
+        if len(self._varied) != len(self.sweep.points):
+            numbers = (each.number for each in self.sweep.points)
+            self._varied = dict(zip(numbers, self.sweep.varied(), strict=True))
+        return self._varied[point.number]
 
     def value(self, point: Point) -> str:
         """Return the point's best value, for people to read."""
@@ -71,18 +80,18 @@ class Progress:
         """Bring the table up to date, once per second."""
         if self._live and time.monotonic() - self._drawn > 1:
             self._drawn = time.monotonic()
-            self._live.update(self.table(), refresh=True)
+            self._live.update(self.table(SHOWN), refresh=True)
 
-    def table(self, points: Sequence[Point] | None = None) -> Table:
-        """Return the table of ``points`` (default: those of the sweep, the first ones left out if there are many)."""
-        table = Table(box=None, pad_edge=False, header_style="bold")
+    def table(self, most: int) -> Table:
+        """Return the table of at most ``most`` points, the running ones first of all."""
+        begun = {each.point.number: each.begun for each in self.pool.running}
+        points = sorted(self.sweep.points, key=lambda point: point.number not in begun)[:most]
+        left_out = len(self.sweep.points) - len(points)
+        more = f"{left_out} more points" if left_out else None
+        table = Table(box=None, pad_edge=False, header_style="bold", caption=more)
         for name in ("point", "state", "time", f"best {self.metric}", "overrides"):
             table.add_column(name, overflow="fold", justify="left" if name in ("state", "overrides") else "right")
-        begun = {each.point.number: each.begun for each in self.pool.running}
-        varied = dict(zip((point.number for point in self.sweep.points), self.sweep.varied(), strict=True))
-        listed = self.sweep.points if points is None else points
-        shown = [*sorted(listed, key=lambda point: point.number not in begun)][:SHOWN] if points is None else listed
-        for point in sorted(shown, key=lambda point: point.number) if points is None else shown:
+        for point in sorted(points, key=lambda point: point.number):
             state = self.states.get(point.number, "waiting")
             seconds = self.seconds.get(point.number)
             if point.number in begun:
@@ -91,16 +100,14 @@ class Progress:
             best = None if state == "waiting" else point.best(self.metric, higher=self.higher)
             table.add_row(
                 str(point.number), Text(state, style=STYLES.get(state, "")), clock,
-                "" if best is None else f"{best:.4f}", Text(" ".join(varied[point.number])),
+                "" if best is None else f"{best:.4f}", Text(" ".join(self.varied(point))),
             )  # fmt: skip
-        if points is None and len(listed) > SHOWN:
-            table.caption = f"{len(listed) - SHOWN} more points"
         return table
 
     def summary(self) -> str:
         """Print the final table, and the failed points with their directories."""
         screen = console()
-        screen.print(self.table(self.sweep.points))
+        screen.print(self.table(len(self.sweep.points)))
         failed = [point for point in self.sweep.points if self.states.get(point.number) == "failed"]
         for point in failed:
             where = point.dir if (point.dir / "run.json").exists() else point.log

@@ -330,7 +330,7 @@ def _adopt_launch_record(path: Path) -> None:
 
 def _point_latest_at(path: Path) -> None:
     """Point outputs/latest at this run, if it is below outputs/."""
-    outputs = Path("outputs").absolute()
+    outputs = Path("outputs").resolve()  # a link in a submitted job's copy of the code
     if outputs not in path.parents:
         return
     try:

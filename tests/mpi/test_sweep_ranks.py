@@ -1,0 +1,30 @@
+"""A sweep whose points have several ranks each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+SMALL = (
+    "data=sample", "tracker=jsonl", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "model.batch_size=2", "train.global_batch_size=4", "train.max_iters=2", "train.eval_interval=1",
+    "train.eval_iters=1", "train.device=cpu", "train.dtype=fp32",
+)  # fmt: skip
+
+
+def test_each_point_is_a_launch_of_two_ranks(command: Command, tmp_path: Path) -> None:
+    sweep = ("-m", *SMALL, "train.seed=1,2", "hydra/launcher=wordrun", "hydra.launcher.np=2", "hydra.sweep.dir=s")
+    done = command("wordrun", *sweep, timeout=170)
+    logs = "\n".join(path.read_text() for path in tmp_path.glob("s/*.log"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
+    records = [json.loads((tmp_path / "s" / str(point) / "launch.json").read_text()) for point in range(2)]
+    assert [record["np"] for record in records] == [2, 2]
+    assert [record["exit_status"] for record in records] == [0, 0]
+    assert len({record["run_id"] for record in records}) == 2
+    values = [row.split()[3] for row in done.stdout.splitlines() if row.split()[1:2] == ["finished"] and "seed" in row]
+    assert len(values) == 2
+    assert min(map(float, values)) > 0
