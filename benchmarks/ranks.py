@@ -160,7 +160,7 @@ def owners(ranks: int) -> dict[str, float]:
 
     grids = [Grid((WIDTH, WIDTH), (Cut(0, ranks, 1),))] * (6 * LAYERS)
     with mock.patch.multiple(
-        owners.dist, get_process_group_ranks=lambda _: range(ranks), get_rank=lambda _: ranks // 2
+        torch.distributed, get_process_group_ranks=lambda _: range(ranks), get_rank=lambda _: ranks // 2
     ):
         seconds, _ = timed(lambda: owners.assign(grids, [1.0] * len(grids), "", torch.float32, torch.device("cpu")))
     return {"assign_s": seconds}
