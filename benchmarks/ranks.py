@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,13 @@ def clients(pipe: Any, port: int, ranks: int, count: int) -> None:
     """Be ``count`` clients of the store at ``port``."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    def connect(_: int) -> Any:
+        return TCPStore("127.0.0.1", port, ranks, False, timeout=timedelta(seconds=300))
+
     mine: list[Any] = []
     acts: dict[str, Callable[[], Any]] = {
-        "connect": lambda: mine.extend(TCPStore("127.0.0.1", port, ranks, False, timeout=timedelta(seconds=300))
-                                       for _ in range(count)),
+        # At the same time, as ranks do: torch looks the address up in the DNS before each connection.
+        "connect": lambda: mine.extend(ThreadPoolExecutor(count).map(connect, range(count))),
         "compressed": lambda: [each.get("compressed") for each in mine],
         "config": lambda: [each.get("config") for each in mine],
         "arrive": lambda: [each.add("here", 1) for each in mine],
