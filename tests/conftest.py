@@ -51,11 +51,14 @@ def _missing(tier: str) -> str | None:
 
 
 def pytest_configure() -> None:
-    """Start every process with the usual reactions to signals.
+    """Start every process with the usual reactions to signals, and with the usual buffering.
+
+    Unbuffered, ``print`` writes its arguments one by one, and under a plain mpiexec lines of several ranks mix.
 
     Under nohup, or in the background of a script, we ignore SIGHUP or SIGINT, and so would all that we start. A handler
     does as little, and a started process does not inherit it.
     """
+    os.environ.pop("PYTHONUNBUFFERED", None)
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda number, frame: None)

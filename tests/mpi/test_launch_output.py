@@ -51,6 +51,15 @@ if MPI.COMM_WORLD.rank == 1:
 time.sleep(30)
 """
 
+LATE_MPIEXEC = """#!/bin/sh
+[ "$1" = -n ] || exec echo HYDRA  # asked for its version
+trap 'signalled=1' INT
+touch waiting
+while [ -z "$signalled" ]; do sleep 0.02; done
+shift 2
+PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 "$@"
+"""
+
 
 def record(folder: Path) -> dict[str, Any]:
     (path,) = (folder / "state/wordrun/launches").iterdir()
@@ -263,6 +272,23 @@ def test_ctrl_c_at_any_moment_is_one_line(launcher: str, after_s: float, start: 
     assert "Traceback" not in "\n".join(lines)
     assert not [line for line in lines if line.startswith(("[mpiexec", "W1", "Abort", "="))]
     assert early or len(own) == 1, lines
+
+
+def test_ctrl_c_before_the_launcher_starts_a_rank(start: Start, tmp_path: Path) -> None:
+    """Hydra loses a signal that arrives while it starts: its ranks would run, though the user has pressed Ctrl-C."""
+    fake = tmp_path / "bin" / "mpiexec"
+    fake.parent.mkdir()
+    fake.write_text(LATE_MPIEXEC)
+    fake.chmod(0o755)
+    own_first = "import sys; sys.prefix = '.'; from wordrun.launch.cli import main; sys.exit(main())"
+    words = (sys.executable, "-c", own_first, "--launcher", "hydra", "-n", "2", "touch", tmp_path / "begun")
+    job = start(*words, cwd=tmp_path, start_new_session=True)
+    while not (tmp_path / "waiting").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    status, lines = interrupted(job, 0.0)
+    assert status == 130, lines
+    assert not (tmp_path / "begun").exists()
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line(start: Start, tmp_path: Path) -> None:

@@ -145,6 +145,13 @@ def test_a_rank_that_has_saved_does_not_fail_for_its_launcher(tmp_path: Path) ->
     assert rank_env(env, "sh", "-c", "exit 75").returncode == 75
 
 
+def test_does_not_begin_after_a_signal_to_stop(tmp_path: Path) -> None:
+    env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_STATUS_DIR": str(tmp_path)}
+    (tmp_path / "stopped").touch()
+    run = rank_env(env, "echo", "begun")
+    assert (run.returncode, run.stdout) == (130, "")
+
+
 def test_replaces_itself_by_the_command_without_a_status_folder() -> None:
     env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra"}
     with subprocess.Popen(

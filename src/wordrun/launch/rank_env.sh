@@ -61,10 +61,14 @@ export TORCHELASTIC_RESTART_COUNT="${TORCHELASTIC_RESTART_COUNT:-0}" TORCHELASTI
 # shell stays to report its rank's. Signals reach the entire group; it waits for the command to act on them.
 trap : HUP INT TERM USR2 ABRT
 [ -n "${WORDRUN_IGNORE_USR1-}" ] || trap : USR1
+run() { # in a subshell, where these signals end it: launch writes the file before it forwards a signal to stop
+  [ ! -e "$WORDRUN_STATUS_DIR/stopped" ] || exit 130
+  exec "$@"
+}
 if [ -p "$WORDRUN_STATUS_DIR/$RANK.err" ]; then # pipes of its own, so that lines of different ranks do not mix
-  "$@" >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err"
+  (run "$@") >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err"
 else
-  "$@"
+  (run "$@")
 fi
 status=$?
 [ "$status" -eq 0 ] && exit 0

@@ -153,7 +153,13 @@ class Supervisor:
             self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
 
     def deliver(self, number: int) -> None:
-        """Forward a signal to the command or to every rank, once."""
+        """Forward a signal to the command or to every rank, once.
+
+        The launcher may lose one that arrives while it starts the ranks, so rank_env.sh looks for the file ``stopped``.
+        """
+        if number in STOPPING and self.status_dir:
+            with contextlib.suppress(OSError):
+                open(os.path.join(self.status_dir, "stopped"), "w").close()
         try:
             self.plan.launcher.send(number, self.child.pid, self.plan.job, self.plan.decided.step)
         except (OSError, subprocess.SubprocessError) as error:
