@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import subprocess
 import sys
@@ -95,6 +96,8 @@ def store(ranks: int) -> dict[str, float]:
     from wordrun.dist import rendezvous, values
     from wordrun.dist.world import World
 
+    # torch looks up the name of an address before it connects: what that costs depends on the DNS alone.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     config = values.dumps(wordrun.compose(["data=sample"]))
     context = multiprocessing.get_context("spawn")
     pipes = []
