@@ -119,14 +119,9 @@ def store(ranks: int) -> dict[str, float]:
 
         return timed(round_trip, time.perf_counter)[0]
 
-    import zlib
-
     found = {"connect_s": everywhere("connect")}
     server.set("config", config)
-    server.set("compressed", zlib.compress(config))
-    found |= {"config_bytes": len(config), "sent_bytes": len(zlib.compress(config))}
-    found["share_s"], found["share_uncompressed_s"] = everywhere("compressed"), everywhere("config")
-    found["arrive_s"] = everywhere("arrive")
+    found |= {"config_bytes": len(config), "share_s": everywhere("config"), "arrive_s": everywhere("arrive")}
     assert server.add("here", 0) == ranks - 1
     server.set("end", b"")
     found["look_s"] = everywhere("look")
@@ -145,7 +140,6 @@ def clients(pipe: Any, port: int, ranks: int, count: int) -> None:
     acts: dict[str, Callable[[], Any]] = {
         # At the same time, as ranks do: torch looks the address up in the DNS before each connection.
         "connect": lambda: mine.extend(ThreadPoolExecutor(count).map(connect, range(count))),
-        "compressed": lambda: [each.get("compressed") for each in mine],
         "config": lambda: [each.get("config") for each in mine],
         "arrive": lambda: [each.add("here", 1) for each in mine],
         "look": lambda: [each.check(["end"]) for each in mine],
