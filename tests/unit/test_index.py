@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from wordrun.checkpoint import grid as grids, index, shards
+from wordrun.checkpoint import grid as grids, index, shards, sums
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.checkpoint.grid import Cut, Grid
 from wordrun.checkpoint.shards import TensorShard
@@ -86,6 +86,23 @@ def test_a_file_is_everyones(tmp_path: Path) -> None:
     shards.write(tmp_path, [TensorShard("weight", torch.Size([2]), (0,), torch.ones(2))])
     assert load_file(tmp_path / "shards-00000.safetensors")["weight"].equal(torch.ones(2))
     assert (tmp_path / "shards-00000.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_any_changed_byte_of_a_file_is_noticed(tmp_path: Path) -> None:
+    """Also in the header, and a file that was cut or has grown."""
+    weight = torch.randn(3, 2)
+    shards.write(tmp_path, [TensorShard("weight", weight.shape, (0, 0), weight)])
+    file = tmp_path / "shards-00000.safetensors"
+    whole = file.read_bytes()
+    assert sums.problem(file) == sums.problem(file, content=False) == ""
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert file.name in sums.problem(file), at
+    for other in (whole[:-1], whole + b"0", whole[:20], b""):
+        file.write_bytes(other)
+        assert file.name in sums.problem(file, content=False)
+    file.unlink()
+    assert sums.problem(file) == f"{file.name}: No such file or directory"
 
 
 def test_two_stages_may_have_the_same_buffer(tmp_path: Path) -> None:
