@@ -10,19 +10,15 @@ import contextlib
 import functools
 import importlib
 import inspect
-import logging
 import sys
-import traceback
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 
-from wordrun.errors import ConfigError, UserError, unpickling_problem
+from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,18 +30,6 @@ PRODUCTS = (
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
 CPU_SHARES_HEADS = torch.__version__ >= "2.9"
 """Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materialises the weights instead."""
-DEEPSPEED = {
-    "deepspeed.comm.torch": ("build_shm_op",),
-    "deepspeed.comm.comm": ("cdb",),
-    "deepspeed.utils.groups": ("_release_process_group_references",),
-}
-"""DeepSpeed internals that ``quiet_deepspeed`` and ``restore_after_deepspeed`` replace or call, by module."""
-DEEPSPEED_STATE = {
-    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
-    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
-    "deepspeed.utils.tensor_fragment": ("fragment_address",),
-}
-"""The classes in DeepSpeed's checkpoints, by module; they only hold data."""
 UNCOMPILED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of optimizers that torch's compiler leaves alone."""
 DISABLED = "__dynamo_disable"
@@ -241,72 +225,6 @@ def ddp_without_compiler() -> Iterator[None]:
 def release_reducer(replica: Any) -> None:
     """Release DistributedDataParallel's process group; harmless if torch has renamed the attributes."""
     replica.reducer = replica.logger = None
-
-
-def quiet_deepspeed() -> None:
-    """Stop DeepSpeed from compiling an optional op at startup and from warning at each step.
-
-    If the names are missing, it compiles a shared-memory all-reduce if it finds a compiler, which takes minutes once.
-    """
-    _replace("deepspeed.comm.torch", "build_shm_op", lambda: None)
-    # torch 2.13 renamed two collectives; DeepSpeed uses the old names, which still work.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-
-
-def is_op_build_error(error: Exception) -> bool:
-    """Return whether DeepSpeed failed to compile an op; False if its modules have moved: users see the traceback."""
-    return any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
-
-
-def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
-    """Quieten DeepSpeed's log, and make ``undo`` revert the engine's global changes.
-
-    These are torch's ``F.linear`` and DeepSpeed's process group handles. If a version lacks the handles, a second run
-    in the same process may fail; the first does not need them.
-    """
-    logger = logging.getLogger("DeepSpeed")
-    undo.callback(logger.setLevel, logger.level)
-    logger.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return "untested optimizer" not in record.getMessage()  # our tests compare them with one process
-
-    logger.addFilter(is_news)
-    undo.callback(logger.removeFilter, is_news)
-    undo.callback(setattr, F, "linear", F.linear)
-    undo.callback(_replace, "deepspeed.comm.comm", "cdb", None)
-    groups = importlib.import_module("deepspeed.utils.groups")
-    undo.callback(getattr(groups, "_release_process_group_references", lambda: None))
-
-
-@contextlib.contextmanager
-def deepspeed_reads_data_only() -> Iterator[None]:
-    """Let torch.load read nothing but tensors, plain values and DeepSpeed's own state, whatever its arguments.
-
-    DeepSpeed asks for everything that a pickle may contain, including code. If a version keeps further classes in its
-    checkpoints, reading one fails with an error that names them; add them to ``DEEPSPEED_STATE``.
-    """
-    real: Any = torch.load
-    known = [getattr(importlib.import_module(module), n) for module, names in DEEPSPEED_STATE.items() for n in names]
-
-    def load(file: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return real(file, *args, **{**options, "weights_only": True})
-        except Exception as error:  # pickle, zip and the file system have their own
-            raise UserError(f"{file} cannot be read: {unpickling_problem(error)}") from None
-
-    _replace("torch", "load", load)
-    try:
-        with torch.serialization.safe_globals(known):
-            yield
-    finally:
-        _replace("torch", "load", real)
-
-
-def _replace(module: str, name: str, value: Any) -> None:
-    found = importlib.import_module(module)
-    if hasattr(found, name):
-        setattr(found, name, value)
 
 
 def sync_batch_norm(module: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Its collectives send nothing, so most values are arbitrary; shapes, bytes and wh
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ SMALL = [
 ]  # fmt: skip
 PIPELINE = ["train.backend=3D", "model.n_layer=8", "backend.pp=8", "backend.shard=2048", "backend.tp=8"]
 WIDEST = {
-    "DDP": (["train.backend=DDP", "model.n_layer=1"], [0, RANKS - 1]),
+    "DDP": (["train.backend=DDP", "model.n_layer=1"], [RANKS - 1]),
     "HSDP": (["train.backend=FSDP", "model.n_layer=1", "backend.replicate=64", "optimizer=lion"], [RANKS - 1]),
     "TP": (["train.backend=TP", "model.n_layer=1", "backend.tp=8", "backend.shard=2048", "backend.replicate=8",
-            "optimizer=muon"], [0, RANKS - 1]),
+            "optimizer=muon"], [0]),
     "PP": (["train.backend=PP", "model.n_layer=8", "backend.pp=8", "optimizer=sgd"], [RANKS // 2]),
     "3D": (PIPELINE, [0, RANKS // 2 + 1029, RANKS - 1]),
 }  # fmt: skip
@@ -157,6 +158,9 @@ def plan(words: list[str], rank: int) -> tuple[dict[str, float], bool]:
 @pytest.mark.parametrize("name", WIDEST)
 def test_a_rank_of_the_widest_layout(name: str, ranks: Any, tmp_path: Path) -> None:
     """It steps, clips, saves and loads in memory and files that do not grow with the number of ranks."""
+    stages = importlib.import_module("torch.distributed.pipelining.stage")
+    if name in ("PP", "3D") and not hasattr(stages, "_StageForwardMeta"):
+        pytest.skip("before version 2.13, torch's stages tell each other their shapes in another way")
     (tmp_path / "script.py").write_text(SCRIPT)
     words, numbers = [*SMALL, *WIDEST[name][0]], WIDEST[name][1]
     for rank in numbers:

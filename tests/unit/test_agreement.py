@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from wordrun.dist import agreement
+from wordrun.dist import agreement, rendezvous
 from wordrun.dist.agreement import Agreement
 from wordrun.dist.world import World
 from wordrun.errors import WorldError
@@ -62,3 +62,17 @@ def test_a_rank_alone_agrees_with_itself() -> None:
     alone = Agreement(World(), 1)
     assert alone.meet("full", 3) == ("full", [3])
     assert alone.meet() == ("", [])
+
+
+def test_rank_0_has_room_for_a_connection_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 5000)]
+    monkeypatch.setattr(rendezvous.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(rendezvous.resource, "setrlimit", lambda _, both: limits.append(both))
+    rendezvous._allow_connections(World(size=100))
+    assert limits == [(1024, 5000)]
+    rendezvous._allow_connections(World(size=2000))
+    assert limits.pop() == (2512, 5000)
+    rendezvous._allow_connections(World(size=4900))
+    assert limits.pop() == (5000, 5000), "fewer than usual, but enough"
+    with pytest.raises(WorldError, match=r"may open 5000 files, but 100000 ranks connect to it: raise the hard limit"):
+        rendezvous._allow_connections(World(size=100_000, hosts=("a",)))

@@ -49,6 +49,23 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
             4,
             "needs a multiple of backend.pp=4 micro-batches in a step, not 1",
         ),
+        (
+            ["train.backend=FSDP", "backend.cp=3", "model.n_head=3", "model.n_embd=96"],
+            3,
+            "model.block_size=64 is not divisible by 6: backend.cp=3 divides each sequence",
+        ),
+        (
+            ["train.backend=FSDP", "backend.cp=4", "backend.cp_attention=heads", "model.n_head=2"],
+            4,
+            "model.n_head=2 over backend.cp=4 x backend.tp=1 = 4 ranks: use backend.cp_attention=ring",
+        ),
+        (
+            ["train.backend=FSDP", "backend.cp=4", "model.n_head=2", "model.dropout=0.1"],
+            4,
+            "model.dropout=0.1 needs the attention weights of whole sequences, which backend.cp_attention=ring never",
+        ),
+        (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
+        (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),
         (["train.backend=3D"], 6, "backend.pp=2 x backend.tp=2 = 4 does not fit 6 ranks"),
         (["train.backend=FSDP", "train.dtype=fp16"], 4, "train.dtype=fp16 needs a loss scaler"),
         (["train.backend=FSDP", "backend.reduce_dtype=fp8"], 4, "backend.reduce_dtype=fp8 should be one of fp32, bf16"),
@@ -69,7 +86,8 @@ def test_a_clear_message(words: list[str], ranks: int, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["backend.shard=2", "backend.tp=2", "train.compile=true", "train.activation_checkpointing=full"]
+    "key",
+    ["backend.shard=2", "backend.cp=2", "backend.tp=2", "train.compile=true", "train.activation_checkpointing=full"],
 )
 def test_what_zero_bubble_schedules_do_not_support(key: str) -> None:
     words = ("train.backend=PP", "backend.pp=2", "backend.schedule=InterleavedZeroBubble", key)
@@ -88,7 +106,7 @@ def test_all_problems_together() -> None:
 
 def test_tensor_parallel_groups_fit_into_nodes() -> None:
     cfg = wordrun.compose(["data=sample", "train.backend=TP"], ranks=8, per_node=4)
-    assert layout(cfg.backend, 8, 4).shape == (1, 1, 2, 4)
+    assert layout(cfg.backend, 8, 4).shape == (1, 1, 2, 1, 4)
     assert "backend.tp=8 would span nodes" in problems(
         "train.backend=TP", "backend.tp=8", "model.n_head=8", ranks=8, per_node=4
     )

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import wordrun
-from wordrun import backend, compat, dist
+from wordrun import backend, compat, compat_deepspeed, dist
 from wordrun.backend import BackendSpec
 from wordrun.checks import check
 from wordrun.config import SCHEDULES
@@ -108,13 +108,13 @@ def test_a_limit_on_instructions_counts(command: Command) -> None:
     not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'"
 )
 def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
-    for module, names in (compat.DEEPSPEED | compat.DEEPSPEED_STATE).items():
+    for module, names in (compat_deepspeed.DEEPSPEED | compat_deepspeed.DEEPSPEED_STATE).items():
         for name in names:
             found = hasattr(importlib.import_module(module), name)
             assert found, f"{module} has no {name} any more: mend wordrun.compat's functions for DeepSpeed"
     linear = F.linear
     with contextlib.ExitStack() as undo:
-        compat.restore_after_deepspeed(undo, rank=0)
+        compat_deepspeed.restore_after_deepspeed(undo, rank=0)
         F.linear = lambda *args: None  # type: ignore[assignment]
     assert F.linear is linear
 
@@ -172,7 +172,7 @@ def test_optimizers_find_the_compiler_once_it_is_imported(command: Command) -> N
     script = """
 import sys
 import torch
-from wordrun import compat
+from wordrun import compat, compat_deepspeed
 
 def make():
     weight = torch.nn.Parameter(torch.ones(2))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from wordrun.checkpoint import index, shards
+from wordrun.checkpoint import grid as grids, index, shards, sums
 from wordrun.checkpoint.folder import DamagedError
+from wordrun.checkpoint.grid import Cut, Grid
 from wordrun.checkpoint.shards import TensorShard
 from wordrun.dist.mesh import Layout
 
@@ -83,6 +86,23 @@ def test_a_file_is_everyones(tmp_path: Path) -> None:
     shards.write(tmp_path, [TensorShard("weight", torch.Size([2]), (0,), torch.ones(2))])
     assert load_file(tmp_path / "shards-00000.safetensors")["weight"].equal(torch.ones(2))
     assert (tmp_path / "shards-00000.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_any_changed_byte_of_a_file_is_noticed(tmp_path: Path) -> None:
+    """Also in the header, and a file that was cut or has grown."""
+    weight = torch.randn(3, 2)
+    shards.write(tmp_path, [TensorShard("weight", weight.shape, (0, 0), weight)])
+    file = tmp_path / "shards-00000.safetensors"
+    whole = file.read_bytes()
+    assert sums.problem(file) == sums.problem(file, content=False) == ""
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert file.name in sums.problem(file), at
+    for other in (whole[:-1], whole + b"0", whole[:20], b""):
+        file.write_bytes(other)
+        assert file.name in sums.problem(file, content=False)
+    file.unlink()
+    assert sums.problem(file) == f"{file.name}: No such file or directory"
 
 
 def test_two_stages_may_have_the_same_buffer(tmp_path: Path) -> None:
@@ -165,6 +185,75 @@ def test_nothing_larger_than_the_files_is_allocated(tmp_path: Path) -> None:
         DamagedError, match=r"a\.safetensors is too small for the 1,000,000,000,000 bytes of its shards"
     ):
         index.load(tmp_path)
+
+
+DIVIDED: dict[str, Any] = {"dtype": "float32", "shape": [4, 2], "first": 0, "cuts": [[0, 2, 1]]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("cuts", [[0, 4, 1]], r"weight is torch.float32 \[2, 2\], not .* \[1, 2\]"),
+        ("cuts", [[1, 2, 1]], r"shards-00000.safetensors: weight is torch.float32 \[2, 2\], not .* \[4, 1\]"),
+        ("cuts", [[2, 2, 1]], "weight is not divided like this"),
+        ("cuts", [[0, 0, 1]], "weight is not divided like this"),
+        ("cuts", [[0, 2**40, 1]], "weight is not divided like this"),
+        ("cuts", [[0, 2, 2**40]], "weight is not divided like this"),
+        ("cuts", [[0, 2, -1]], "contains an invalid size"),
+        ("cuts", [[0, 2, 0]], "weight is not divided like this"),
+        ("cuts", [[0, 2, 1]] * 4, "weight is not divided like this"),
+        ("cuts", [0], "is not a list of sizes"),
+        ("cuts", [[0]], "Cut"),
+        ("cuts", 7, "not iterable"),
+        ("first", 1, "shards-00002.safetensors: No such file"),
+        ("first", 2**40, "weight is not divided like this"),
+        ("padded", [3, 2], "does not fit its padded shape"),
+        ("padded", [4], "does not fit its padded shape"),
+        ("padded", [9, 2], r"weight is torch.float32 \[2, 2\], not .* \[4, 2\]"),
+        ("shape", [2**40, 2], "has the shape"),
+    ],
+)  # fmt: skip
+def test_a_wrong_division_is_refused(name: str, value: Any, said: str, tmp_path: Path) -> None:
+    weight = torch.randn(4, 2)
+    for rank in range(2):
+        half = weight[2 * rank : 2 * rank + 2]
+        shards.write(tmp_path, [TensorShard("weight", weight.shape, (2 * rank, 0), half)], rank, {})
+    (tmp_path / "tensors.json").write_text(json.dumps({"weight": DIVIDED}))
+    found = index.load(tmp_path)["weight"].empty()
+    shards.read(tmp_path, {"weight": found})
+    assert found.equal(weight)
+    (tmp_path / "tensors.json").write_text(json.dumps({"weight": {**DIVIDED, name: value}}))
+    with pytest.raises(DamagedError, match=said):
+        shards.read(tmp_path, {"weight": torch.empty(4, 2)})
+    with pytest.raises(DamagedError):
+        shards.read(tmp_path, {"weight": index.load(tmp_path)["weight"].empty()})
+
+
+@given(st.data())
+def test_boxes_of_a_grid_are_what_torch_divides(data: st.DataObject) -> None:
+    """By one axis after the other; and the boxes that overlap a window are those that share elements with it."""
+    shape = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    stride, cuts = 1, []
+    for _ in range(data.draw(st.integers(0, 3))):
+        cuts.append(Cut(data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 5)), stride))
+        stride *= cuts[-1].pieces
+    grid, numbers = Grid(tuple(shape), tuple(cuts)), torch.arange(math.prod(shape)).view(shape)
+    boxes = [grid.box(rank) for rank in range(stride)]
+    for rank, box in enumerate(boxes):
+        mine = numbers
+        for cut in cuts:
+            pieces = [*mine.split(max(1, -(-mine.shape[cut.dim] // cut.pieces)), cut.dim)]
+            at = rank // cut.stride % cut.pieces
+            mine = pieces[at] if at < len(pieces) else mine.narrow(cut.dim, 0, 0)
+        assert numbers[box.window].equal(mine)
+    low = [data.draw(st.integers(0, size)) for size in shape]
+    window = grids.Box(tuple(low), tuple(data.draw(st.integers(0, n - at)) for at, n in zip(low, shape, strict=True)))
+    wanted = set(numbers[window.window].flatten().tolist())
+    found = dict(grid.overlapping(window))
+    assert all(box == boxes[rank] for rank, box in found.items())
+    sharing = {rank for rank, box in enumerate(boxes) if wanted & set(numbers[box.window].flatten().tolist())}
+    assert sharing <= found.keys()
+    assert not wanted or sharing == found.keys()
 
 
 def test_what_a_model_needs_and_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:

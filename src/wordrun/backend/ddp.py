@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import NativeBackend, prepare
+from wordrun.backend.native import NativeBackend
+from wordrun.backend.prepare import prepare
 from wordrun.config import DDPConfig
 from wordrun.dist import mpi
 from wordrun.dist.mpi_calls import CALLS

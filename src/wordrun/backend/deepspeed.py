@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from wordrun import compat, ds_config
+from wordrun import compat_deepspeed, ds_config
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
-from wordrun.backend.native import average, prepare
+from wordrun.backend.native import average
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
+from wordrun.backend.prepare import prepare
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.saved import ENGINE
 from wordrun.checks import accumulation
@@ -41,7 +42,7 @@ class DeepSpeedBackend:
         with contextlib.ExitStack() as undo:
             undo.enter_context(_variables(spec.world, self.device))
             deepspeed = _import()
-            compat.restore_after_deepspeed(undo, spec.world.rank)
+            compat_deepspeed.restore_after_deepspeed(undo, spec.world.rank)
             deepspeed.init_distributed(auto_mpi_discovery=False)  # finds the run's own group
             model = spec.make_model()
             shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -55,7 +56,7 @@ class DeepSpeedBackend:
                 optimizer = self._make_optimizer(model, shapes)
                 self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
             except Exception as error:
-                if not compat.is_op_build_error(error):
+                if not compat_deepspeed.is_op_build_error(error):
                     raise
                 raise UserError(
                     f"DeepSpeed failed to JIT-compile an op ({first_line(error)}): install a C++ compiler, or on GPUs "
@@ -160,7 +161,7 @@ class DeepSpeedBackend:
                 f"continued only like that, not by stage {self.stage} on {self.spec.world.size}: change them, or use "
                 f"its weights only by train.init_from={folder}"
             )
-        with compat.deepspeed_reads_data_only():
+        with compat_deepspeed.deepspeed_reads_data_only():
             self.engine.load_checkpoint(str(folder), tag=ENGINE)
             found = torch.load(self._own_file(folder)) if own else {}
         return {name: found[name] for name in own}
@@ -200,5 +201,5 @@ def _import() -> Any:
             f"train.backend=deepspeed: DeepSpeed is installed, but importing it fails ({first_line(error)}): "
             "pip install --force-reinstall --no-deps deepspeed, with this torch installed"
         ) from error
-    compat.quiet_deepspeed()
+    compat_deepspeed.quiet_deepspeed()
     return deepspeed

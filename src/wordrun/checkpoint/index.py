@@ -90,7 +90,11 @@ class StoredTensor:
     @property
     def shards(self) -> list[StoredShard]:
         """All shards."""
-        return list(self.overlapping(Box((0,) * len(self.shape), tuple(self.shape))))
+        return list(self.overlapping(self._whole))
+
+    @property
+    def _whole(self) -> Box:
+        return Box((0,) * len(self.shape), tuple(self.shape))
 
     def overlapping(self, window: Box) -> Iterator[StoredShard]:
         """Yield the shards that share elements with ``window``, and perhaps others."""
@@ -103,7 +107,8 @@ class StoredTensor:
             DamagedError: they are not.
         """
         try:
-            _check_room(self.folder, [self])
+            for shard in self.overlapping(self._whole):  # ends at the first file that is missing
+                _check_size(self.folder, shard.file, math.prod(shard.shape) * self.dtype.itemsize)
         except (OSError, ValueError) as error:
             raise DamagedError(f"{self.folder} is damaged: {first_line(error)}") from None
         return torch.empty(self.shape, dtype=self.dtype)
@@ -128,7 +133,7 @@ def load(folder: Path) -> dict[str, StoredTensor]:
         content = (folder / name).read_bytes()
         plain: dict[str, Any] = torch_format.parse(content) if is_torchs else json.loads(content)
         found = {name: _tensor(name, facts, folder) for name, facts in plain.items()}
-        _check_room(folder, [each for each in found.values() if isinstance(each.division, Listed)])
+        _check_room(folder, found)
     except Exception as error:  # the file may contain anything
         raise DamagedError(f"{folder} is damaged: {name}: {first_line(error)}") from None
     return found
@@ -159,7 +164,11 @@ def _divided(name: str, facts: Mapping[str, Any], shape: tuple[int, ...]) -> Div
     if len(padded) != len(shape) or any(n > most for n, most in zip(shape, padded, strict=True)):
         raise ValueError(f"{name} does not fit its padded shape {list(padded)}")
     last = first + sum((cut.pieces - 1) * cut.stride for cut in cuts)
-    if len(cuts) > MAX_CUTS or last >= MAX_RANKS or any(c.dim >= len(shape) or c.pieces < 1 for c in cuts):
+    if (
+        len(cuts) > MAX_CUTS
+        or last >= MAX_RANKS
+        or any(cut.dim >= len(shape) or cut.pieces < 1 or cut.stride < 1 for cut in cuts)
+    ):
         raise ValueError(f"{name} is not divided like this: {facts['cuts']!r:.60}")
     return Divided(Grid(padded, tuple(cuts)), first)
 
@@ -190,12 +199,16 @@ def _tile(shards: Sequence[StoredShard], shape: tuple[int, ...]) -> bool:
     return not any(corners.values())
 
 
-def _check_room(folder: Path, tensors: Sequence[StoredTensor]) -> None:
-    """Check that the files are large enough for their shards: nothing is allocated that they could not fill."""
+def _check_room(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Check that the files are large enough for the shards that are listed: nothing larger is allocated."""
     needed: Counter[str] = Counter()
-    for tensor in tensors:
-        for shard in tensor.shards:
+    for tensor in tensors.values():
+        for shard in tensor.division.shards if isinstance(tensor.division, Listed) else ():
             needed[shard.file] += math.prod(shard.shape) * tensor.dtype.itemsize
     for file, size in needed.items():
-        if (folder / file).stat().st_size < size:
-            raise ValueError(f"{file} is too small for the {size:,} bytes of its shards")
+        _check_size(folder, file, size)
+
+
+def _check_size(folder: Path, file: str, size: int) -> None:
+    if (folder / file).stat().st_size < size:
+        raise ValueError(f"{file} is too small for the {size:,} bytes of its shards")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wordrun import compat
+from wordrun import compat_deepspeed
 from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
@@ -153,7 +153,7 @@ class Saved:
                 "pip install 'wordrun[deepspeed]'"
             ) from None
         try:
-            with compat.deepspeed_reads_data_only():
+            with compat_deepspeed.deepspeed_reads_data_only():
                 state = convert(str(self.folder), tag=ENGINE)
             return {name: state[name] for name, _ in self.meta_model().weights()}
         except UserError:

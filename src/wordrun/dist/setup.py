@@ -11,7 +11,6 @@ import random
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -81,7 +80,7 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
     For plain values, paths and dataclasses (``wordrun.dist.values``). Over MPI, if it is in use, in log(n) rounds; else
-    through the rendezvous store, from which every rank reads them once, compressed.
+    through the rendezvous store, which every rank reads once.
     """
     if world.size == 1:
         return value
@@ -90,8 +89,8 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
         return values.loads(mpi.broadcast(data))
     store, key = shared_store(world, timeout_s), f"wordrun/share/{next(_shares)}"
     if world.rank == 0:
-        store.set(key, zlib.compress(data))
-    return values.loads(zlib.decompress(store.get(key)))
+        store.set(key, data)
+    return values.loads(store.get(key))
 
 
 def all_arrive(place: str, world: World, timeout_s: float) -> bool:

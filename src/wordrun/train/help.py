@@ -20,8 +20,7 @@ Examples:
   wordrun data=sample train=smoke                a few steps, as a check
   launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
   wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep (see docs/sweeps.md)
-  wordrun experiment=shakespeare --cfg job       print the config and exit
-Runs write below outputs/ (hydra.run.dir=DIR). Your own files: conf/."""
+--cfg job prints the config. Runs write below outputs/ (hydra.run.dir=DIR)."""
 EXPERIMENT = "experiment"
 GROUPS = (*SECTIONS, EXPERIMENT)
 METRICS = "metrics"

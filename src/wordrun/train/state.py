@@ -96,6 +96,10 @@ class TrainState:
         """Mark spikes of the training loss by these ``options`` from now on."""
         self.spikes = Spikes(options)
 
+    def remember_compilation(self, compiled: bool) -> None:
+        """Keep what train.compile=auto has decided."""
+        self.compiled = compiled
+
     def start_clock(self) -> None:
         """Count the time from now on as training time."""
         self._started = time.monotonic()

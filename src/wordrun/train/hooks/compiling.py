@@ -80,7 +80,7 @@ class Compile(Hook):
             backend = _backend(trainer)
             if not (compiled and self._times):  # else it is compiled
                 backend.compile(on=compiled)
-        trainer.state.compiled = compiled
+        trainer.state.remember_compilation(compiled)
         trainer.run.note(compile={"compiled": compiled, "reason": reason})
         LOGGER.info("train.compile=auto: %s (%s)", "compiled" if compiled else "not compiled", reason)
 

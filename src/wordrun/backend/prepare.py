@@ -1,0 +1,52 @@
+"""Applies activation checkpointing and torch.compile to a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from wordrun import compat
+from wordrun.config import Config
+from wordrun.model import Model
+
+
+def prepare(model: Model, cfg: Config) -> None:
+    """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
+    for number, block in enumerate(model.blocks.children()):
+        prepare_block(block, number, cfg)
+    prepare_rest(model, cfg)
+
+
+def prepare_rest(model: Model, cfg: Config) -> None:
+    """Apply torch.compile to what is outside the blocks, or to the complete ``model``, as set in ``cfg``."""
+    if cfg.train.compile is True:
+        compile_rest(model, cfg.train.compile_scope)
+
+
+def compile_rest(model: Model, scope: str) -> None:
+    """Compile what is outside the blocks or, if ``scope`` is "model", the complete ``model``."""
+    model.compiled_loss = True
+    if scope == "model":
+        for name in model.uncompiled:
+            setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
+        model.compile()
+
+
+def prepare_block(block: Any, number: int, cfg: Config) -> None:
+    """Apply activation checkpointing and torch.compile to one block, as set in ``cfg``."""
+    kind = cfg.train.activation_checkpointing
+    if kind == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    elif kind == "full" or (kind.isdecimal() and number % int(kind) == 0):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
+        block.compile()  # per block: they are alike, so torch compiles only one
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else ""
+    return CheckpointPolicy.MUST_SAVE if name in compat.PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
