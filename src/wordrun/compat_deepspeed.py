@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Any
 

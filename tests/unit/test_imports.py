@@ -217,7 +217,7 @@ OF_LIBRARIES = {
     "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo", "exec_module", "COMM_WORLD",
     "_compiled_call_impl",
 }  # fmt: skip
-OF_CONFIGS = {"composer", "plan.cli", "model.pretrained", "backend.native"}  # the last one: a model's compiled_loss
+OF_CONFIGS = {"composer", "plan.cli", "model.pretrained"}
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))

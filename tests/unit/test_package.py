@@ -59,7 +59,7 @@ def test_the_wheel_has_everything_but_nothing_else(wheel: Path) -> None:
     expected |= {f"wordrun/launch/sites/{path.name}" for path in (ROOT / "src/wordrun/launch/sites").iterdir()}
     expected |= {"hydra_plugins/wordrun_sweep/__init__.py"}
     expected |= {"wordrun/py.typed", "wordrun/launch/rank_env.sh", "wordrun/conf/__init__.py"}
-    expected |= {"wordrun/report/page.html.jinja", "wordrun/report/trace.html.jinja"}
+    expected |= {f"wordrun/report/{name}.html.jinja" for name in ("page", "trace", "profile")}
     assert expected - names == set()
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)

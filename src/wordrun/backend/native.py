@@ -277,7 +277,7 @@ class NativeBackend:
                 for block in blocks:
                     block.compile()
                 continue
-            part.compiled_loss = False
+            part.compile_loss(on=False)
             for module in (part, *blocks):
                 compat.uncompile(module)
 

@@ -28,7 +28,7 @@ def prepare_rest(model: Model, cfg: Config) -> None:
 
 def compile_rest(model: Model, scope: str) -> None:
     """Compile what is outside the blocks or, if ``scope`` is "model", the complete ``model``."""
-    model.compiled_loss = True
+    model.compile_loss()
     if scope == "model":
         for name in model.uncompiled:
             setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]

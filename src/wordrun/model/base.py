@@ -93,6 +93,10 @@ class Model(nn.Module):
         asked.outputs.append(outputs)
         return losses
 
+    def compile_loss(self, *, on: bool = True) -> None:
+        """Compute the loss by a compiled function from now on, or no longer."""
+        self.compiled_loss = on
+
     def losses(self, batch: Any) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), which is on the model's device.
 

@@ -32,7 +32,7 @@ def overview(folders: Iterable[Path]) -> str:
     groups = " ".join("train.backend" if group == "backend" else group for group in GROUPS)
     lines = ["Options: KEY=VALUE or GROUP=NAME; `wordrun --help GROUP` lists them. Groups:", _wrapped(groups)]
     own = [f"{group}={name}" for group in GROUPS for name in sorted(_own_names(group, folders))]
-    return "\n".join([*lines, *([_wrapped(" ".join(own), "Your own: ")] if own else []), "", EXAMPLES])
+    return "\n".join([*lines, *([_wrapped(" ".join(own), "Your own: ")] if own else []), EXAMPLES])
 
 
 def names_of(group: str, folders: Sequence[Path]) -> str:
