@@ -6,13 +6,14 @@ import json
 import os
 import pty
 import re
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -638,6 +639,21 @@ def test_an_mpiexec_that_dies_of_its_input_after_the_ranks(status: int, tmp_path
     command = [sys.executable, "-c", f"{imports}; {instead}", "-n", "2", "sh", "-c", f"exit {status}"]
     run = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
     assert run.returncode == status, run.stderr
+
+
+def test_overhead_over_mpiexec(tmp_path: Path) -> None:
+    """The figure is measured in benchmarks/figures.py; this is for something heavy, such as an import of torch."""
+
+    def cpu_s(call: Callable[[], Any]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        call()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    bare = [str(BIN / "mpiexec"), "-n", "2", "true"]
+    theirs = cpu_s(lambda: subprocess.run(bare, env=environment(tmp_path), check=True, cwd=tmp_path))
+    ours = min(cpu_s(lambda: launch(tmp_path, "-n", "2", "true", check=True)) for _ in range(2))
+    assert ours - theirs < 1
 
 
 def test_doctor(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_manifest_says_what_is_there(whole: Path) -> None:
     assert set(manifest["files"]) == on_disk - {"manifest.json", "shards-00000.safetensors"}
     assert manifest["shards"] == 1, "each has its checksums in its header"
     assert (manifest["step"], manifest["position"], manifest["tokens"]) == (12, 48, 48 * 8)
-    assert manifest["layout"] == [1, 1, 1, 1]
+    assert manifest["layout"] == [1, 1, 1, 1, 1]
 
 
 def test_a_config_comes_back_typed(small: Words) -> None:

@@ -72,7 +72,7 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: 
     return [
         *_sharding(model, strategy, options, stages, gathers, sums),
         *_tensor(model, strategy, stages),
-        *_context(model, strategy, stages),
+        *context_traffic(model, strategy, stages),
     ]
 
 
@@ -84,7 +84,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
         *_sharding(model, strategy, options, stages, 1, 1),
         Traffic("point_to_point", strategy.layout.pp, incoming * message, message),
         *_tensor(model, strategy, stages),
-        *_context(model, strategy, stages),
+        *context_traffic(model, strategy, stages),
     ]
 
 
@@ -134,8 +134,8 @@ def _tensor(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traf
     return [Traffic("all_gather", tp, half, size), Traffic("reduce_scatter", tp, half, size)]
 
 
-def _context(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traffic]:
-    """Return what is sent so that tokens attend to those of other context-parallel ranks.
+def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | None = None) -> list[Traffic]:
+    """Return what is sent so that tokens attend to those of other context-parallel ranks; None: in all blocks.
 
     With heads, queries, keys, values and results change places, and in the backward pass their gradients do. Otherwise
     keys and values reach all ranks in both passes, and their gradients return in fp32.
@@ -145,7 +145,7 @@ def _context(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Tra
         return []
     width = cfg.attention_width() / at.tp
     keys = 2 * width * cfg.key_heads() / cfg.n_head
-    calls = strategy.gas * sum(len(layers) for layers in stages)
+    calls = strategy.gas * sum(len(layers) for layers in ([model.layers] if stages is None else stages))
     kind = context_attention(strategy.backend, strategy.cfg, at)
     if kind == "heads":
         there, back = ((strategy.tokens * each * strategy.compute) for each in (width + keys, width))

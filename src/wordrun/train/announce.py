@@ -7,6 +7,8 @@ from typing import Any
 
 from wordrun.checks import accumulation
 from wordrun.log import LOGGER
+from wordrun.plan.strategy import Strategy
+from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume
 from wordrun.train.hints import relative, resume_command
 from wordrun.train.metrics import device_name
@@ -40,6 +42,14 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
         cfg.model.batch_size, accumulation(cfg, dp),
         "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
     )  # fmt: skip
+    at = trainer.layout
+    if at.cp * at.tp > world.local_size and (shapes := trainer.task.shapes()):
+        sent = sum(each.sent for each in context_traffic(shapes, Strategy("", cfg, at)))
+        LOGGER.warning(
+            "backend.cp=%d spans nodes, which have %d ranks each: for attention, each rank sends %.1f MiB in a step. A "
+            "smaller backend.cp, or backend.tp, keeps the ranks of a sequence on one node",
+            at.cp, world.local_size, sent / 2**20,
+        )  # fmt: skip
     ends = [min(step, cfg.train.max_iters) for step, _ in (*cfg.train.ramp(), (cfg.train.max_iters, 0))]
     micro_steps = sum((end - begin) * accumulation(cfg, dp, begin) for begin, end in pairwise([0, *ends]))
     trainer.task.announce(trainer.examples_of(micro_steps))

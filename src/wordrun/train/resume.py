@@ -194,8 +194,10 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
     """Load model, optimizer, hooks and this process's RNG states from the checkpoint in ``folder``."""
     world = trainer.world
     # RNG states belong to ranks: a different layout seeds them anew from the step.
-    backend_name, layout = trainer.cfg.train.backend, list(trainer.layout.shape)
-    same = manifest["backend_name"] == backend_name and manifest["layout"] == layout
+    layout = manifest["layout"]
+    if len(layout) == 4:  # without cp, until 0.1
+        layout = [*layout[:3], 1, layout[3]]
+    same = manifest["backend_name"] == trainer.cfg.train.backend and layout == list(trainer.layout.shape)
     mine = rng_name(world.rank)
     states = manifest.get("hooks")
     own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], trainer.hooks.tensors(states or {}))

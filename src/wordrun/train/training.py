@@ -18,6 +18,7 @@ from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.log import LOGGER, LogHandle
+from wordrun.plan.shapes import ModelShapes
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run, Start
@@ -39,6 +40,9 @@ class Task(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """Return what run.json says about the data and the model."""
+
+    def shapes(self) -> ModelShapes | None:
+        """Return the shapes of the run's model, from which its memory is estimated; None: there is no estimate."""
 
     def announce(self, examples: int) -> None:
         """Log what the data are, given the number of examples to train on."""
