@@ -154,7 +154,7 @@ class GPTConfig(TransformerConfig):
 
 @dataclass
 class LlamaConfig(TransformerConfig):
-    """A LLaMA-style transformer; with qk_norm, Qwen3."""
+    """A LLaMA-style transformer, also Mistral; with qk_norm, Qwen3; with qkv_bias, Qwen2.5."""
 
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
@@ -164,6 +164,8 @@ class LlamaConfig(TransformerConfig):
     """Elements of an attention head; null: n_embd / n_head."""
     qk_norm: bool = False
     """Normalize each query and key head, as Qwen3 does."""
+    qkv_bias: bool = False
+    """Use biases in the layers of queries, keys and values, as Qwen2.5 does."""
     n_hidden: int = 352
     """Hidden size of the MLP; in LLaMA models at least about 8/3 n_embd."""
     rope_theta: float = 10000.0

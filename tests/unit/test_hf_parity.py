@@ -26,6 +26,7 @@ MODELS = {
     "llama, as many heads of keys": replace(LLAMA, n_kv_head=None, norm_eps=1e-3),
     "llama 3": replace(LLAMA, rope_theta=500_000.0),
     "qwen3": replace(LLAMA, head_size=24, qk_norm=True, rope_theta=1_000_000.0, norm_eps=1e-6),
+    "qwen2.5": replace(LLAMA, qkv_bias=True, rope_theta=1_000_000.0, norm_eps=1e-6),
     "qwen3, tied": replace(LLAMA, qk_norm=True, tie=True),
     # 100 times as many tokens as usual here, so that rotations are stretched, mixed and left alone.
     "llama 3.2": replace(LLAMA, rope_theta=500_000.0, rope_factor=32.0, tie=True, n_layer=1, block_size=4800),

@@ -38,6 +38,14 @@ THEIRS: dict[str, tuple[TransformerConfig, Any]] = {
         vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=12, intermediate_size=48, rope_theta=5e5,
     )),
+    "qwen2": (replace(LLAMA, qkv_bias=True, tie=True, norm_eps=1e-6), transformers.Qwen2Config(
+        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, rope_theta=5e5, tie_word_embeddings=True,
+    )),
+    "mistral": (replace(LLAMA, head_size=12, norm_eps=1e-6), transformers.MistralConfig(
+        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, intermediate_size=48, rope_theta=5e5, sliding_window=24,
+    )),
 }  # fmt: skip
 Folders = Callable[[str], Path]
 
@@ -155,10 +163,17 @@ def test_another_model_is_named_with_the_options_that_make_it(folder: Folders) -
     said = refused(path, LLAMA)
     assert f"{path} holds a GPT-2, which model=llama_debug is not\n" in said
     assert said.endswith(
-        "model=gpt2 model.n_layer=2 model.n_head=4 model.n_embd=32 model.block_size=24 model.vocab_size=61 "
+        "model=gpt2 model.block_size=24 model.n_layer=2 model.n_head=4 model.n_embd=32 model.vocab_size=61 "
         "model.bias=true model.gelu=tanh"
     )
     assert "holds a LLaMA, which model=nano is not" in refused(folder("llama"), GPT)
+
+
+def test_a_window_that_sequences_exceed_is_named(folder: Folders) -> None:
+    path = folder("mistral")
+    mine = replace(THEIRS["mistral"][0], block_size=48)
+    assert "attends to the last 24 tokens" in refused(path, mine)
+    assert "up to model.block_size=24" in refused(path, mine)
 
 
 def test_weights_that_are_not_those_of_config_json_are_named(folder: Folders) -> None:
@@ -187,7 +202,7 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3)"),
+        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3), "),
         ("gpt2", {"activation_function": "relu"}, "activation_function=relu, and model=gpt2 can only be activation_f"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "n_inner=100, and model=gpt2 can only be n_inner=128\n"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and model=gpt2 can only"),

@@ -1,5 +1,5 @@
 """Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as
-LlamaForCausalLM or, with qk_norm, Qwen3ForCausalLM. The library itself is not needed.
+LlamaForCausalLM, with qk_norm as Qwen3ForCausalLM, or with qkv_bias as Qwen2ForCausalLM. The library is not needed.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
 
 def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
     kind, name = ("qwen3", "Qwen3ForCausalLM") if cfg.qk_norm else ("llama", "LlamaForCausalLM")
+    if cfg.qkv_bias:  # transformers' Qwen2 has no option for the size of a head
+        kind, name = "qwen2", "Qwen2ForCausalLM"
     return {
         "model_type": kind, "architectures": [name], "head_dim": cfg.attention_width() // cfg.n_head,
         "max_position_embeddings": cfg.block_size, "hidden_size": cfg.n_embd, "intermediate_size": cfg.n_hidden,
@@ -187,8 +189,15 @@ def architecture(cfg: TransformerConfig) -> Architecture:
                 f"transformers has no architecture with the parts of model={cfg.name}: form=checkpoint exports it, and "
                 f"as a LLaMA or Qwen3 only a model trained with {' '.join(words)}"
             )
-        return ARCHITECTURES[LlamaConfig]
-    return ARCHITECTURES[type(cfg)]
+        cfg_type: type[TransformerConfig] = LlamaConfig
+    else:
+        cfg_type = type(cfg)
+    if isinstance(cfg, LlamaConfig) and cfg.qkv_bias and (cfg.qk_norm or cfg.attention_width() != cfg.n_embd):
+        raise UserError(
+            "transformers has no architecture with model.qkv_bias=true and model.qk_norm=true, or with another "
+            "model.head_size than n_embd / n_head: form=checkpoint exports it"
+        )
+    return ARCHITECTURES[cfg_type]
 
 
 def _their_name(name: str, cfg: TransformerConfig) -> str:

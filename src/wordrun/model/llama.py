@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al. 2023), Llama 2 and 3 after it, and Qwen3 (Yang et al. 2025).
+"""LLaMA (Touvron et al. 2023), Llama 2 and 3 after it, Mistral, and Qwen2.5 and Qwen3 (Yang et al. 2025).
 
 Shapes: B sequences, T tokens, C = n_embd, N heads, M = n_kv_head, H = head_size or C / N, V vocabulary.
 """
@@ -82,9 +82,9 @@ class Attention(nn.Module):
         self.rope_theta, self.rope_factor = cfg.rope_theta, cfg.rope_factor
         self.dropout, self.scale = cfg.dropout, mup.attention_scale(cfg)
         shared = (cfg.n_kv_head or cfg.n_head) * self.head_size
-        self.q = nn.Linear(cfg.n_embd, cfg.attention_width(), bias=False)
-        self.k = nn.Linear(cfg.n_embd, shared, bias=False)
-        self.v = nn.Linear(cfg.n_embd, shared, bias=False)
+        self.q = nn.Linear(cfg.n_embd, cfg.attention_width(), bias=cfg.qkv_bias)
+        self.k = nn.Linear(cfg.n_embd, shared, bias=cfg.qkv_bias)
+        self.v = nn.Linear(cfg.n_embd, shared, bias=cfg.qkv_bias)
         self.proj = nn.Linear(cfg.attention_width(), cfg.n_embd, bias=False)
         self.q_norm, self.k_norm = (new_norm(cfg, self.head_size) if cfg.qk_norm else nn.Identity() for _ in "qk")
         self.drop = Dropout(cfg.dropout)
@@ -137,7 +137,7 @@ class MLP(nn.Module):
 
 
 class Llama(Transformer):
-    """Rotary embedding, RMS norms (Zhang and Sennrich 2019), SwiGLU, grouped-query attention; no biases.
+    """Rotary embedding, RMS norms (Zhang and Sennrich 2019), SwiGLU, grouped-query attention; biases by model.qkv_bias.
 
     LLaMA has no dropout; model.dropout adds it in the same places as in GPT.
     """

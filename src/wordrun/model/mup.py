@@ -83,7 +83,7 @@ def folded(weights: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str
             rows = weight.float().reshape(cfg.n_head, 3, -1).clone()
             rows[:, 0] *= factor
             return rows.view_as(weight)
-        if last == ("attention.q_norm.weight" if in_heads else "attention.q.weight"):
+        if last in (["attention.q_norm.weight"] if in_heads else ["attention.q.weight", "attention.q.bias"]):
             return weight.float() * factor
         return weight
 

@@ -22,7 +22,8 @@ from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
 KINDS = {
     "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),
-    "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"),
+    "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"), "qwen2": (LlamaConfig, "Qwen2.5", "llama_debug"),
+    "mistral": (LlamaConfig, "Mistral", "llama_debug"),
 }  # fmt: skip
 """transformers' model types mapped to our options class, a display name and a preset."""
 INDEX = ".index.json"
@@ -71,7 +72,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
     They keep the dtype of the file. If a GPT has fewer positions than the folder, the first ones are used.
 
     Args:
-        folder: with config.json and weights of a GPT2LMHeadModel, a LlamaForCausalLM or a Qwen3ForCausalLM.
+        folder: with config.json and weights of one of transformers' models in ``KINDS``.
         cfg: the model that is initialised with them.
         vocab_size: rows of its embedding if ``cfg`` does not set it; None: as many as in the file.
 
@@ -86,12 +87,18 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
     if mup.scales(cfg):
         problems.append(f"{folder} holds a plain model, which computes other logits with model.mup=true: use false")
     if (folder / "config.json").exists():
-        described = model_config(folder, read_config(folder))
+        facts = read_config(folder)
+        described = model_config(folder, facts)
+        if (window := _window(facts)) and cfg.block_size > window:
+            problems.append(
+                f"{folder} attends to the last {window} tokens, and model={cfg.name} to all of model.block_size="
+                f"{cfg.block_size}, which is the same only up to model.block_size={window}"
+            )
         if isinstance(described, GPTConfig) and not getattr(cfg, "bias", True):
             # transformers' GPT-2 always has biases, 0 if the model was trained without.
             biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
             described.bias = any(bool(files[name].any()) for name in biases)
-        found, words = differences(folder, described, cfg, vocab_size)
+        found, words = differences(folder, described, cfg, vocab_size, str(facts["model_type"]))
         problems += found
     names, mismatches = match(files, shapes, described)
     if words:
@@ -172,11 +179,12 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     factor = rope.pop("factor", 1.0) if kind != "default" else 1.0
     n_head, width = facts["num_attention_heads"], facts["hidden_size"]
     shared = facts.get("num_key_value_heads") or n_head
-    qwen = facts["model_type"] == "qwen3"
-    head_size = facts.get("head_dim") or (128 if qwen else width // n_head)
+    model = facts["model_type"]
+    head_size = facts.get("head_dim") or (128 if model == "qwen3" else width // n_head)
     cfg = LlamaConfig(
         n_layer=facts["num_hidden_layers"], n_head=n_head, n_kv_head=None if shared == n_head else shared,
-        head_size=None if head_size * n_head == width else head_size, qk_norm=qwen, n_embd=width,
+        head_size=None if head_size * n_head == width else head_size, qk_norm=model == "qwen3",
+        qkv_bias=model == "qwen2", n_embd=width,
         n_hidden=facts["intermediate_size"], vocab_size=facts["vocab_size"],
         block_size=facts.get("max_position_embeddings", 2048), rope_theta=float(theta), rope_factor=float(factor),
         norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
@@ -194,12 +202,19 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     return cfg, only
 
 
+def _window(facts: Mapping[str, Any]) -> int:
+    """Return to how many tokens a model with sliding-window attention attends; 0: to all."""
+    return (facts.get("sliding_window") or 0) if facts["model_type"] == "mistral" else 0
+
+
 def differences(
-    folder: Path, described: TransformerConfig, cfg: TransformerConfig, vocab_size: int | None
+    folder: Path, described: TransformerConfig, cfg: TransformerConfig, vocab_size: int | None, kind: str
 ) -> tuple[list[str], list[str]]:
-    """Return the differences between ``cfg`` and the model in a folder, one per line, and overrides to fix them."""
-    kinds = [(name, preset) for cls, name, preset in KINDS.values() if cls is type(described)]
-    name, preset = kinds[getattr(described, "qk_norm", False)]
+    """Return the differences between ``cfg`` and the model in a folder, one per line, and overrides to fix them.
+
+    ``kind`` is transformers' type of the model.
+    """
+    _, name, preset = KINDS[kind]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
     free = ("name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", *mup.FIELDS)
     for option in free:

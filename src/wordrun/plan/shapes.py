@@ -154,7 +154,7 @@ def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
     C, width, hidden, norm = cfg.n_embd, cfg.attention_width(), cfg.n_hidden, [ParameterShape((cfg.n_embd,))]
     head_size = width // cfg.n_head
     shared = (cfg.n_kv_head or cfg.n_head) * head_size
-    attention = [each for rows in (width, shared, shared) for each in _linear(rows, C, 0)]
+    attention = [each for rows in (width, shared, shared) for each in _linear(rows, C, 0, cfg.qkv_bias)]
     attention += [*_linear(C, width, 1), *([ParameterShape((head_size,))] * 2 if cfg.qk_norm else [])]
     mlp = [*_linear(hidden, C, 0), *_linear(hidden, C, 0), *_linear(C, hidden, 1)]
     head = [_head(V, C)]
