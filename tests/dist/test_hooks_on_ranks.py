@@ -89,9 +89,10 @@ def train(ranks: Any, n: int, runs: dict[str, list[str]], home: Path) -> None:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """Return what hooks have added to metrics.jsonl."""
+    """Return what hooks have added to metrics.jsonl, and the spikes that every line of metrics has."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if "time" not in line]
+    spikes = ("step", "spike_score", "spikes")
+    return [{name: line[name] for name in spikes} if "time" in line else line for line in found]
 
 
 def averages(run: Path) -> dict[str, torch.Tensor]:
