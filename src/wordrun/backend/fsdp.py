@@ -57,7 +57,7 @@ class FSDPBackend(NativeBackend):
             return None
         axes = init_device_mesh(spec.device.type, layout.shape, mesh_dim_names=AXES)
         kind = context_attention(self.options, spec.cfg, layout)
-        return Context(axes.get_group("cp"), kind)
+        return Context(axes.get_group("cp"), kind, compiled=spec.cfg.train.compile is not False)
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``."""

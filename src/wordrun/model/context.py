@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens on this rank, n ranks, N query heads, M key heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -35,7 +35,16 @@ class Context:
     group: Any
     """Their process group."""
     kind: str
-    """How attention reaches the other ranks' tokens: heads, gather or ring (see ``attention``)."""
+    """How attention reaches the other ranks' tokens: heads, gather or ring (see ``_attention``)."""
+    compiled: bool = False
+    """Whether the model is compiled. Its attention is not: collectives and the choice of blocks take little time."""
+    attention: Callable[..., Tensor] = field(init=False, repr=False)
+    """``_attention``; see there."""
+
+    def __post_init__(self) -> None:
+        # The decorator would import the compiler in every run.
+        attention = torch.compiler.disable(self._attention) if self.compiled else self._attention  # type: ignore[no-untyped-call]
+        object.__setattr__(self, "attention", attention)
 
     @cached_property
     def size(self) -> int:
@@ -82,9 +91,7 @@ class Context:
         whole = self.whole(documents)
         return document_mask(whole) if self.kind == "heads" else whole
 
-    # The collectives and the choice of blocks cannot be compiled, and take little time on the host.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attention(
+    def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None, scale: float | None = None
     ) -> Tensor:
         """Return ``causal_attention`` of the whole sequences, for this rank's queries, (B, N, T, H).
