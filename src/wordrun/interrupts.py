@@ -74,7 +74,7 @@ def raising() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not _end:
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _raise)
     try:
         yield
     finally:
@@ -92,6 +92,11 @@ def _watch(reader: int) -> None:
         is_ours = signal.getsignal(signal.SIGINT) is _end and time.monotonic() - _taken > LATE_S
         if signal.SIGINT in numbers and is_ours:
             _end(signal.SIGINT, None)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    taken()
+    raise KeyboardInterrupt
 
 
 def _end(number: int, frame: FrameType | None) -> None:

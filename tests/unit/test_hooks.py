@@ -222,9 +222,10 @@ class Lift(Hook):
                 trainer.backend.parts[0].head.weight.mul_(300)
 
 
-def test_a_spike_is_counted_and_logged(small: Words, tmp_path: Path) -> None:
+def test_a_spike_is_counted_and_logged(small: Words, tmp_path: Path, drawing: Any) -> None:
     options = ("hooks=[spikes]", "hooks.spikes.window=4", "hooks.spikes.threshold=10")
-    train(small(*STEPS, *options, "train.log_interval=4"), tmp_path / "run", Lift())
+    with drawing():
+        train(small(*STEPS, *options, "train.log_interval=4"), tmp_path / "run", Lift())
     assert series(tmp_path / "run", "spikes") == [0, 0, 1]
     assert series(tmp_path / "run", "spike_score")[-1] > 10
     assert "loss spike at step 7: " in (tmp_path / "run/log.txt").read_text()

@@ -77,3 +77,27 @@ def test_a_handler_that_restores_ours_does_not_end_the_process(start: Start) -> 
     """As training does, which saves a checkpoint after the first Ctrl-C; the watching thread sees it a moment later."""
     job = start(sys.executable, "-c", TAKEN)
     assert job.communicate(timeout=30) == ("alive\n", "")
+
+
+AGAIN = """
+import signal, time
+from wordrun import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
+interrupts.end_at_once()
+cleaned = 0
+for _ in range(100):
+    try:
+        with interrupts.raising():
+            signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        cleaned += 1
+    time.sleep(0.001)
+print(cleaned)
+"""
+
+
+def test_what_cleans_up_after_ctrl_c_is_not_ended_by_it(start: Start) -> None:
+    """The thread that watches may see the signal only once the block has ended."""
+    job = start(sys.executable, "-c", AGAIN)
+    assert job.communicate(timeout=60) == ("100\n", "")
+    assert job.returncode == 0

@@ -34,9 +34,9 @@ def test_the_data_is_shared_among_replicas_and_shards_alone(layout: Layout) -> N
     for rank in range(layout.size):
         readers.setdefault(layout.dp_index(rank), []).append(rank)
     assert sorted(readers) == list(range(layout.dp))
-    assert {len(ranks) for ranks in readers.values()} == {layout.pp * layout.tp}
+    assert {len(ranks) for ranks in readers.values()} == {layout.pp * layout.cp * layout.tp}
     for rank in range(layout.size):
-        for axis in ("pp", "tp"):
+        for axis in ("pp", "cp", "tp"):
             assert {layout.dp_index(peer) for peer in layout.group(rank, axis)} == {layout.dp_index(rank)}
 
 
@@ -70,11 +70,11 @@ def test_a_thousand_ranks() -> None:
 @pytest.mark.parametrize(
     ("ranks", "per_node", "wanted", "shape"),
     [
-        (8, 4, {"shard": -1, "tp": None}, (1, 1, 2, 4)),  # tp: the ranks of a node
-        (8, 8, {"pp": None, "replicate": -1}, (8, 1, 1, 1)),  # pp: all that the others leave
-        (8, 8, {"pp": None, "replicate": -1, "tp": 2}, (4, 1, 1, 2)),
-        (8, 8, {"pp": 2, "replicate": -1}, (2, 4, 1, 1)),
-        (1, 1, {"shard": -1}, (1, 1, 1, 1)),
+        (8, 4, {"shard": -1, "tp": None}, (1, 1, 2, 1, 4)),  # tp: the ranks of a node
+        (8, 8, {"pp": None, "replicate": -1}, (8, 1, 1, 1, 1)),  # pp: all that the others leave
+        (8, 8, {"pp": None, "replicate": -1, "tp": 2}, (4, 1, 1, 1, 2)),
+        (8, 8, {"pp": 2, "replicate": -1}, (2, 4, 1, 1, 1)),
+        (1, 1, {"shard": -1}, (1, 1, 1, 1, 1)),
     ],
 )
 def test_what_is_left_open(ranks: int, per_node: int, wanted: dict[str, Any], shape: tuple[int, ...]) -> None:

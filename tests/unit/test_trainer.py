@@ -108,7 +108,7 @@ def test_metrics_have_the_names_and_steps_of_the_design(learned: tuple[Path, Sum
     evaluations = [line for line in lines if "val_loss" in line]
     names = (
         "step loss lr grad_norm dt dtf dtb dt_data dt_comm dt_optimizer dt_hooks slowest_rank slowest_by "
-        "sps sps_per_gpu tps tps_per_gpu mfu memory memory_peak tokens time"
+        "sps sps_per_gpu tps tps_per_gpu mfu spike_score spikes memory memory_peak tokens time"
     )
     assert all(list(line) == names.split() for line in training)
     assert all(list(line) == ["step", "val_loss", "val_perplexity"] for line in evaluations)

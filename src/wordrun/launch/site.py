@@ -30,10 +30,10 @@ class Site:
     """Accelerators per node; unset: as many as the job sees."""
     device: str = ""
     """Their kind, as plan.device names it."""
-    network: float | None = None
-    """GB/s of the node's network adapters for each device, for ``plan``."""
     count_devices: bool = False
     """Whether jobs may hold only some of a node's devices: then the visible ones count instead of ``devices``."""
+    network: float | None = None
+    """GB/s of the node's network adapters for each device, for ``plan``."""
     ranks_per_node: int | None = None
     """Default number of ranks; unset: one per device, else one."""
     cores: int | None = None

@@ -172,5 +172,5 @@ def measured(point: Point, run: RunRecord) -> dict[str, Any]:
         raise UserError("it logged no loss")
     losses = found.training["loss"]
     last = losses[-max(1, len(losses) // 10) :]
-    names = [name for name in found.evaluation.columns if name.partition("/")[0] in coord_page.MEASURES]
-    return {"loss": sum(last) / len(last), **{name: found.evaluation.last(name) for name in names}}
+    names = [name for name in found.other.columns if name.partition("/")[0] in coord_page.MEASURES]
+    return {"loss": sum(last) / len(last), **{name: found.other.last(name) for name in names}}
