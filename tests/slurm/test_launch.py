@@ -338,7 +338,8 @@ def test_idle_ranks_show_their_stacks(cluster: Cluster, tmp_path: Path) -> None:
     both = f"PATH=$PWD/none:$PATH {words}; PATH=$PWD/one:$PATH exec {words}"
     got = cluster.run("salloc", "-N2", "-n2", "sh", "-c", both)
     assert got.returncode == 124, got.stderr
-    assert got.stderr.count("in waits_for_ever") == 2, got.stderr
+    # Both print at the same time, and srun mixes what they write piece by piece.
+    assert got.stderr.count("waits_for_ever") == 2, got.stderr
     # The ranks are no children of srun; both of them are on this machine.
     assert got.stderr.count(f"stacks of {sys.executable} stuck.py") == 2, got.stderr
 
