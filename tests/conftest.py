@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _remove_shared_memory() -> None:
-    """Remove the shared memory of MPI ranks that tests have killed: segments that no process maps."""
-    segments = set(Path("/dev/shm").glob("mpich_shm_*"))
+    """Remove the shared memory of MPI ranks that tests have killed: older segments that no process maps.
+
+    A segment that has just been created is not mapped by all ranks yet, which may be those of another session's tests.
+    """
+    begun = time.time() - 300
+    segments = {path for path in Path("/dev/shm").glob("mpich_shm_*") if path.stat().st_mtime < begun}
     if not segments:
         return
     for maps in Path("/proc").glob("[0-9]*/maps"):

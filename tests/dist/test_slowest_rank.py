@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-SLEEP_S = 0.3
+SLEEP_S = 0.2
 SMALL = [
-    "data=sample", "tokenizer=byte", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=3",
+    "data=sample", "tokenizer=byte", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6",
     "train.log_interval=3", "train.eval_interval=0", "train.sample_tokens=0", "train.checkpoint_interval=0",
     "train.compile=false", "optimizer.gas=2", "model.batch_size=1", "model.n_layer=2", "model.n_head=2",
     "model.n_embd=16", "model.block_size=8",
@@ -57,8 +57,8 @@ def test_the_slowest_rank_is_named(ranks: Any, tmp_path: Path) -> None:
     for backend in ("DDP", "FSDP"):
         for rank, where in enumerate(("data", "forward", "backward")):
             text = (tmp_path / f"{backend}-{where}/metrics.jsonl").read_text()
-            line = json.loads(text.splitlines()[1])  # of steps 2 and 3
-            assert line["step"] == 3
+            line = json.loads(text.splitlines()[2])  # in the first steps, DDP also exchanges its buckets' contents
+            assert line["step"] == 6
             assert (line["slowest_rank"], backend, where) == (rank, backend, where), line
             assert 0.6 * SLEEP_S < line["slowest_by"] < line["dt"], line
             # The two others wait for it, and these times are means.
