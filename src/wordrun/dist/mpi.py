@@ -138,6 +138,7 @@ def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...]]:
         firsts.Free()
     node, hosts = shared.bcast(found, root=0)
     shared.Free()
+    comm.Barrier()  # as in ``broadcast``: what a rank has sent may only leave it during its calls of MPI
     return node, hosts
 
 
