@@ -28,7 +28,7 @@ class BareBlocks(Hook):
 
     def at_start(self, trainer: Any) -> None:
         """Build the second model and put a block's batches on the device."""
-        from wordrun.backend.prepare import prepare
+        from wordrun.backend.transforms import prepare
         from wordrun.config import AdamWConfig
         from wordrun.model import materialise
         from wordrun.train.optim import adamw

@@ -186,7 +186,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 def command() -> Command:
     """Run a command to its end and return what it printed and its status; fail on a hang."""
 
-    def run(*words: str | Path, timeout: float = 170, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str | Path, timeout: float = 90, **env: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [str(word) for word in words], capture_output=True, text=True, timeout=timeout, env={**os.environ, **env}
         )
@@ -229,7 +229,7 @@ def ranks(command: Command) -> Command:
     """Run a Python script (or ``-m module`` words) on N ranks under mpiexec or torchrun, or by tests/forked.py."""
 
     def run(
-        n: int, *words: str | Path, under: str = "mpiexec", timeout: float = 170, **env: str
+        n: int, *words: str | Path, under: str = "mpiexec", timeout: float = 90, **env: str
     ) -> subprocess.CompletedProcess[str]:
         if under == "fork":
             done = forked.run(n, [str(word) for word in words], {**os.environ, **env}, timeout)

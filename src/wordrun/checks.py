@@ -193,8 +193,8 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
         fits = max(1, round(model.block_size / parts)) * parts
         tp = f" and backend.tp={at.tp}" if at.tp > 1 else ""
         yield (
-            f"model.block_size={model.block_size} is not divisible by {parts}: backend.cp={at.cp}{tp} divides each "
-            f"sequence, an early and a late piece for each rank: use model.block_size={fits}, or another backend.cp"
+            f"model.block_size={model.block_size} should be a multiple of {parts}: with backend.cp={at.cp}{tp}, each "
+            f"rank has an early and a late piece of every sequence; use model.block_size={fits}, or another backend.cp"
         )
     if kind == "heads":
         ranks = at.cp * at.tp

@@ -181,7 +181,7 @@ def wait_for(job: subprocess.Popen[str], text: str, times: int) -> str:
     return seen
 
 
-def finish(job: subprocess.Popen[str], timeout: float = 40) -> tuple[str, str]:
+def finish(job: subprocess.Popen[str], timeout: float = 30) -> tuple[str, str]:
     return job.communicate(timeout=timeout)
 
 
@@ -198,7 +198,7 @@ def left_over(mark: str) -> list[str]:
     return found
 
 
-def gone(mark: str, within: float = 30.0) -> bool:
+def gone(mark: str, within: float = 5.0) -> bool:
     end = time.monotonic() + within
     while left_over(mark) and time.monotonic() < end:
         time.sleep(0.05)
@@ -376,7 +376,7 @@ def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path, start: Start
     wait_for(job, "ready", 2)
     stop(job, signal.SIGTERM)
     job.send_signal(signal.SIGTERM)
-    _, err = finish(job)
+    _, err = finish(job, 10)
     assert job.returncode == 143, err
     assert gone(path)
 
@@ -387,7 +387,7 @@ def test_a_second_ctrl_c_is_not_followed_by_what_shells_say(tmp_path: Path, star
     wait_for(job, "ready", 2)
     stop(job, signal.SIGINT)
     job.send_signal(signal.SIGINT)
-    _, err = finish(job)
+    _, err = finish(job, 10)
     assert job.returncode == 130, err
     assert "Terminated" not in err
 

@@ -52,7 +52,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP", "backend.cp=3", "model.n_head=3", "model.n_embd=96"],
             3,
-            "model.block_size=64 is not divisible by 6: backend.cp=3 divides each sequence",
+            "model.block_size=64 should be a multiple of 6: with backend.cp=3, each rank has an early and a late piece",
         ),
         (
             ["train.backend=FSDP", "backend.cp=4", "backend.cp_attention=heads", "model.n_head=2"],

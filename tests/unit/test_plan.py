@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
 from wordrun import compat, log, model as models
-from wordrun.backend.prepare import prepare
+from wordrun.backend.transforms import prepare
 from wordrun.checks import check
 from wordrun.composer import compose
 from wordrun.config import (

@@ -172,9 +172,7 @@ def test_an_unknown_study(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def arguments(folder: Path, *words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    runner.add_options(parser)
-    return parser.parse_args(["--out", str(folder), *words])
+    return runner.parse_study(argparse.ArgumentParser(), ["--out", str(folder), *words], (), "")
 
 
 def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
-from wordrun.backend.prepare import prepare
+from wordrun.backend.transforms import prepare
 from wordrun.config import DDPConfig
 from wordrun.dist import mpi
 from wordrun.dist.mpi_calls import CALLS

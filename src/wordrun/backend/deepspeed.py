@@ -19,8 +19,8 @@ from wordrun.backend.base import BackendSpec, Save, StepResult, checked
 from wordrun.backend.native import average
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
-from wordrun.backend.prepare import prepare
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.transforms import prepare
 from wordrun.checkpoint.saved import ENGINE
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig

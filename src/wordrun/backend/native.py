@@ -17,8 +17,8 @@ from torch.nn.utils import get_total_norm
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Save, StepResult, checked
 from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
-from wordrun.backend.prepare import compile_rest
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.transforms import compile_rest
 from wordrun.checkpoint import index, shards
 from wordrun.errors import ConfigError
 from wordrun.model import LossesOf, Model

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import local
 from wordrun.backend.precision import TORCH_DTYPES
-from wordrun.backend.prepare import prepare_block, prepare_rest
+from wordrun.backend.transforms import prepare_block, prepare_rest
 from wordrun.config import FSDPConfig
 from wordrun.errors import ConfigError
 from wordrun.model import Model

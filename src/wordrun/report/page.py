@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,13 +171,7 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
     for name in evaluation.columns:
         if name not in ("step", "val_loss", "val_perplexity"):
             add(name, lines({name: ""}, name, evaluation))
-    kinds: dict[str, dict[str, str]] = {}
-    for name in metrics.other.columns:  # such as grad_norm/blocks.0, of hooks
-        if name != "step":
-            kind, _, layer = name.partition("/")
-            kinds.setdefault(kind, {})[name] = layer
-    for kind, names in kinds.items():
-        labels = names if len(names) <= len(COLORS) else dict.fromkeys(names, "")
+    for kind, labels in _kinds(metrics.other.columns).items():
         add(kind, lines(labels, kind, metrics.other))
     rate, unit = _rate(metrics)
     for title, names, y_label in (
@@ -196,6 +190,16 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
             for i, name in enumerate(split)
         ]))  # fmt: skip
     return found
+
+
+def _kinds(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the labels of hooks' metrics, such as grad_norm/blocks.0, by kind; without labels if they are too many."""
+    kinds: dict[str, dict[str, str]] = {}
+    for name in names:
+        if name != "step":
+            kind, _, layer = name.partition("/")
+            kinds.setdefault(kind, {})[name] = layer
+    return {kind: found if len(found) <= len(COLORS) else dict.fromkeys(found, "") for kind, found in kinds.items()}
 
 
 def _compared(chosen: dict[int, Metrics]) -> list[dict[str, Any]]:

@@ -7,16 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wordrun import log
 from wordrun.composer import compose
 from wordrun.config import Config, LlamaConfig, ModernConfig, TransformerConfig
-from wordrun.errors import REQUEUE, ConfigError, UserError
-from wordrun.log import LOGGER
+from wordrun.errors import ConfigError, UserError
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import coord_page
-from wordrun.study.points import FAILED, Point, Points
-from wordrun.study.runner import Runner, add_options
+from wordrun.study.points import Point, Points
+from wordrun.study.runner import conduct, new_parser, parse_study
 
 DESCRIPTION = """\
 Check that activations neither grow nor shrink with the width, and compare learning rates across widths, with the
@@ -57,19 +55,12 @@ def main(argv: Sequence[str]) -> int:
     if not isinstance(base.model, TransformerConfig):
         raise ConfigError(f"model={base.model.name} is not one of wordrun's transformers, whose layers are measured")
     columns = ("parametrization", "width", "learning_rate", "steps", "loss", *columns_of(base.model))
-    screen = log.start(rank=0)
-    try:
-        with Points(args.out, "coord", VERSION, columns) as file:
-            points = list(_points(args, base))
-            complete = Runner(file, args, measured).run(points)
-            rows = [file.rows[point.name] for point in points if point.name in file.rows]
-            for path in coord_page.write(
-                file.folder, rows, layers_of(base.model), ["wordrun", "study", "coord", *argv]
-            ):
-                LOGGER.info("%s", path)
-    finally:
-        screen.close()
-    return REQUEUE * (not complete) or int(any(row["state"] == FAILED for row in rows))
+    return conduct(
+        args, Points(args.out, "coord", VERSION, columns), lambda file: _points(args, base), measured,
+        lambda folder, rows: coord_page.write(
+            folder, rows, layers_of(base.transformer), ["wordrun", "study", "coord", *argv]
+        ),
+    )  # fmt: skip
 
 
 def layers_of(cfg: TransformerConfig) -> list[str]:
@@ -84,10 +75,7 @@ def columns_of(cfg: TransformerConfig) -> list[str]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "wordrun study coord", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = new_parser("coord", DESCRIPTION)
     parser.add_argument(
         "--widths", type=_numbers, default="64,128,256,512,1024", metavar="N,...",
         help="values of model.n_embd (default 64,128,256,512,1024)",
@@ -100,15 +88,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--transfer-steps", type=int, default=50, metavar="N", help="steps with each of them (default 50)"
     )
-    add_options(parser)
-    args = parser.parse_intermixed_args(argv)
+    args = parse_study(parser, argv, CHOSEN, "--widths, --steps, --transfer")
     if len(args.widths) < 2 or not all(width.is_integer() for width in args.widths):
         raise ConfigError("--widths should be two or more whole numbers")
     if args.steps < 1 or args.transfer_steps < 1:
         raise ConfigError(f"--steps {args.steps} --transfer-steps {args.transfer_steps} should be at least 1")
-    chosen = [each for each in args.overrides if each.partition("=")[0].lstrip("+") in CHOSEN]
-    if chosen:
-        raise ConfigError(f"{', '.join(chosen)}: the study chooses it itself (--widths, --steps, --transfer)")
     return args
 
 

@@ -6,21 +6,20 @@ import argparse
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from wordrun import log
 from wordrun.checks import accumulation, layout
 from wordrun.composer import compose
 from wordrun.config import Config, TransformerConfig
 from wordrun.dist import World
-from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
-from wordrun.log import LOGGER
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.plan.cli import vocabulary
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import isoflop_page
-from wordrun.study.points import FAILED, IMPOSSIBLE, Point, Points
-from wordrun.study.runner import Runner, add_options, look
+from wordrun.study.points import IMPOSSIBLE, Point, Points
+from wordrun.study.runner import conduct, look, new_parser, parse_study
 
 DESCRIPTION = """\
 Train models of several sizes, each until it has used the same number of floating-point operations (FLOPs), and find the
@@ -53,25 +52,15 @@ def main(argv: Sequence[str]) -> int:
         UserError: options are wrong, or results cannot be written.
     """
     args = _parse(argv)
-    screen = log.start(rank=0)
-    try:
-        with Points(args.out, "isoflop", VERSION, COLUMNS) as file:
-            points = list(_points(args, file))
-            runner = Runner(file, args, measured, lambda row: f"validation loss {row['val_loss']}")
-            complete = runner.run(points)
-            rows = [file.rows[point.name] for point in points if point.name in file.rows]
-            for path in isoflop_page.write(file.folder, rows, ["wordrun", "study", "isoflop", *argv]):
-                LOGGER.info("%s", path)
-    finally:
-        screen.close()
-    return REQUEUE * (not complete) or int(any(row["state"] == FAILED for row in rows))
+    return conduct(
+        args, Points(args.out, "isoflop", VERSION, COLUMNS), partial(_points, args), measured,
+        lambda folder, rows: isoflop_page.write(folder, rows, ["wordrun", "study", "isoflop", *argv]),
+        lambda row: f"validation loss {row['val_loss']}",
+    )  # fmt: skip
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "wordrun study isoflop", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = new_parser("isoflop", DESCRIPTION)
     parser.add_argument(
         "--budgets", type=_budgets, required=True, metavar="C,...", help="FLOPs of a run, such as 1e18,3e18,1e19"
     )
@@ -79,12 +68,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--sizes", type=_sizes, required=True, metavar="KEY=N,...",
         help="the sizes: an option with its values, such as model.n_embd=64,96,128",
     )  # fmt: skip
-    add_options(parser)
-    args = parser.parse_intermixed_args(argv)
-    chosen = [each for each in args.overrides if each.partition("=")[0].lstrip("+") in CHOSEN]
-    if chosen:
-        raise ConfigError(f"{', '.join(chosen)}: the study chooses it itself (--budgets)")
-    return args
+    return parse_study(parser, argv, CHOSEN, "--budgets")
 
 
 def _budgets(text: str) -> list[float]:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,15 +37,71 @@ ENDED = (REQUEUE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 Figures = Callable[[Point, RunRecord], dict[str, Any]]
 """Returns the study's own columns for a finished run; a UserError marks the point as failed."""
+Result = Callable[[Mapping[str, str]], str]
+"""Returns what to show of the row of a finished run."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every study, and the overrides."""
+def new_parser(study: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser to which a study adds its own options; see ``parse_study``."""
+    return argparse.ArgumentParser(
+        f"wordrun study {study}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+
+
+def parse_study(
+    parser: argparse.ArgumentParser, argv: Sequence[str], chosen: Sequence[str], by: str
+) -> argparse.Namespace:
+    """Add the options of every study and the overrides, and parse ``argv``.
+
+    Args:
+        parser: has the study's own options.
+        argv: the words after the study's name.
+        chosen: keys that the study chooses.
+        by: the options of the study that choose them, for people to read.
+
+    Raises:
+        ConfigError: an override has one of the keys in ``chosen``.
+    """
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results and the runs")
     parser.add_argument("--retry-failed", action="store_true", help="run failed points and lost jobs again")
     parser.add_argument("--submit", action="store_true", help="submit a job for each point instead of running it here")
     parser.add_argument("--launch", default=[], type=shlex.split, metavar='"..."', help="further options of launch")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of every run")
+    args = parser.parse_intermixed_args(argv)
+    if wrong := [each for each in args.overrides if each.partition("=")[0].lstrip("+") in chosen]:
+        raise ConfigError(f"{', '.join(wrong)}: the study chooses it itself ({by})")
+    return args
+
+
+def conduct(
+    args: argparse.Namespace, opened: Points, points: Callable[[Points], Iterable[Point]], figures: Figures,
+    write: Callable[[Path, Sequence[Mapping[str, str]]], Iterable[Path]], result: Result = lambda row: DONE,
+) -> int:  # fmt: skip
+    """Run a study and return its exit status: 1 if a point failed, 75 if points are left for the next call.
+
+    Args:
+        args: the command line, as parsed by ``parse_study``.
+        opened: the study's points.csv.
+        points: returns the points.
+        figures: reads a finished run.
+        write: writes the results into a folder, given the rows of the points, and returns their files.
+        result: returns what to show of the row of a finished run.
+
+    Raises:
+        UserError: options are wrong, or results cannot be written.
+    """
+    screen = log.start(rank=0)
+    try:
+        with opened as file:
+            wanted = list(points(file))
+            complete = Runner(file, args, figures, result).run(wanted)
+            rows = [file.rows[point.name] for point in wanted if point.name in file.rows]
+            for path in write(file.folder, rows):
+                LOGGER.info("%s", path)
+    finally:
+        screen.close()
+    return REQUEUE * (not complete) or int(any(row["state"] == FAILED for row in rows))
 
 
 def look(args: argparse.Namespace, words: Sequence[str]) -> tuple[Job, Ranks]:
@@ -68,7 +124,7 @@ class Runner:
 
     Args:
         file: the study's points.csv, open.
-        args: the command line, with the options of ``add_options``.
+        args: the command line, as parsed by ``parse_study``.
         figures: reads a finished run.
         result: returns what to show of the row of a finished run.
 
@@ -77,9 +133,8 @@ class Runner:
     """
 
     def __init__(
-        self, file: Points, args: argparse.Namespace, figures: Figures,
-        result: Callable[[Mapping[str, str]], str] = lambda row: DONE,
-    ) -> None:  # fmt: skip
+        self, file: Points, args: argparse.Namespace, figures: Figures, result: Result = lambda row: DONE
+    ) -> None:
         if "WORDRUN_LAUNCH_ID" in os.environ:
             raise ConfigError("a study starts launch itself: call it without launch, such as in a job script")
         self.file, self.args, self.figures, self.result = file, args, figures, result

@@ -8,19 +8,18 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wordrun import checks, log
+from wordrun import checks
 from wordrun.composer import compose
 from wordrun.config import Config
-from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest
+from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.launch.request import Ranks
-from wordrun.log import LOGGER
 from wordrun.registry import backends
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import estimate, page
 from wordrun.study.estimate import Estimates
-from wordrun.study.points import FAILED, IMPOSSIBLE, Point, Points
-from wordrun.study.runner import Runner, add_options, look
+from wordrun.study.points import IMPOSSIBLE, Point, Points
+from wordrun.study.runner import conduct, look, new_parser, parse_study
 
 DESCRIPTION = """\
 Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
@@ -61,30 +60,18 @@ def main(argv: Sequence[str]) -> int:
         UserError: options are wrong, or results cannot be written.
     """
     args = _parse(argv)
-    screen = log.start(rank=0)
-    try:
-        with Points(args.out, "scaling", VERSION, COLUMNS) as file:
-            points = list(_points(args, file, Estimates(file.folder, args)))
-            runner = Runner(
-                file, args, lambda point, run: measured(run, args.steps),
-                lambda row: f"{float(row['tps']):,.0f} tokens/s",
-            )  # fmt: skip
-            complete = runner.run(points)
-            rows = [file.rows[point.name] for point in points if point.name in file.rows]
-            unit = "ranks" if args.ranks else "nodes"
-            study = page.Study(("wordrun", "study", "scaling", *argv), unit, args.steps, args.repeats)
-            for path in page.write(file.folder, rows, study):
-                LOGGER.info("%s", path)
-    finally:
-        screen.close()
-    return REQUEUE * (not complete) or int(any(row["state"] == FAILED for row in rows))
+    study = page.Study(
+        ("wordrun", "study", "scaling", *argv), "ranks" if args.ranks else "nodes", args.steps, args.repeats
+    )
+    return conduct(
+        args, Points(args.out, "scaling", VERSION, COLUMNS),
+        lambda file: _points(args, file, Estimates(file.folder, args)), lambda point, run: measured(run, args.steps),
+        lambda folder, rows: page.write(folder, rows, study), lambda row: f"{float(row['tps']):,.0f} tokens/s",
+    )  # fmt: skip
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "wordrun study scaling", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = new_parser("scaling", DESCRIPTION)
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--ranks", type=_numbers, metavar="N,...", help="numbers of ranks, such as 1,2,4")
     sizes.add_argument("--nodes", type=_numbers, metavar="N,...", help="numbers of nodes, each with all its devices")
@@ -95,13 +82,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--weak", action="store_true", help="the same number of sequences per rank")
     parser.add_argument("--backends", default="", metavar="NAME,...", help=BACKENDS)
     estimate.add_options(parser)
-    add_options(parser)
-    args = parser.parse_intermixed_args(argv)
+    args = parse_study(parser, argv, CHOSEN, "--steps, --repeats, --backends")
     if args.steps < 1 or args.repeats < 1:
         raise ConfigError(f"--steps {args.steps} --repeats {args.repeats} should be at least 1")
-    chosen = [each for each in args.overrides if each.partition("=")[0].lstrip("+") in CHOSEN]
-    if chosen:
-        raise ConfigError(f"{', '.join(chosen)}: the study chooses it itself (--steps, --repeats, --backends)")
     return args
 
 

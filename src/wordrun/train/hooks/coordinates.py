@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,7 @@ class Coordinates(Hook):
             ConfigError: the model is divided or compiled, or is not one of wordrun's transformers.
         """
         cfg = trainer.cfg
-        if trainer.layout.tp * trainer.layout.pp > 1 or cfg.train.compile:
+        if math.prod((trainer.layout.cp, trainer.layout.tp, trainer.layout.pp)) > 1 or cfg.train.compile:
             raise ConfigError("hooks=[coordinates] needs whole layers: use train.backend=DDP and train.compile=false")
         if not isinstance(trainer.backend.parts[0], Transformer):
             raise ConfigError(f"hooks=[coordinates] is for transformers, which model={cfg.model.name} is not")
