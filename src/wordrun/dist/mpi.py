@@ -161,8 +161,11 @@ def _make_progress(comm: Any) -> None:
 
     thread = threading.Thread(target=probe, name="MPI progress", daemon=True)
     thread.start()
-    # Before mpi4py finalizes MPI, which no other thread may be using then.
-    atexit.register(lambda: (ended.set(), thread.join()))
+
+    @atexit.register  # before mpi4py finalizes MPI, which no thread may be using then
+    def finish() -> None:
+        ended.set()
+        thread.join()
 
 
 def _launcher_path() -> str:
