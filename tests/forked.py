@@ -6,6 +6,7 @@ For tests of what ranks do together, whoever started them. Those of starting, st
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -24,7 +25,10 @@ from typing import Any
 from unittest import mock
 
 # What a rank imports sooner or later; torch._dynamo by the first optimizer.
-IMPORTS = ["pytest", "torch._dynamo", "wordrun.train.trainer", "wordrun.backend.ddp", "wordrun.backend.pipeline"]
+IMPORTS = [
+    "pytest", "torch._dynamo", "wordrun.train.cli", "wordrun.train.language", "wordrun.train.trainer",
+    "wordrun.backend.ddp", "wordrun.backend.pipeline", "torch.distributed.checkpoint",
+]  # fmt: skip
 # Launchers end the other ranks this soon after one has failed.
 GRACE_S = 0.3
 _server = multiprocessing.get_context("forkserver")
@@ -81,12 +85,14 @@ def undrawn() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """
     from wordrun.train import run
 
-    drawing = partial(mock.patch.multiple, run, draw=run.draw, page=run.page)
-    with mock.patch.multiple(run, draw=lambda *_: [], page=SimpleNamespace(write=lambda path: path / "report.html")):
+    drawing = partial(mock.patch.multiple, run, draw=run.draw, page=run.page, load_beside=run.load_beside)
+    none = {"draw": lambda *_: [], "page": SimpleNamespace(write=lambda path: path / "report.html")}
+    with mock.patch.multiple(run, load_beside=lambda: None, **none):
         yield drawing
 
 
 def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Path]) -> None:
+    gc.freeze()  # a collection would copy all memory that the ranks share
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)

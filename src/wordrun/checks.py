@@ -26,8 +26,9 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None if unknown, which skips the checks that depend on it.
         per_node: ranks per node; None: all on one node.
     """
-    problems = [problem for part in config.parts_in(cfg).values() for problem in part.problems()]
-    problems += [*choices.check(cfg)]
+    parts = config.parts_in(cfg).values()
+    problems = [problem for part in parts for problem in part.problems()] + [*choices.check(cfg)]
+    problems += [problem for part in parts for problem in part.conflicts(cfg)]
     at = Layout()
     if ranks is not None:
         try:

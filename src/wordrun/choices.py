@@ -1,11 +1,11 @@
-"""Validation rules about what is chosen together: hooks, metrics, sections that contradict each other."""
+"""Validation rules about what is chosen together: metrics, sections that contradict each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from wordrun import config, registry
-from wordrun.config import Config, DeepSpeedConfig
+from wordrun.config import Config
 from wordrun.validation import one_of
 
 
@@ -29,43 +29,6 @@ def _several(cfg: Config) -> Iterator[str]:
     if cfg.metrics and cfg.backend.pipeline:
         names = ",".join(cfg.metrics)
         yield f"metrics=[{names}] needs the model's outputs, which a pipeline leaves on its last stage: use metrics=[]"
-    yield from _hooks(cfg)
-
-
-def _hooks(cfg: Config) -> Iterator[str]:
-    train, engine = cfg.train, cfg.backend.own_engine
-    if "early_stop" in cfg.hooks and not train.eval_interval:
-        yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
-    if "ema" in cfg.hooks and engine:
-        yield (
-            "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded inside "
-            "its engine: use train.backend=DDP or FSDP"
-        )
-    statistics = cfg.hooks.get("statistics")
-    if isinstance(statistics, config.StatisticsConfig):
-        if statistics.gradients and engine:
-            yield (
-                "hooks=[statistics] cannot read the gradients of train.backend=deepspeed, which its engine flattens: "
-                "use hooks.statistics.gradients=false, or train.backend=DDP or FSDP"
-            )
-        if statistics.activations and train.compile is True:
-            yield (
-                "hooks=[statistics] cannot read activations inside compiled blocks: use "
-                "hooks.statistics.activations=false, or train.compile=false"
-            )
-    test = cfg.hooks.get("lr_range")
-    if isinstance(test, config.LRRangeConfig):
-        for option, what in (("checkpoint_interval", "saved"), ("eval_interval", "evaluated")):
-            if getattr(train, option):  # the hook's file sets 0, which an experiment overrides
-                yield (
-                    f"hooks=[lr_range] trains until the model diverges, which should not be {what}: use "
-                    f"train.{option}=0"
-                )
-        if test.steps > train.max_iters:
-            yield (
-                f"hooks.lr_range.steps={test.steps} is more than train.max_iters={train.max_iters}: raise "
-                "train.max_iters, or take fewer steps"
-            )
 
 
 def _sections(cfg: Config) -> Iterator[str]:
@@ -102,24 +65,3 @@ def _sections(cfg: Config) -> Iterator[str]:
             f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
             "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
         )
-    if isinstance(backend, DeepSpeedConfig):
-        if cfg.lora_rank:
-            yield (
-                f"model.lora_rank={cfg.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "
-                "weights: use train.backend=FSDP or DDP"
-            )
-        if isinstance(cfg.optimizer, config.MuonConfig):
-            yield (
-                "optimizer=muon needs whole matrices, but train.backend=deepspeed flattens and shards them inside its "
-                "engine: use train.backend=FSDP or DDP"
-            )
-        if train.on_nonfinite == "skip":
-            yield (
-                "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
-                "use train.on_nonfinite=rollback"
-            )
-        if train.compile is True and backend.stage == 3:
-            yield (
-                "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
-                "use train.compile=false, backend.stage=2, or train.backend=FSDP"
-            )

@@ -710,6 +710,24 @@ class DeepSpeedConfig(BackendConfig):
         if self.offload_params and self.stage != 3:
             yield f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
 
+    def conflicts(self, cfg: Config) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if cfg.lora_rank:
+            yield (
+                f"model.lora_rank={cfg.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "
+                "weights: use train.backend=FSDP or DDP"
+            )
+        if cfg.train.on_nonfinite == "skip":
+            yield (
+                "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
+                "use train.on_nonfinite=rollback"
+            )
+        if cfg.train.compile is True and self.stage == 3:
+            yield (
+                "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
+                "use train.compile=false, backend.stage=2, or train.backend=FSDP"
+            )
+
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that fill the bubble with the gradients of weights, computed later than those of activations."""
@@ -888,6 +906,14 @@ class MuonConfig(OptimizerConfig):
         The steps of scale=spectral have the same spectral norm at every width, and those of adamw grow with its root.
         """
         return -0.5 if self.scale == "adamw" else 0.0, 0.0
+
+    def conflicts(self, cfg: Config) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if cfg.backend.own_engine:
+            yield (
+                "optimizer=muon needs whole matrices, but train.backend=deepspeed flattens and shards them inside its "
+                "engine: use train.backend=FSDP or DDP"
+            )
 
 
 @dataclass
@@ -1128,6 +1154,11 @@ class EarlyStopConfig(HookConfig):
         yield from not_negative("hooks.early_stop", self, "min_delta")
         yield from metric_of("hooks.early_stop.metric", self.metric, self.mode, "hooks.early_stop.mode")
 
+    def conflicts(self, cfg: Config) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if not cfg.train.eval_interval:
+            yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
+
 
 @dataclass
 class EMAConfig(HookConfig):
@@ -1144,6 +1175,14 @@ class EMAConfig(HookConfig):
         """Return what is wrong with these options alone."""
         return [*fractions("hooks.ema", self, "decay"), *positive("hooks.ema", self, "interval")]
 
+    def conflicts(self, cfg: Config) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if cfg.backend.own_engine:
+            yield (
+                "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded "
+                "inside its engine: use train.backend=DDP or FSDP"
+            )
+
 
 @dataclass
 class StatisticsConfig(HookConfig):
@@ -1159,6 +1198,19 @@ class StatisticsConfig(HookConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return positive("hooks.statistics", self, "interval")
+
+    def conflicts(self, cfg: Config) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if self.gradients and cfg.backend.own_engine:
+            yield (
+                "hooks=[statistics] cannot read the gradients of train.backend=deepspeed, which its engine flattens: "
+                "use hooks.statistics.gradients=false, or train.backend=DDP or FSDP"
+            )
+        if self.activations and cfg.train.compile is True:
+            yield (
+                "hooks=[statistics] cannot read activations inside compiled blocks: use "
+                "hooks.statistics.activations=false, or train.compile=false"
+            )
 
 
 @dataclass
@@ -1210,6 +1262,20 @@ class LRRangeConfig(HookConfig):
             yield f"hooks.lr_range.lowest={self.lowest:g} should be below hooks.lr_range.highest={self.highest:g}"
         if self.steps < 10:
             yield f"hooks.lr_range.steps={self.steps} should be at least 10"
+
+    def conflicts(self, cfg: Config) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        for option, what in (("checkpoint_interval", "saved"), ("eval_interval", "evaluated")):
+            if getattr(cfg.train, option):  # the hook's file sets 0, which an experiment overrides
+                yield (
+                    f"hooks=[lr_range] trains until the model diverges, which should not be {what}: use "
+                    f"train.{option}=0"
+                )
+        if self.steps > cfg.train.max_iters:
+            yield (
+                f"hooks.lr_range.steps={self.steps} is more than train.max_iters={cfg.train.max_iters}: raise "
+                "train.max_iters, or take fewer steps"
+            )
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from wordrun.validation import not_negative, positive
 
@@ -18,7 +18,11 @@ class Section:
     """A section of the config."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone, a message each; ``wordrun.checks`` compares sections."""
+        """Return what is wrong with these options alone, a message each."""
+        return []
+
+    def conflicts(self, cfg: Any) -> Iterable[str]:
+        """Return where the other options of ``cfg``, the complete Config, contradict these, a message each."""
         return []
 
 
