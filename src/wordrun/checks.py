@@ -205,12 +205,17 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
                     f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=ring, or another backend.cp"
                 )
                 return
-    elif model.dropout:
-        yield (
-            f"model.dropout={model.dropout:g} needs the attention weights of whole sequences, which "
-            f"backend.cp_attention={kind} never has: use model.dropout=0, or backend.cp_attention=heads with a "
-            "number of heads that backend.cp x backend.tp divides"
-        )
+        return
+    for name, matters, without in (
+        ("dropout", model.dropout > 0, "model.dropout=0"),
+        ("window", min(model.attention_spans()) < model.block_size, "a model.block_size within the window"),
+    ):
+        if matters:
+            yield (
+                f"model.{name}={getattr(model, name):g} needs the attention weights of whole sequences, which "
+                f"backend.cp_attention={kind} never has: use {without}, or backend.cp_attention=heads with a "
+                "number of heads that backend.cp x backend.tp divides"
+            )
 
 
 def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:

@@ -125,6 +125,10 @@ class TransformerConfig(TextModelConfig):
         """Return the number of heads of keys and values."""
         return self.n_head
 
+    def attention_spans(self) -> list[int]:
+        """Return the largest number of tokens to which a token attends in each block."""
+        return [self.block_size] * self.n_layer
+
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
@@ -154,7 +158,7 @@ class GPTConfig(TransformerConfig):
 
 @dataclass
 class LlamaConfig(TransformerConfig):
-    """A LLaMA-style transformer, also Mistral; with qk_norm, Qwen3; with qkv_bias, Qwen2.5."""
+    """A LLaMA-style transformer; its options make it Mistral, Qwen2.5, Qwen3 or Gemma 3 as well."""
 
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
@@ -176,12 +180,32 @@ class LlamaConfig(TransformerConfig):
     """Epsilon of RMSNorm."""
     tie: bool = False
     """Tie the output layer's weights to the token embedding."""
+    window: int | None = None
+    """Sliding-window attention, as in Mistral: each token attends to this many tokens, up to and including itself;
+    null: to all earlier tokens."""
+    global_every: int = 0
+    """With window: every n-th block attends to all earlier tokens (Gemma 3: 6); 0: no block."""
+    rope_local_theta: float | None = None
+    """Base of the rotary position embedding in the blocks with a window; null: rope_theta."""
+    gate: str = "silu"
+    """Activation of the gate in the MLP: silu (SwiGLU), or gelu (GeGLU with the tanh approximation, as in Gemma)."""
+    post_norm: bool = False
+    """Also normalize what attention and MLP add to the residual stream, as Gemma 3 does."""
+    embed_scale: bool = False
+    """Multiply the token embedding by sqrt(n_embd), as Gemma does."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from super().problems()
-        yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor")
+        yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor", "window")
         yield from above_zero("model", self, "rope_theta", "norm_eps")
+        yield from not_negative("model", self, "global_every")
+        yield from one_of("model.gate", self.gate, ["silu", "gelu"])
+        if self.rope_local_theta is not None:
+            yield from above_zero("model", self, "rope_local_theta")
+        for name in ("global_every", "rope_local_theta"):
+            if self.window is None and getattr(self, name):
+                yield f"model.{name}={getattr(self, name)} is for blocks with a window: set model.window, or omit this"
         if self.n_head < 1:
             return
         if self.n_kv_head is not None and self.n_kv_head > 0 and self.n_head % self.n_kv_head:
@@ -216,6 +240,17 @@ class LlamaConfig(TransformerConfig):
     def attention_width(self) -> int:
         """Return the number of elements of all query heads together."""
         return self.n_head * self.head_size if self.head_size else self.n_embd
+
+    def local_layers(self) -> list[int]:
+        """Return the numbers of the blocks with a window."""
+        every = self.global_every or self.n_layer + 1
+        return [layer for layer in range(self.n_layer) if self.window and (layer + 1) % every]
+
+    def attention_spans(self) -> list[int]:
+        """Return the largest number of tokens to which a token attends in each block."""
+        local = set(self.local_layers())
+        shorter = min(self.window or self.block_size, self.block_size)
+        return [shorter if layer in local else self.block_size for layer in range(self.n_layer)]
 
     @property
     def norm_weights(self) -> bool:
@@ -283,6 +318,8 @@ class ModernConfig(LlamaConfig):
         if min(self.ngram_rows, default=1) < 1:
             yield f"model.ngram_rows={self.ngram_rows} should be numbers of at least 1"
         yield from one_of("model.mlp", self.mlp, ["relu2", "gelu", "swiglu"])
+        if self.embed_scale:
+            yield "model.embed_scale=true is for model=llama: here model.embed_norm=true sets the embedding's scale"
         for layer in self.value_layers:
             if not -self.n_layer <= layer < self.n_layer:
                 where = f"model.value_layers={self.value_layers} has {layer}"

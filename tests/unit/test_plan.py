@@ -98,9 +98,12 @@ def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     assert "4 passed" in done.stdout
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+GEMMA = replace(SHAPES["llama"], window=40, gate="gelu", post_norm=True, embed_scale=True, qk_norm=True)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "gemma"])
 def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
-    cfg = Config(model=SHAPES[shape], backend=DDPConfig())
+    cfg = Config(model=GEMMA if shape == "gemma" else SHAPES[shape], backend=DDPConfig())
     cfg.train.dtype = "fp32"
     tensors = saved_tensors(cfg.model, on_cpu=True, bf16=False)
     block = models.build(cfg.model, 64).blocks["0"]
@@ -123,7 +126,7 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b", "qwen3_0_6b", "modern"]
+    "name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b", "qwen3_0_6b", "gemma3_1b", "modern"]
 )
 def test_parameters_are_those_of_the_model(name: str) -> None:
     cfg = compose([f"model={name}"])
@@ -140,7 +143,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [["model=nano"], ["model=nano", "model.bias=true"], ["model=gpt2"], ["model=llama_debug"], ["model=llama3_1b"],
-     ["model=qwen3_0_6b"]],
+     ["model=qwen3_0_6b"], ["model=gemma3_1b"]],
     ids=" ".join,
 )  # fmt: skip
 def test_shapes_by_arithmetic_are_those_of_the_model(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

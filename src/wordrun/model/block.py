@@ -14,12 +14,15 @@ from wordrun.model.cache import KVCache
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream, and before that normalized by ``post_norm_1`` and
+    ``post_norm_2`` if a model replaces these.
+    """
 
     def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
+        self.post_norm_1, self.post_norm_2 = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Any) -> Tensor:
         """Return the residual stream after this block.
@@ -30,8 +33,8 @@ class Block(nn.Module):
             mask: which tokens attend to which, from ``document_mask`` or ``context``; None: causal attention.
             additions: further arguments of this block's attention.
         """
-        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
-        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
+        x = x + self.post_norm_1(self.attention(self.norm_1(x), cache=cache, mask=mask, **additions))
+        return x + self.post_norm_2(self.mlp(self.norm_2(x)))  # type: ignore[no-any-return]
 
 
 class TokenBatch(Protocol):

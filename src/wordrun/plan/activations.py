@@ -86,18 +86,23 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
         *[SavedTensor(hidden)] * 2,  # SiLU of the gate, and its product with up
     ]
     mlp = _two_layers(cfg) if isinstance(cfg, ModernConfig) and cfg.mlp != "swiglu" else gated
+    # What is added to the residual stream, if a norm needs it for its backward pass.
+    added = [SavedTensor(C, matmul=True, needed=cfg.post_norm), *(norm * cfg.post_norm)]
+    windows = [SavedTensor(width)] if min(cfg.attention_spans()) < cfg.block_size else []
     return [
         *norm,
         SavedTensor(C, readers=3),  # norm output, for q, k and v
         *(SavedTensor(each, matmul=True, needed=cfg.qk_norm) for each in (width, shared)),  # q, k
+        *[SavedTensor(width + shared)] * (cfg.qk_norm and bool(scaled)),  # what their norms' weights scale
         *(SavedTensor(each) for each in (width, shared)),  # q, k after rotation
         SavedTensor(shared, matmul=True),  # v
         SavedTensor(width, matmul=True),  # attention output, for its projection
-        SavedTensor(C, matmul=True, needed=False),  # the projection
+        *windows,  # before they are joined
+        *added,  # the projection
         SavedTensor(C, dtype="stream"),  # residual stream between attention and MLP, for the norm
         *norm,
         *mlp,
-        SavedTensor(C, matmul=True, needed=False),  # the projection
+        *added,  # the projection
         *_attention(cfg, on_cpu=on_cpu, bf16=bf16),
     ]
 

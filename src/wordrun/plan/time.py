@@ -103,7 +103,7 @@ def assumed(model: ModelShapes, peak: float) -> Speeds:
     A product with a matrix of n elements takes 6 n operations per token in both passes, attention 12 per token and
     element of the width (Chowdhery et al. 2022, appendix B).
     """
-    attention = 12 * model.cfg.n_embd * model.cfg.block_size
+    attention = 12 * model.cfg.n_embd * sum(model.cfg.attention_spans()) / model.cfg.n_layer
     products = [6 * numel([each for each in some if each.matmul]) for some in (model.block, model.last)]
     block, rest = products[0] + attention, products[1]
     speed = ASSUMED_SHARE * peak
