@@ -14,15 +14,18 @@ from wordrun.model.cache import KVCache
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream, and before that normalized by ``post_norm_1`` and
-    ``post_norm_2`` if a model replaces these.
-    """
+    """Pre-norm attention and MLP, each added to the residual stream, perhaps after another norm."""
 
     def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
-        self.post_norm_1, self.post_norm_2 = nn.Identity(), nn.Identity()
+        self.post_norm_1: nn.Module = nn.Identity()
+        self.post_norm_2: nn.Module = nn.Identity()
+
+    def add_post_norms(self, after_attention: nn.Module, after_mlp: nn.Module) -> None:
+        """Normalize what attention and MLP add to the residual stream."""
+        self.post_norm_1, self.post_norm_2 = after_attention, after_mlp
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Any) -> Tensor:
         """Return the residual stream after this block.

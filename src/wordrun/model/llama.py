@@ -95,6 +95,10 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (new_norm(cfg, self.head_size) if cfg.qk_norm else nn.Identity() for _ in "qk")
         self.drop = Dropout(cfg.dropout)
 
+    def limit(self, window: int, rope_theta: float) -> None:
+        """Attend to the last ``window`` tokens only, with another base of the rotary embedding."""
+        self.window, self.rope_theta = window, rope_theta
+
     def forward(
         self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, context: Context | None = None,
         values: Tensor | None = None,
@@ -160,10 +164,9 @@ class Llama(Transformer):
         for layer, block in self.blocks.items():
             parts: Any = block
             if int(layer) in local:
-                parts.attention.window = cfg.window
-                parts.attention.rope_theta = cfg.rope_local_theta or cfg.rope_theta
+                parts.attention.limit(cfg.window, cfg.rope_local_theta or cfg.rope_theta)
             if cfg.post_norm:
-                parts.post_norm_1, parts.post_norm_2 = self.new_norm(), self.new_norm()
+                parts.add_post_norms(self.new_norm(), self.new_norm())
 
     @property
     def tied(self) -> bool:
