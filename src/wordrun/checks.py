@@ -255,6 +255,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
         (at.cp > 1, f"backend.cp={at.cp} cannot", "backend.cp=1"),
         (at.tp > 1, f"backend.tp={at.tp} cannot", "backend.tp=1"),
         (cfg.train.compile is True, "compiled blocks cannot", "train.compile=false"),
+        (cfg.train.activation_offload, "offloaded activations cannot", "train.activation_offload=false"),
         (recomputes, "would recompute checkpointed activations twice", "train.activation_checkpointing=none"),
     ):
         if is_conflict:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -958,6 +959,28 @@ class LinearScheduleConfig(ScheduleConfig):
             )
 
 
+CHECKPOINTING = re.compile(r"none|full|selective|0*[1-9]\d*|full:\d+|(full:\d+\+)?selective:\d+")
+"""The values of train.activation_checkpointing."""
+
+
+def checkpointing_of(setting: str, block: int) -> str:
+    """Return what the value ``setting`` of train.activation_checkpointing means for the block of this number.
+
+    Returns:
+        none, selective or full.
+    """
+    if setting.isdecimal():
+        return "none" if block % int(setting) else "full"
+    if ":" not in setting:
+        return setting
+    for part in setting.split("+"):
+        kind, _, count = part.partition(":")
+        if block < int(count):
+            return kind
+        block -= int(count)
+    return "none"
+
+
 @dataclass
 class TrainConfig(Section):
     """Steps, batch size, precision, evaluation, samples and checkpoints."""
@@ -998,7 +1021,13 @@ class TrainConfig(Section):
     its communication with them) or model (the complete model: takes longer to compile, a few percent faster)."""
     activation_checkpointing: str = "none"
     """What to recompute in the backward pass to save memory: none, full (every block), a number n (every n-th block),
-    or selective (everything in a block except matrix products and attention)."""
+    selective (everything in a block except matrix products and attention), or for how many blocks from the first one
+    on: full:4+selective:8 (4 blocks full, the next 8 selective, none of the others)."""
+    memory_budget_gb: float | None = None
+    """Memory in GB (10^9 bytes) that each rank may need by the plan's estimate: sets activation_checkpointing so that
+    no more is recomputed than this requires; null: no budget."""
+    activation_offload: bool = False
+    """Keep what blocks save for the backward pass in host memory; for accelerators."""
     device: str = "auto"
     """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
@@ -1056,8 +1085,16 @@ class TrainConfig(Section):
         yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
         yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing
-        if not (checkpointing.isdecimal() and int(checkpointing)):
-            yield from one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
+        if not CHECKPOINTING.fullmatch(checkpointing):
+            known = ["none", "full", "selective", "N", "full:N", "selective:N", "full:N+selective:N"]
+            yield from one_of("train.activation_checkpointing", checkpointing, known)
+        yield from above_zero("train", self, "memory_budget_gb") if self.memory_budget_gb is not None else ()
+        if self.memory_budget_gb is not None and checkpointing != "none":
+            yield (
+                f"train.memory_budget_gb={self.memory_budget_gb:g} chooses what to recompute, and so does "
+                f"train.activation_checkpointing={checkpointing}: omit one of the two"
+            )
+        yield from self._offload_problems()
         ramp = ",".join(self.batch_ramp)
         try:
             steps = [step for step, _ in self.ramp()]
@@ -1070,6 +1107,18 @@ class TrainConfig(Section):
             yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
             yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
+
+    def _offload_problems(self) -> Iterable[str]:
+        """Return what rules out activation_offload."""
+        for is_conflict, other, reason in (
+            (self.activation_checkpointing != "none", "activation_checkpointing", "recomputes what this would keep"),
+            (self.memory_budget_gb is not None, "memory_budget_gb", "estimates recomputation, not offloading"),
+            (self.compile is not False, "compile", "leaves it to the compiler what is saved"),
+            (self.device == "cpu", "device", "has no other memory"),
+        ):
+            if self.activation_offload and is_conflict:
+                value = value_text(getattr(self, other))
+                yield f"train.activation_offload=true: train.{other}={value} {reason}: omit one of the two"
 
     def ramp(self) -> list[tuple[int, int]]:
         """Return the entries of batch_ramp: until which step, how many sequences.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig, checkpointing_of
 from wordrun.kernels import CHUNK, LARGE, keeps_weights
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
@@ -157,13 +157,12 @@ def activation_memory(
     start = cfg.n_embd * strategy.stream / tp  # the block's input
     saved = {"none": needed + start, "selective": products + start, "full": start}
     others = sum(size(each) for each in tensors if each.needed and not each.matmul)
-    recomputed = {"none": 0.0, "selective": others}.get(checkpointing, needed)
-    if checkpointing.isdecimal():
-        per_token = sum(saved["none" if layer % int(checkpointing) else "full"] for layer in layers)
-        if layers[-1] % int(checkpointing):  # the last block's tensors are freed before any block is recomputed
-            recomputed = 0.0
-    else:
-        per_token = len(layers) * saved[checkpointing]
+    again = {"none": 0.0, "selective": others, "full": needed}
+    per_token = recomputed = 0.0
+    # While a block's tensors are computed again, those of the blocks after it have been freed.
+    for kind in (checkpointing_of(checkpointing, layer) for layer in reversed(layers)):
+        recomputed = max(recomputed, again[kind] - per_token)
+        per_token += saved[kind]
     head = spare = 0.0
     if cfg.n_layer - 1 in layers:  # input and output of the last norm, and the logits
         softcap = isinstance(cfg, ModernConfig) and cfg.softcap > 0  # its backward pass needs the bounded logits

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.checks import vocab_multiple
-from wordrun.config import DDPConfig, PPConfig
+from wordrun.config import DDPConfig, PPConfig, checkpointing_of
 from wordrun.errors import ConfigError
 from wordrun.plan.shapes import ModelShapes, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, stages_of
@@ -150,7 +150,7 @@ def step_time(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds
 
 
 def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds: Speeds) -> float:
-    again = 1 / 3 / int(checkpointing) if checkpointing.isdecimal() else RECOMPUTED[checkpointing]
+    again = sum(RECOMPUTED[checkpointing_of(checkpointing, layer)] for layer in model.layers) / len(model.layers)
     at, options = strategy.layout, strategy.backend
     last = model.cfg.n_layer - 1
 
