@@ -98,6 +98,18 @@ def test_blocks_that_are_recomputed_in_part_are_estimated(checkpointing: str) ->
     assert planned == pytest.approx(measured_peak(cfg, 128), rel=0.2)
 
 
+def test_the_plan_divides_sequences_if_nothing_else_fits() -> None:
+    words = ["model=gpt2", "model.block_size=131072", "model.batch_size=1", "train.dtype=bf16", "plan.devices=4"]
+    long = [*words, "train.activation_checkpointing=full"]
+    found = plan([*long, "plan.memory=16"])
+    assert found.advice.best is not None
+    assert found.advice.best.strategy.name == "FSDP, cp"
+    assert found.advice.best.strategy.layout.cp == 2
+    assert "context parallelism divides each over 2 ranks" in " ".join(found.advice.why)
+    assert "backend.cp=2" in found.command
+    assert "FSDP, cp" not in [row.strategy.name for row in plan(long).rows if isinstance(row, Estimate)]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
 def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     """Without bf16 instructions oneDNN makes other copies, so the peak differs."""
