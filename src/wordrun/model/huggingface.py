@@ -1,5 +1,5 @@
-"""Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as
-LlamaForCausalLM, with qk_norm as Qwen3ForCausalLM, or with qkv_bias as Qwen2ForCausalLM. The library is not needed.
+"""Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as one of
+``FAMILIES``, depending on its options. The library is not needed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ LLAMA_NAMES = {
     "attention.proj": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
+}  # fmt: skip
+GEMMA_NAMES = {
+    **LLAMA_NAMES, "post_norm_1": "post_attention_layernorm",
+    "norm_2": "pre_feedforward_layernorm", "post_norm_2": "post_feedforward_layernorm",
 }  # fmt: skip
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
@@ -118,17 +122,26 @@ def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
 
 
 def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
-    kind, name = ("qwen3", "Qwen3ForCausalLM") if cfg.qk_norm else ("llama", "LlamaForCausalLM")
-    if cfg.qkv_bias:  # transformers' Qwen2 has no option for the size of a head
-        kind, name = "qwen2", "Qwen2ForCausalLM"
     return {
-        "model_type": kind, "architectures": [name], "head_dim": cfg.attention_width() // cfg.n_head,
+        "model_type": family(cfg), "architectures": [CLASSES[family(cfg) or "llama"]],
+        "head_dim": cfg.attention_width() // cfg.n_head,
         "max_position_embeddings": cfg.block_size, "hidden_size": cfg.n_embd, "intermediate_size": cfg.n_hidden,
         "num_hidden_layers": cfg.n_layer, "num_attention_heads": cfg.n_head,
         "num_key_value_heads": cfg.n_kv_head or cfg.n_head, "tie_word_embeddings": cfg.tie,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": {**STRETCH, "factor": cfg.rope_factor} if cfg.rope_factor != 1 else None,
         "rms_norm_eps": cfg.norm_eps, "attention_dropout": cfg.dropout,
+        **({"sliding_window": cfg.window} if cfg.window else {}),
+    }  # fmt: skip
+
+
+def _describe_gemma(cfg: LlamaConfig) -> dict[str, Any]:
+    local = cfg.local_layers()
+    kinds = ["sliding_attention" if layer in local else "full_attention" for layer in range(cfg.n_layer)]
+    head_size = cfg.attention_width() // cfg.n_head
+    return {
+        **_describe_llama(cfg), "layer_types": kinds, "rope_local_base_freq": cfg.rope_local_theta or cfg.rope_theta,
+        "query_pre_attn_scalar": head_size, "hidden_activation": "gelu_pytorch_tanh",
     }  # fmt: skip
 
 
@@ -164,12 +177,44 @@ class Architecture:
     """Returns the config.json entries for a model with these options."""
     transposed: bool = False
     """Whether transformers stores the matrices of the blocks transposed."""
+    norm_offset: float = 0.0
+    """What transformers adds to the weights of norms."""
 
 
 ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
     GPTConfig: Architecture(GPT2_NAMES, _describe_gpt2, transposed=True),
     LlamaConfig: Architecture(LLAMA_NAMES, _describe_llama),
 }
+GEMMA = Architecture(GEMMA_NAMES, _describe_gemma, norm_offset=1.0)
+_GEMMA_PARTS = frozenset({"qk_norm", "gate", "post_norm", "embed_scale"})
+FAMILIES = {
+    frozenset(): "llama", frozenset({"qk_norm"}): "qwen3", frozenset({"qkv_bias"}): "qwen2",
+    frozenset({"window"}): "mistral", _GEMMA_PARTS: "gemma3_text", _GEMMA_PARTS | {"window"}: "gemma3_text",
+}  # fmt: skip
+"""transformers' model types by the options of ours that are not as in LLaMA."""
+CLASSES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+}  # fmt: skip
+
+
+def family(cfg: LlamaConfig) -> str | None:
+    """Return transformers' type of the model that ``cfg`` describes; None: it has none."""
+    kind = FAMILIES.get(frozenset(_parts(cfg)))
+    unlike = (
+        # transformers' Qwen2 has no option for the size of a head.
+        (kind == "qwen2" and cfg.attention_width() != cfg.n_embd)
+        or (kind == "gemma3_text" and cfg.rope_factor != 1)
+        or (kind != "gemma3_text" and cfg.global_every)
+        or (kind != "gemma3_text" and cfg.rope_local_theta not in (None, cfg.rope_theta))
+    )
+    return None if unlike else kind
+
+
+def _parts(cfg: LlamaConfig) -> list[str]:
+    """Return the names of the options with which ``cfg`` departs from LLaMA."""
+    names = ("qk_norm", "qkv_bias", "window", "post_norm", "embed_scale")
+    return [name for name in names if getattr(cfg, name)] + ["gate"] * (cfg.gate != "silu")
 
 
 def architecture(cfg: TransformerConfig) -> Architecture:
@@ -192,11 +237,17 @@ def architecture(cfg: TransformerConfig) -> Architecture:
         cfg_type: type[TransformerConfig] = LlamaConfig
     else:
         cfg_type = type(cfg)
-    if isinstance(cfg, LlamaConfig) and cfg.qkv_bias and (cfg.qk_norm or cfg.attention_width() != cfg.n_embd):
-        raise UserError(
-            "transformers has no architecture with model.qkv_bias=true and model.qk_norm=true, or with another "
-            "model.head_size than n_embd / n_head: form=checkpoint exports it"
-        )
+    if isinstance(cfg, LlamaConfig):
+        kind = family(cfg)
+        if kind is None:
+            names = [*_parts(cfg), "head_size", "rope_factor", "global_every", "rope_local_theta"]
+            shown = " ".join(f"model.{name}={value_text(getattr(cfg, name))}" for name in names)
+            raise UserError(
+                f"transformers has no architecture with {shown} together: form=checkpoint exports it, and there are "
+                f"architectures for the options of {', '.join(CLASSES)}"
+            )
+        if kind == "gemma3_text":
+            return GEMMA
     return ARCHITECTURES[cfg_type]
 
 
@@ -216,6 +267,8 @@ def _to_theirs(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     GPT-2's matrices are transposed there, and all rows of q precede all rows of k and v; our rows are ordered by head.
     """
     tensor = _by_kind(name, tensor, cfg)
+    if (offset := architecture(cfg).norm_offset) and tensor.dim() == 1:
+        return tensor - offset
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
 
 
@@ -228,6 +281,8 @@ def _by_kind(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
 
 def to_ours(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     """Return their tensor for our parameter ``name`` in our layout, with at most ``cfg.block_size`` positions."""
+    if (offset := architecture(cfg).norm_offset) and tensor.dim() == 1:
+        return tensor.float() + offset  # 16 bits are enough for the difference from 1, but not for the sum
     if _is_transposed(name, tensor, cfg):
         tensor = tensor.T.contiguous()
     if ".qkv." in name:

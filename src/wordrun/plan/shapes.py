@@ -158,7 +158,7 @@ def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
     attention += [*_linear(C, width, 1), *([ParameterShape((head_size,))] * 2 if cfg.qk_norm else [])]
     mlp = [*_linear(hidden, C, 0), *_linear(hidden, C, 0), *_linear(C, hidden, 1)]
     head = [_head(V, C)]
-    block = [*norm, *attention, *norm, *mlp]
+    block = [*norm, *attention, *norm, *mlp, *(norm * 2 if cfg.post_norm else [])]
     return ModelShapes(cfg, V, [ParameterShape((V, C), 0)], block, [*norm, *head], tied=head if cfg.tie else [])
 
 
