@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wordrun import config, registry
-from wordrun.config import Config, DeepSpeedConfig
+from wordrun.config import Config, DeepSpeedConfig, DilocoConfig
 from wordrun.validation import one_of
 
 
@@ -40,6 +40,11 @@ def _hooks(cfg: Config) -> Iterator[str]:
         yield (
             "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded inside "
             "its engine: use train.backend=DDP or FSDP"
+        )
+    if "ema" in cfg.hooks and cfg.backend.independent:
+        yield (
+            f"hooks=[ema] averages the weights of all ranks, and train.backend={train.backend} has others on each "
+            "island: omit it, since the outer weights are already an average, or use train.backend=DDP or FSDP"
         )
     statistics = cfg.hooks.get("statistics")
     if isinstance(statistics, config.StatisticsConfig):
@@ -102,6 +107,14 @@ def _sections(cfg: Config) -> Iterator[str]:
             f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
             "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
         )
+    if isinstance(backend, DilocoConfig):
+        if train.on_nonfinite == "skip":
+            yield (
+                "train.on_nonfinite=skip needs all ranks to agree on each step, and train.backend=diloco has islands "
+                "that take steps by themselves: use train.on_nonfinite=rollback"
+            )
+        if config.DTYPES.get(train.dtype) == "fp16":
+            yield "train.dtype=fp16 would scale losses differently on each island: use train.dtype=bf16 or fp32"
     if isinstance(backend, DeepSpeedConfig):
         if cfg.lora_rank:
             yield (

@@ -122,7 +122,9 @@ class Trainer(Training):
         # A checkpoint of LoRA has no frozen weights.
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
-        spec = backend.BackendSpec(settled, world, self.layout, self.task.make_model, make_optimizer, weights)
+        spec = backend.BackendSpec(
+            settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
+        )  # fmt: skip
         with self.memory.explained():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)
@@ -212,7 +214,7 @@ class Trainer(Training):
             written = self.checkpoints.wait()
             # A skipped step has changed nothing.
             intact = self.step == self.start.step or self.state.skipped > 0
-            if (intact or finite.is_finite(self.result, self.backend.dtype)) and written != self.step:
+            if (intact or finite.is_finite(self, self.result)) and written != self.step:
                 LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
                 self.save()
                 self.checkpoints.wait()
