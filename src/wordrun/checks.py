@@ -59,8 +59,8 @@ def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
     try:
         at = resolve(each, min(each, per_node), inside.axes())
     except ConfigError as error:
-        raise ConfigError(f"inside each island of {each} ranks: {error}") from None
-    return replace(at, replicate=at.replicate * islands)
+        raise ConfigError(f"inside each island of {each} ranks: {backend.of_inner(str(error))}") from None
+    return replace(at, replicate=at.replicate * islands, islands=islands)
 
 
 def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
@@ -176,7 +176,7 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
         if inside.one_micro_step and accumulation(cfg, at.dp) != 1:
             yield "backend.inner_options.static_graph=true needs one micro-step per step: omit it, or optimizer.gas"
         if isinstance(inside, FSDPConfig):
-            yield from _check_sharding(cfg, inside, at)
+            yield from map(cfg.backend.of_inner, _check_sharding(cfg, inside, at.of_island))
 
 
 def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str]:

@@ -755,7 +755,7 @@ class DilocoConfig(BackendConfig):
         except ConfigError as error:
             yield str(error)
             return
-        yield from (f"inside the islands: {problem}" for problem in inside.problems())
+        yield from (self.of_inner(problem) for problem in inside.problems())
         if isinstance(inside, FSDPConfig) and (inside.tp, inside.cp) != (1, 1):
             yield (
                 f"backend.inner_options={{tp: {inside.tp}, cp: {inside.cp}}}: the islands of train.backend=diloco have "
@@ -786,6 +786,15 @@ class DilocoConfig(BackendConfig):
                 raise ConfigError(f"backend.inner_options.{name}={value} should be of type {expected}")
         return kind(**self.inner_options)
 
+    def of_inner(self, problem: str) -> str:
+        """Return a message about the inner backend's options with the names that they have here."""
+        return problem.replace("backend.", "backend.inner_options.")
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes that an exchange sends per weight, with its part of the scales."""
+        return 4.0 if self.exchange_bits == 32 else self.exchange_bits / 8 + 4 / EXCHANGE_BLOCK
+
     def count(self, ranks: int, per_node: int) -> int:
         """Return the number of islands of ``ranks`` ranks, ``per_node`` to a node.
 
@@ -802,6 +811,8 @@ class DilocoConfig(BackendConfig):
 
 
 EXCHANGE_BITS = (32, 8, 4)
+EXCHANGE_BLOCK = 128
+"""Weights that share a scale, if they are exchanged in 8 or 4 bits."""
 
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")

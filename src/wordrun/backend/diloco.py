@@ -48,10 +48,10 @@ class Islands(NativeBackend):
     whole: Layout
     """The layout of all ranks."""
 
-    def begin(self, options: DilocoConfig, spec: BackendSpec, islands: int, across: Any) -> None:
+    def begin(self, options: DilocoConfig, spec: BackendSpec, across: Any) -> None:
         """Start from the initial weights; ``spec`` is that of all ranks."""
-        self.options_of_islands, self.islands, self.across, self.whole = options, islands, across, spec.layout
-        self.island = self.rank // (self.ranks // islands)
+        self.options_of_islands, self.across, self.whole = options, across, spec.layout
+        self.islands, self.island = spec.layout.islands, self.rank // self.layout.size
         self.steps, self.last = spec.step, spec.cfg.train.max_iters
         state = self.model_state()
         self.outer = {name: tensor.detach().clone() for name, tensor in state.items()}
@@ -63,7 +63,7 @@ class Islands(NativeBackend):
         self.fragments = fragments(self.outer, options.fragments)
         self.stale: set[int] = set()
         """The fragments whose weights may differ between the islands."""
-        if islands == 1:
+        if self.islands == 1:
             LOGGER.warning(
                 "train.backend=diloco has one island, so nothing is exchanged, and the outer steps follow its weights "
                 "alone: start more ranks, or use train.backend=%s", options.inner, extra=FIRST_RANK,
@@ -214,13 +214,12 @@ def diloco(spec: BackendSpec) -> Islands:
     """Return the backend for ``train.backend=diloco``."""
     options = spec.cfg.backend
     assert isinstance(options, DilocoConfig)
-    inside, islands = options.inside(), options.count(spec.world.size, spec.world.local_size)
-    layout = replace(spec.layout, replicate=spec.layout.replicate // islands)
+    inside, layout = options.inside(), spec.layout.of_island
     sharded = isinstance(inside, FSDPConfig)
     axes = AXES if sharded else ("replicate",)
-    shape = (islands, *(getattr(layout, axis) for axis in axes))
+    shape = (spec.layout.islands, *(getattr(layout, axis) for axis in axes))
     mesh = init_device_mesh(spec.device.type, shape, mesh_dim_names=("island", *axes))
     inner = replace(spec, cfg=replace(spec.cfg, backend=inside), layout=layout, mesh=mesh)
     made = FSDPIslands(inner) if sharded else DDPIslands(inner)
-    made.begin(options, spec, islands, mesh.get_group("island"))
+    made.begin(options, spec, mesh.get_group("island"))
     return made

@@ -14,15 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128
-"""Elements that share a scale."""
+from wordrun.config import EXCHANGE_BLOCK as BLOCK
+
 MOST = {8: 127, 4: 7}
 """The largest integer, by the number of bits."""
-
-
-def bytes_per_element(bits: int) -> float:
-    """Return the bytes sent per element, with its part of the scales."""
-    return bits / 8 if bits == 32 else bits / 8 + 4 / BLOCK
 
 
 def mean_in_bits(flat: Tensor, bits: int, group: Any) -> Tensor:
