@@ -63,6 +63,10 @@ class Islands(NativeBackend):
         self.fragments = fragments(self.outer, options.fragments)
         self.stale: set[int] = set()
         """The fragments whose weights may differ between the islands."""
+        LOGGER.info(
+            "islands: %d, each of %s rank(s) that train with %s; all weights are exchanged every %d steps",
+            self.islands, self.layout.size, options.inner, options.sync_every,
+        )  # fmt: skip
         if self.islands == 1:
             LOGGER.warning(
                 "train.backend=diloco has one island, so nothing is exchanged, and the outer steps follow its weights "
@@ -170,6 +174,8 @@ class Islands(NativeBackend):
         """
         saved = facts.get("islands", 1)
         found = index.load(folder) if saved == self.islands else super().stored(folder, facts)
+        if saved not in (1, self.islands):
+            LOGGER.info("the checkpoint has the optimizer states of %d islands, for %d here", saved, self.islands)
         prefix = f"island.{self.island % saved}."
         own = {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
         return found | {name.removeprefix(prefix): replace(tensor, key=name) for name, tensor in own.items()}
