@@ -117,11 +117,11 @@ def test_a_thirtieth_of_the_bytes(ranks: Any, tmp_path: Path) -> None:
         "model.n_embd=48", "model.block_size=32",
     ]  # fmt: skip
     names = ["DDP", "diloco, every 30 steps"]
-    done = ranks(2, script, "--json", "found.json", "--runs", *names, *small, under="fork", timeout=280)
+    done = ranks(2, script, *small, "--json", "found.json", "--runs", *names, under="fork", timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     ddp, diloco = (json.loads(Path("found.json").read_text())[name] for name in names)
     # Between two ranks, an all-reduce sends every gradient once. Log lines and headers come on top.
     assert 1 < ddp["bytes"] / (4 * ddp["parameters"]) < 1.02
     assert 1 / 30 < diloco["bytes"] / ddp["bytes"] < 1.1 / 30
     assert ddp["loss"] < 2.9, "the model should have learned something to compare"
-    assert diloco["loss"] == pytest.approx(ddp["loss"], rel=0.01)
+    assert diloco["loss"] < 1.01 * ddp["loss"]
