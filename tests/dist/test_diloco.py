@@ -17,7 +17,7 @@ SMALL = [
     "optimizer.learning_rate=2e-3", "train.global_batch_size=8", "model.batch_size=2", "model.n_layer=2",
     "model.n_head=2", "model.n_embd=16", "model.block_size=16",
 ]  # fmt: skip
-SAVED = ["train.checkpoint_interval=1", "train.keep_checkpoints=20"]
+SAVED = ["train.checkpoint_interval=2", "train.keep_checkpoints=9"]
 DILOCO = ["train.backend=diloco", "backend.sync_every=6"]
 PLAIN = ["optimizer=sgd", "optimizer.grad_clip=0", "optimizer.learning_rate=0.1"]
 EQUAL = [*PLAIN, "train.backend=diloco", "backend.sync_every=1", "backend.outer_lr=1", "backend.outer_momentum=0"]
@@ -80,8 +80,12 @@ def test_two_islands(ranks: Any, tmp_path: Path) -> None:
     assert figures("4-bits") != figures("8-bits") != figures("ddp")
     assert figures("whole-on") == figures("whole")
     assert figures("parts-on") == figures("parts")
-    # One island is its inner backend, with the outer steps that change nothing.
-    assert figures("one") == pytest.approx(figures("adamw"), rel=1e-5)
+    # One island trains as its inner backend, with outer steps that change nothing.
+    one, adamw = figures("one"), figures("adamw")
+    assert figures("whole")[4] == one[4], "between two exchanges, an evaluation is of the outer weights"
+    for at in (9, 4):  # which are the initial ones at step 4, and those of step 6 at step 8
+        assert one.pop(at) > adamw.pop(at)
+    assert one == pytest.approx(adamw, rel=1e-5)
     assert "has one island, so nothing is exchanged" in Path("one/log.txt").read_text()
     # Another backend continues from the outer weights after an exchange, and not between two.
     assert figures("to-ddp", 7)[0] == pytest.approx(figures("whole", 7)[0], rel=1e-5)
