@@ -38,6 +38,7 @@ with dist.session() as world:
         except ConfigError as error:  # on all ranks
             if world.rank == 0:
                 open("refused.txt", "a").write(f"{error}\\n")
+            torch.distributed.barrier()  # some may still be making the groups
 """
 
 

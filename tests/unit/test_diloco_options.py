@@ -24,13 +24,13 @@ REFUSED = {
     "tensor parallel": (4, 4, ["backend.inner=TP"], ["backend.inner=TP", "DDP or FSDP"]),
     "pipeline": (4, 4, ["backend.inner=PP"], ["backend.inner=PP", "DDP or FSDP"]),
     "DeepSpeed": (4, 4, ["backend.inner=deepspeed"], ["backend.inner=deepspeed", "DDP or FSDP"]),
-    "tp inside": (4, 4, ["backend.inner=FSDP", "+backend.inner_options.tp=2"], ["tp: 2", "use replicate and shard"]),
+    "tp inside": (4, 4, ["backend.inner=FSDP", "backend.inner_options.tp=2"], ["tp: 2", "use replicate and shard"]),
     "nothing to shard": (2, 2, ["backend.inner=FSDP"], ["only one: use a smaller backend.islands"]),
-    "unknown option": (2, 2, ["+backend.inner_options.compres=bf16"], ["no such option; did you mean 'compress'"]),
-    "wrong type": (2, 2, ["+backend.inner_options.bucket_cap_mb=many"], ["bucket_cap_mb=many should be of type int"]),
-    "wrong value": (2, 2, ["+backend.inner_options.compress=int8"], ["backend.inner_options.compress=int8"]),
+    "unknown option": (2, 2, ["backend.inner_options.compres=bf16"], ["no such option; did you mean 'compress'"]),
+    "wrong type": (2, 2, ["backend.inner_options.bucket_cap_mb=many"], ["bucket_cap_mb=many should be of type int"]),
+    "wrong value": (2, 2, ["backend.inner_options.compress=int8"], ["backend.inner_options.compress=int8"]),
     "shards do not fit": (
-        4, 4, ["backend.islands=2", "backend.inner=FSDP", "+backend.inner_options.shard=3"],
+        4, 4, ["backend.islands=2", "backend.inner=FSDP", "backend.inner_options.shard=3"],
         ["inside each island of 2 ranks: backend.inner_options.shard=3 does not fit 2 ranks"],
     ),
     "bits": (2, 2, ["backend.exchange_bits=16"], ["backend.exchange_bits=16 should be 32, 8 or 4"]),
@@ -40,7 +40,7 @@ REFUSED = {
     "fp16": (2, 2, ["train.dtype=fp16"], ["use train.dtype=bf16 or fp32"]),
     "averages": (2, 2, ["hooks=[ema]"], ["hooks=[ema]", "outer weights"]),
     "static graph": (
-        2, 2, ["+backend.inner_options.static_graph=true", "optimizer.gas=2"], ["one micro-step per step"],
+        2, 2, ["backend.inner_options.static_graph=true", "optimizer.gas=2"], ["one micro-step per step"],
     ),
 }  # fmt: skip
 
