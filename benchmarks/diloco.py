@@ -100,14 +100,14 @@ def main() -> None:
         for number, name in enumerate(args.runs):
             place = f"hydra.run.dir={dist.share(folder, world)}/{number}"
             found[name] = train([*MODEL, *overrides, *RUNS[name], place], world)
+            if args.json and world.rank == 0:
+                args.json.write_text(json.dumps(found))
         if world.rank == 0:
             base = found["DDP"]
             print("| run | validation loss | to DDP's | bytes per step | of DDP's |\n|---|---|---|---|---|")
             for name, each in found.items():
                 loss, share = each["loss"] / base["loss"] - 1, base["bytes"] / each["bytes"]
                 print(f"| {name} | {each['loss']:.4f} | {loss:+.2%} | {each['bytes']:,.0f} | 1/{share:.1f} |")
-            if args.json:
-                args.json.write_text(json.dumps(found))
             if args.png:
                 draw(found, args.png)
 
