@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from wordrun import choices, config, ds_config
-from wordrun.config import Config, DeepSpeedConfig, FSDPConfig, PPConfig
+from wordrun.config import Config, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout, resolve
 from wordrun.errors import ConfigError
 
@@ -46,8 +47,21 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
 
 
 def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
-    """Return how ``backend`` lays out ``ranks`` ranks, ``per_node`` to a node."""
-    return resolve(ranks, per_node, backend.axes())
+    """Return how ``backend`` lays out ``ranks`` ranks, ``per_node`` to a node; islands are its outermost copies."""
+    if not isinstance(backend, DilocoConfig):
+        return resolve(ranks, per_node, backend.axes())
+    islands = backend.count(ranks, per_node)
+    each, inside = ranks // islands, backend.inside()
+    if each == 1 and isinstance(inside, FSDPConfig):
+        raise ConfigError(
+            f"backend.inner=FSDP shards the model across the ranks of an island, and each of the {islands} islands has "
+            "only one: use a smaller backend.islands, or backend.inner=DDP"
+        )
+    try:
+        at = resolve(each, min(each, per_node), inside.axes())
+    except ConfigError as error:
+        raise ConfigError(f"inside each island of {each} ranks: {backend.of_inner(str(error))}") from None
+    return replace(at, replicate=at.replicate * islands, islands=islands)
 
 
 def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
@@ -158,6 +172,12 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
             yield from _check_context(cfg, cfg.backend, at)
     if isinstance(cfg.backend, PPConfig) and not missing:
         yield from _check_pipeline(cfg, cfg.backend, at)
+    if isinstance(cfg.backend, DilocoConfig):
+        inside = cfg.backend.inside()
+        if inside.one_micro_step and accumulation(cfg, at.dp) != 1:
+            yield "backend.inner_options.static_graph=true needs one micro-step per step: omit it, or optimizer.gas"
+        if isinstance(inside, FSDPConfig):
+            yield from map(cfg.backend.of_inner, _check_sharding(cfg, inside, at.of_island))
 
 
 def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str]:

@@ -13,7 +13,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from wordrun.errors import UserError, nearest
+from wordrun.errors import ConfigError, UserError, nearest
 from wordrun.registry import Part, part_of, parts
 from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
 from wordrun.validation import above_zero, fractions, metric_of, not_negative, one_of, positive
@@ -550,6 +550,8 @@ class BackendConfig(Section):
     """Whether a library's engine takes the steps, and flattens and shards the parameters."""
     replicated: ClassVar[bool] = False
     """Whether every rank has the whole model, with all gradients, as one module."""
+    independent: ClassVar[bool] = False
+    """Whether groups of ranks take steps by themselves, with gradients that differ between the groups."""
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
@@ -765,6 +767,118 @@ class DeepSpeedConfig(BackendConfig):
                 "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
                 "use train.compile=false, backend.stage=2, or train.backend=FSDP"
             )
+
+
+@dataclass
+class DilocoConfig(BackendConfig):
+    """DiLoCo: islands of ranks train by themselves, and exchange weights every so many steps, for slow links."""
+
+    independent: ClassVar[bool] = True
+
+    name: str = "diloco"
+    """Name of the backend; set by train.backend."""
+    inner: str = "DDP"
+    """The backend within each island: DDP or FSDP."""
+    inner_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the inner backend, such as {reshard_after_forward: false}; see backend.KEY of DDP and FSDP."""
+    islands: int | None = None
+    """Number of islands, each of consecutive ranks; null: one per node or, on a single node, one per rank."""
+    sync_every: int = 30
+    """Steps between two exchanges of the same weights."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer steps, in which the islands' mean change of the weights is the gradient."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer steps; 0: none."""
+    fragments: int = 1
+    """Divide the weights into this many fragments of whole blocks, exchanged at different steps (streaming DiLoCo)."""
+    exchange_bits: int = 32
+    """Bits per weight of what is exchanged: 32, 8 or 4."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from positive("backend", self, "islands", "sync_every", "fragments")
+        yield from above_zero("backend", self, "outer_lr")
+        yield from fractions("backend", self, "outer_momentum")
+        if self.exchange_bits not in EXCHANGE_BITS:
+            yield f"backend.exchange_bits={self.exchange_bits} should be 32, 8 or 4"
+        if self.fragments > self.sync_every:
+            yield (
+                f"backend.fragments={self.fragments} are exchanged at different steps, and backend.sync_every="
+                f"{self.sync_every} has fewer: use at most {self.sync_every}"
+            )
+        try:
+            inside = self.inside()
+        except ConfigError as error:
+            yield str(error)
+            return
+        yield from (self.of_inner(problem) for problem in inside.problems())
+        if isinstance(inside, FSDPConfig) and (inside.tp, inside.cp) != (1, 1):
+            yield (
+                f"backend.inner_options={{tp: {inside.tp}, cp: {inside.cp}}}: the islands of train.backend=diloco have "
+                "no tensor or context parallelism: use replicate and shard only"
+            )
+
+    def conflicts(self, cfg: Config) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if cfg.train.on_nonfinite == "skip":
+            yield (
+                "train.on_nonfinite=skip needs all ranks to agree on each step, and train.backend=diloco has islands "
+                "that take steps by themselves: use train.on_nonfinite=rollback"
+            )
+        if DTYPES.get(cfg.train.dtype) == "fp16":
+            yield "train.dtype=fp16 would scale losses differently on each island: use train.dtype=bf16 or fp32"
+
+    def inside(self) -> BackendConfig:
+        """Return the options of the inner backend.
+
+        Raises:
+            ConfigError: it is neither DDP nor FSDP, or does not have the options.
+        """
+        kinds: dict[str, type[BackendConfig]] = {"DDP": DDPConfig, "FSDP": FSDPConfig}
+        kind = kinds.get(self.inner.upper())
+        if kind is None:
+            raise ConfigError(
+                f"backend.inner={self.inner}: islands train with DDP or FSDP: use backend.inner=DDP, or FSDP if the "
+                "model does not fit on one device"
+            )
+        types = _types(kind)  # type: ignore[arg-type]
+        for name, value in self.inner_options.items():
+            if name not in types or name == "name":
+                raise ConfigError(
+                    f"backend.inner_options.{name}: {kind().name} has no such option{nearest(name, types)}"
+                )
+            if not _fits(value, types[name]):
+                expected = getattr(types[name], "__name__", types[name])
+                raise ConfigError(f"backend.inner_options.{name}={value} should be of type {expected}")
+        return kind(**self.inner_options)
+
+    def of_inner(self, problem: str) -> str:
+        """Return a message about the inner backend's options with the names that they have here."""
+        return problem.replace("backend.", "backend.inner_options.")
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes that an exchange sends per weight, with its part of the scales."""
+        return 4.0 if self.exchange_bits == 32 else self.exchange_bits / 8 + 4 / EXCHANGE_BLOCK
+
+    def count(self, ranks: int, per_node: int) -> int:
+        """Return the number of islands of ``ranks`` ranks, ``per_node`` to a node.
+
+        Raises:
+            ConfigError: they do not divide the ranks.
+        """
+        wanted = self.islands or (ranks if per_node >= ranks else max(1, ranks // per_node))
+        if ranks % wanted:
+            fits = sorted((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - wanted))[:2]
+            raise ConfigError(
+                f"backend.islands={wanted} does not divide {ranks} ranks: use {' or '.join(map(str, sorted(fits)))}"
+            )
+        return wanted
+
+
+EXCHANGE_BITS = (32, 8, 4)
+EXCHANGE_BLOCK = 128
+"""Weights that share a scale, if they are exchanged in 8 or 4 bits."""
 
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -1012,7 +1126,7 @@ class TrainConfig(Section):
     """Steps, batch size, precision, evaluation, samples and checkpoints."""
 
     backend: str = "DDP"
-    """Parallelization backend: DDP, FSDP, TP, PP, 3D or deepspeed."""
+    """Parallelization backend: DDP, FSDP, TP, PP, 3D, deepspeed or diloco."""
     max_iters: int = 2000
     """Number of optimizer steps."""
     global_batch_size: int | None = None
@@ -1267,6 +1381,11 @@ class EMAConfig(HookConfig):
             yield (
                 "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded "
                 "inside its engine: use train.backend=DDP or FSDP"
+            )
+        if cfg.backend.independent:
+            yield (
+                f"hooks=[ema] averages the weights of all ranks, and train.backend={cfg.train.backend} has others on "
+                "each island: omit it, since the outer weights are already an average, or use train.backend=DDP or FSDP"
             )
 
 

@@ -32,6 +32,7 @@ register("backend", "TP", "wordrun.config:TPConfig", "wordrun.backend.fsdp:FSDPB
 register("backend", "PP", "wordrun.config:PPConfig", "wordrun.backend.pipeline:PipelineBackend")
 register("backend", "3D", "wordrun.config:ThreeDConfig", "wordrun.backend.pipeline:PipelineBackend")
 register("backend", "deepspeed", "wordrun.config:DeepSpeedConfig", "wordrun.backend.deepspeed:DeepSpeedBackend")
+register("backend", "diloco", "wordrun.config:DilocoConfig", "wordrun.backend.diloco:diloco")
 
 register("optimizer", "adamw", "wordrun.config:AdamWConfig", "wordrun.train.optim:adamw")
 register("optimizer", "muon", "wordrun.config:MuonConfig", "wordrun.train.muon:Muon")

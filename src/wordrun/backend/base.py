@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from wordrun import compat
 from wordrun.backend.optimizer import NamedParameters, remember_ratios, scale_rates
@@ -50,6 +51,10 @@ class BackendSpec:
     """Returns the optimizer for named parameters."""
     weights: Mapping[str, Tensor] | None = None
     """Unsharded initial values of the parameters, by name; None: initialise randomly."""
+    step: int = 0
+    """The step at which the run starts."""
+    mesh: DeviceMesh | None = None
+    """Of all ranks, if ``layout`` is that of a part of them; None: it has all ranks."""
 
     @cached_property
     def device(self) -> torch.device:

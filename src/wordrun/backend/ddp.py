@@ -40,20 +40,21 @@ class DDPBackend(NativeBackend):
         prepare(model, spec.cfg)
         super().__init__(spec, [model])
         # A single process has nothing to average.
-        self.replica = None if spec.world.size == 1 else self._replicate(spec, options, model)
+        self.replica = None if self.alone else self._replicate(spec, options, model)
 
     def _replicate(self, spec: BackendSpec, options: DDPConfig, model: Model) -> DistributedDataParallel:
         """Return the wrapper that averages the gradients of ``model`` over the ranks."""
         # Buffers are averaged after the step. DDP would overwrite them with rank 0's before the last micro-step.
         with compat.ddp_without_compiler():
             replica = DistributedDataParallel(
-                model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=options.gradient_as_bucket_view,
-                static_graph=options.static_graph, **compat.without_buffer_broadcast(),
+                model, process_group=self.group, bucket_cap_mb=options.bucket_cap_mb,
+                gradient_as_bucket_view=options.gradient_as_bucket_view, static_graph=options.static_graph,
+                **compat.without_buffer_broadcast(),
             )  # fmt: skip
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
-            replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-        elif self.device.type == "cpu" and mpi.in_use(spec.world):
+            replica.register_comm_hook(self.group, lambda group, bucket: bf16_compress_hook(group, bucket))
+        elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI's communicator has all
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
             replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
         return replica

@@ -38,7 +38,8 @@ class FSDPBackend(NativeBackend):
         options = spec.cfg.backend
         assert isinstance(options, FSDPConfig)
         self.options = options
-        self.mesh = init_device_mesh(spec.device.type, spec.layout.of_parameters.shape, mesh_dim_names=AXES)
+        shape = spec.layout.of_parameters.shape
+        self.mesh = spec.mesh or init_device_mesh(spec.device.type, shape, mesh_dim_names=AXES)
         splitter = split.Splitter(spec, self.mesh, options)
         self.sharded = splitter.sharded
         super().__init__(spec, [splitter.build(layers) for layers in stages])

@@ -20,6 +20,7 @@ from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, s
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.transforms import compile_rest
 from wordrun.checkpoint import index, shards
+from wordrun.checkpoint.index import StoredTensor
 from wordrun.errors import ConfigError
 from wordrun.model import LossesOf, Model
 
@@ -34,7 +35,9 @@ class NativeBackend:
 
     def __init__(self, spec: BackendSpec, parts: Sequence[Model]) -> None:
         self.device, self.dtype = spec.device, spec.dtype
-        self.layout, self.rank = spec.layout, spec.world.rank
+        self.layout, self.rank, self.ranks = spec.layout, spec.world.rank, spec.world.size
+        self.group = spec.mesh.get_group("replicate") if spec.mesh else dist.group.WORLD
+        """The process group of a layout with copies only."""
         self.copies = shards.HostCopies()
         self.parts = parts
         self.parameters = [p for part in parts for p in part.parameters()]
@@ -59,7 +62,7 @@ class NativeBackend:
         """Called with the complete gradients of each step, before they are clipped."""
         self.clock: Stopwatch | None = None
         """Measures the current step; None: there is none."""
-        self.alone, self.compile_scope = spec.world.size == 1, spec.cfg.train.compile_scope
+        self.alone, self.compile_scope = spec.layout.size == 1, spec.cfg.train.compile_scope
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
@@ -170,11 +173,11 @@ class NativeBackend:
 
         None: this rank has its parameters alone.
         """
-        return dist.group.WORLD if self.layout.size > 1 else None
+        return self.group if self.layout.size > 1 else None
 
     def buffer_groups(self) -> list[Any]:
         """Return the process groups whose ranks hold the same buffers."""
-        return [dist.group.WORLD]
+        return [self.group]
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
@@ -215,18 +218,25 @@ class NativeBackend:
 
     def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
         """Copy the part of the training state that this rank writes to host memory."""
-        state = self.model_state(once=True)
-        alike = {name: tensor for name, tensor in (alike or {}).items() if f"model.{parameter_of(name)}" in state}
-        state |= {**alike, **tensors_of(self.optimizer, self.named_parameters(once=True))}
-        mine = shards.to_write(state, self.layout.of_parameters, self.rank, self._rows_of(state))
+        mine = self.share(alike or {})
         copies = self.copies.take([*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
-        facts = {"kind": "shards", "scaler": self.scaler.state_dict()}
-        firsts = range(0, self.layout.size, self.layout.stride("pp"))
+        firsts = range(0, self.ranks, self.layout.stride("pp"))
         tensors = mine.tensors if self.rank in firsts else {}
         return Save(
-            facts, lambda folder: shards.write(folder, copies, self.rank, tensors), in_background=True,
-            finish=lambda folder: shards.write_index(folder, firsts), shards=self.layout.size,
+            self.facts(), lambda folder: shards.write(folder, copies, self.rank, tensors), in_background=True,
+            finish=lambda folder: shards.write_index(folder, firsts), shards=self.ranks,
         )  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``load`` needs besides the files."""
+        return {"kind": "shards", "scaler": self.scaler.state_dict()}
+
+    def share(self, alike: Mapping[str, Tensor]) -> shards.Share:
+        """Return what this rank writes into a checkpoint."""
+        state = self.model_state(once=True)
+        alike = {name: tensor for name, tensor in alike.items() if f"model.{parameter_of(name)}" in state}
+        state |= {**alike, **tensors_of(self.optimizer, self.named_parameters(once=True))}
+        return shards.to_write(state, self.layout.of_parameters, self.rank, self._rows_of(state))
 
     def load(
         self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
@@ -237,21 +247,35 @@ class NativeBackend:
                 f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
                 f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
             )
-        stored = index.load(folder)
+        stored = self.stored(folder, facts)
         restored = Restored(self.optimizer, self.named_parameters(), stored, self.unpadded_rows)
         mine = {name: stored[name].empty() for name in own if name in stored}
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
         tensors: dict[str, Any] = {**weights, **(alike or {}), **restored.tensors, **mine}
-        unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
-        for name, shard in unpadded.items():
-            local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step spoils the padding too
-        shards.read(folder, tensors | unpadded, stored)
+        self.read(folder, tensors, stored)
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
         others = [name for name in own if name not in mine]
         return mine | (shards.read_own(folder, self.rank, others) if others else {})
+
+    def read(self, folder: Path, tensors: dict[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+        """Fill this rank's shards of ``tensors`` with the values in ``folder``."""
+        unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
+        for name, shard in unpadded.items():
+            local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step spoils the padding too
+        shards.read(folder, tensors | unpadded, stored)
+
+    def stored(self, folder: Path, facts: dict[str, Any]) -> dict[str, StoredTensor]:
+        """Return the tensors in the checkpoint ``folder`` by the names under which this rank reads them."""
+        if facts.get("between"):
+            raise ConfigError(
+                f"{folder} was saved between two exchanges of {facts['islands']} islands, which have weights of their "
+                f"own: resume with train.backend=diloco backend.islands={facts['islands']}, or from a checkpoint of a "
+                f"step that ends with an exchange, or start from its outer weights with train.init_from={folder}"
+            )
+        return index.load(folder)
 
     def _rows_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return how many rows a checkpoint has of those ``tensors``, by name, whose parameter ends in padding."""

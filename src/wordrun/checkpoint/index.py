@@ -86,6 +86,8 @@ class StoredTensor:
     dtype: torch.dtype
     division: Divided | Listed
     folder: Path = field(default=Path(), compare=False)
+    key: str = field(default="", compare=False)
+    """Its name in the files; empty: the one under which it is asked for."""
 
     @property
     def shards(self) -> list[StoredShard]:

@@ -242,7 +242,7 @@ def read(
             raise DamagedError(f"{folder} is damaged: {name} {there}, and should have {list(shard.shape)}")
         for source in found.overlapping(Box(tuple(shard.offset), tuple(shard.data.shape))):
             if windows := _overlap(source, shard):
-                part = _Part(name, found.dtype, source, windows[0], shard.data[windows[1]])
+                part = _Part(found.key or name, found.dtype, source, windows[0], shard.data[windows[1]])
                 by_file.setdefault(source.file, []).append(part)
     for file, parts in by_file.items():
         try:

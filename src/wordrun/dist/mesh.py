@@ -31,6 +31,8 @@ class Layout:
     """Ranks over which each sequence is divided; parameters are sharded over them, too."""
     tp: int = 1
     """Ranks over which each matrix product is split."""
+    islands: int = 1
+    """Groups of copies that take steps by themselves: consecutive parts of the replicate axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,6 +53,11 @@ class Layout:
     def of_parameters(self) -> Layout:
         """The same ranks as parameters see them: sharded over shard and cp together."""
         return replace(self, shard=self.shards, cp=1)
+
+    @property
+    def of_island(self) -> Layout:
+        """The ranks of one island, or all ranks."""
+        return replace(self, replicate=self.replicate // self.islands, islands=1)
 
     @property
     def dp(self) -> int:

@@ -17,10 +17,10 @@ from typing import Any
 
 from wordrun import config
 from wordrun.checks import vocab_multiple
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
-from wordrun.plan.strategy import FP32, Strategy, in_flight, stages_of
+from wordrun.plan.strategy import FP32, Strategy, in_flight, on_island, stages_of
 from wordrun.plan.traffic import DEEPSPEED_BUCKET, Stages, messages, reduce_size, traffic
 
 DEEPSPEED_LIVE = 1_000_000_000
@@ -216,6 +216,18 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
         buffers=buffers,
         at_loss=buffers,
     )
+
+
+@memory_of_rank.register(DilocoConfig)
+def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
+    """An island's backend, with the outer weights and their momentum where its shards are."""
+    mine = on_island(strategy, options)
+    need = memory_of_rank(mine.backend, model, mine, checkpointing, pp_rank)
+    copies = 2 if options.outer_momentum else 1
+    outer = copies * FP32 * numel(model.stage(model.layers), shard=mine.layout.shards)
+    if isinstance(mine.backend, FSDPConfig) and mine.backend.cpu_offload and not strategy.on_cpu:
+        return replace(need, host=need.host + outer)
+    return replace(need, optimizer=need.optimizer + outer)
 
 
 def _gathered_size(strategy: Strategy) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wordrun.checks import accumulation, stages
-from wordrun.config import INTERLEAVED, BackendConfig, Config, FSDPConfig, PPConfig
+from wordrun.config import INTERLEAVED, BackendConfig, Config, DilocoConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
 
 FP32 = 4
@@ -50,6 +50,14 @@ class Strategy:
             return self.compute
         unsharded = isinstance(self.backend, FSDPConfig) and self.layout.dp * self.layout.cp == 1
         return FP32 if unsharded or self.backend.replicated else self.compute
+
+
+def on_island(strategy: Strategy, options: DilocoConfig) -> Strategy:
+    """Return how each island of ``strategy`` trains."""
+    cfg = strategy.cfg
+    train, optimizer = replace(cfg.train, global_batch_size=None), replace(cfg.optimizer, gas=strategy.gas)
+    mine = replace(cfg, backend=options.inside(), train=train, optimizer=optimizer)
+    return replace(strategy, cfg=mine, layout=strategy.layout.of_island)
 
 
 def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:

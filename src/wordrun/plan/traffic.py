@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from wordrun.checks import context_attention
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, FSDPConfig, PPConfig
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel
-from wordrun.plan.strategy import FP32, Strategy, stages_of
+from wordrun.plan.strategy import FP32, Strategy, on_island, stages_of
 
 Stages = Sequence[Sequence[int]]
 """The block indices in each pipeline stage of a rank."""
@@ -86,6 +86,18 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
         *_tensor(model, strategy, stages),
         *context_traffic(model, strategy, stages),
     ]
+
+
+@traffic.register(DilocoConfig)
+def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
+    """An island's own traffic, and the exchange among islands, as its share of a step."""
+    mine, islands = on_island(strategy, options), strategy.layout.islands
+    whole = options.bytes_per_weight * numel(model.stage(model.layers), shard=mine.layout.shards)
+    once, message = ring(1, islands) * whole / options.sync_every, whole / options.fragments
+    exchange = [Traffic("all_reduce", islands, 2 * once, message)]
+    if options.exchange_bits < 32:
+        exchange = [Traffic(each, islands, once, message) for each in ("all_to_all", "all_gather")]
+    return [*traffic(mine.backend, model, mine, pp_rank), *exchange]
 
 
 def messages(options: PPConfig, model: ModelShapes, strategy: Strategy, stages: Stages) -> tuple[int, float]:

@@ -22,17 +22,19 @@ def counts(trainer: Training, result: StepResult) -> bool:
     """Return whether the step with this ``result`` counts; if not, it was skipped or undone. Every rank must call this.
 
     On an accelerator only logged steps, evaluations and checkpoints are checked, since reading the result would
-    synchronize with the device; with train.on_nonfinite=skip, every step is checked.
+    synchronize with the device, and so with islands, which would wait for each other; with train.on_nonfinite=skip,
+    every step is checked.
 
     Raises:
         UserError: the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have not helped.
     """
     train, step = trainer.cfg.train, trainer.step + 1
     intervals = (train.log_interval, train.checkpoint_interval, train.eval_interval)
-    always = trainer.backend.device.type == "cpu" or train.on_nonfinite == "skip"
+    on_cpu, independent = trainer.backend.device.type == "cpu", trainer.cfg.backend.independent
+    always = (on_cpu and not independent) or train.on_nonfinite == "skip"
     checked = always or step == train.max_iters or any(due(step, interval) for interval in intervals)
     expected = any(hook.expects_divergence for hook in trainer.hooks.values())
-    if not checked or expected or is_finite(result, trainer.backend.dtype):
+    if not checked or expected or is_finite(trainer, result):
         return True
     problem = f"non-finite gradients at step {step}"
     if train.on_nonfinite == "skip":
@@ -47,9 +49,11 @@ def counts(trainer: Training, result: StepResult) -> bool:
     return False
 
 
-def is_finite(result: StepResult, dtype: torch.dtype) -> bool:
+def is_finite(trainer: Training, result: StepResult) -> bool:
     """Return whether a step was finite, the same on all ranks; every rank must call this."""
-    if dtype == torch.float16:
+    if trainer.cfg.backend.independent:
+        return bool(torch.isfinite(all_sum(result.grad_norm)))
+    if trainer.backend.dtype == torch.float16:
         # Gradients may overflow while the scaler looks for the largest scale.
         return bool(torch.isfinite(all_sum(result.loss)))
     return bool(torch.isfinite(result.grad_norm))

@@ -123,8 +123,8 @@ class Trainer(Training):
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         spec = backend.BackendSpec(
-            self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights
-        )
+            self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
+        )  # fmt: skip
         with self.memory.explained():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)
@@ -214,7 +214,7 @@ class Trainer(Training):
             written = self.checkpoints.wait()
             # A skipped step has changed nothing.
             intact = self.step == self.start.step or self.state.skipped > 0
-            if (intact or finite.is_finite(self.result, self.backend.dtype)) and written != self.step:
+            if (intact or finite.is_finite(self, self.result)) and written != self.step:
                 LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
                 self.save()
                 self.checkpoints.wait()
