@@ -189,9 +189,8 @@ class MemoryCheckpoints(BackgroundSaves):
         self, step: int, name: str, save: Save | None, problem: str, tensors: dict[str, Any], manifest: dict[str, Any]
     ) -> None:
         try:
-            found = self._together(
-                step, name, problem, lambda: save.write(self.memory.path) if save else None, tensors or None
-            )
+            complete = partial(save.write, self.memory.path) if save else None
+            found = self._together(step, name, complete, problem, tensors or None)
             content: dict[str, Any] = {}
             if save is not None and self.world.rank == 0:
                 content = {"manifest": {"step": step, **manifest, "backend": save.facts, "shards": save.shards}}
@@ -211,7 +210,7 @@ class MemoryCheckpoints(BackgroundSaves):
     def _together(
         self, step: int, name: str, action: Callable[[], Any] | None, problem: str = "", value: Any = None
     ) -> list[Any]:
-        """Run ``action``, if any, unless there is a ``problem``; if any rank has one, remove the checkpoint and raise on all.
+        """Run ``action``, unless there is a ``problem``; if any rank has one, remove the checkpoint and raise on all.
 
         Returns:
             On rank 0, the ``value`` of all ranks that have one.
