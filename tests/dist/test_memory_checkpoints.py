@@ -197,7 +197,8 @@ def test_copies_replace_a_lost_node_on_any_layout(ranks: Any, tmp_path: Path) ->
     whole = [line[1:4] for line in figures(tmp_path / "whole")]
     assert [line[1:4] for line in figures(tmp_path / "run")] == [pytest.approx(line, rel=1e-5) for line in whole]
     assert record(tmp_path / "run")["resumed_from"]["step"] == 6
-    again(change=lose_both_copies)  # nothing is on the disk either: it begins again
+    why = "starting again at step 0, because no checkpoint is on disk, and of step 6, memory lacks the shares of rank 0"
+    assert why in again(change=lose_both_copies)
     assert record(tmp_path / "run")["resumed_from"] == {"run": str(tmp_path / "run"), "step": 0, "source": "disk"}
     assert figures(tmp_path / "run") == figures(tmp_path / "whole")
 

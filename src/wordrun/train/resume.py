@@ -165,27 +165,36 @@ def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[st
     raise DamagedError(f"{problem}: this run has no intact checkpoint; start a new run in another hydra.run.dir=DIR")
 
 
-def resume(trainer: Training, start: Start) -> None:
-    """Seed this rank, and load the checkpoint of ``start``, the result of ``find``, if it has one."""
+def resume(trainer: Training, start: Start) -> Start:
+    """Seed this rank, and load the checkpoint of ``start``, the result of ``find``, if it has one.
+
+    Returns:
+        ``start``, or one of a checkpoint on disk if the one in memory turns out to be incomplete.
+
+    Raises:
+        LostError: it does, and there is no checkpoint on disk.
+    """
     seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
     if start.folder is None:
-        return
+        if start.why:
+            LOGGER.info("starting again at step 0, because no checkpoint is on disk, and %s", start.why)
+        return start
     path = start.folder.path
     check_options(trainer, start.manifest, path)
     try:
         load(trainer, path, start.manifest, start.memory)
     except LostError as error:
-        trainer.start = replace(find(trainer.cfg, trainer.world), why=str(error))
-        if trainer.start.folder is None:
+        other = replace(find(trainer.cfg, trainer.world), why=str(error))
+        if other.folder is None:
             raise
-        resume(trainer, trainer.start)
-        return
+        return resume(trainer, other)
     trainer.state.load_state_dict(start.manifest)
     if start.memory:
         on_disk = f"the newest checkpoint on disk is of step {start.newest}" if start.newest >= 0 else "none is on disk"
         LOGGER.info("resumed from memory at step %d; %s", trainer.step, on_disk)
     else:
         LOGGER.info("resumed from %s at step %d%s", path, trainer.step, f", because {start.why}" if start.why else "")
+    return start
 
 
 def fixed_options(cfg: Config) -> dict[str, Any]:
