@@ -7,8 +7,8 @@ Each run kills one rank, all ranks or ``launch`` itself by SIGKILL, at a random 
 starts the same command again with ``train.resume=auto``. After the last one the training is left to finish, and its
 losses are compared with those of a training that nobody disturbed: to the bit.
 
-With ``--memory``, four ranks on two simulated nodes keep checkpoints in memory, and now and then all ranks of a node are
-killed and its memory is lost.
+With ``--memory``, four ranks on two simulated nodes keep checkpoints in memory, and now and then a node's ranks are killed
+and its memory is lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def command(folder: Path, text: Path, steps: int, *, memory: bool = False) -> li
     ranks = str(2 * RANKS_ON_NODE) if memory else "2"
     return [
         str(Path(sys.executable).with_name("launch")), "-n", ranks, "--env", "OMP_NUM_THREADS=1", *python, "-m",
-        "wordrun", *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []), "data=text", "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
+        "wordrun", *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []), "data=text",
+        "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
         "train.resume=auto",
         f"train.max_iters={steps}", "train.log_interval=1", "train.eval_interval=0", "train.checkpoint_interval=5",
         "train.sample_tokens=0", "train.dtype=fp32", "train.device=cpu", "model.n_layer=2", "model.n_embd=64",
@@ -116,9 +117,10 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     wait_for(lambda: ranks_below(process.pid), process)
     step, in_save = last_step(folder), saving(folder)
     ranks = ranks_below(process.pid)
+    variable = b"WORDRUN_SHM=%b0\0" % os.fsencode(folder.with_suffix(".node"))
     pids = {
         "a rank": dice.sample(ranks, min(1, len(ranks))), "all ranks": ranks, "launch": [process.pid],
-        NODE: [pid for pid in ranks if b"WORDRUN_SHM=%b0" % os.fsencode(folder.with_suffix(".node")) in environment(pid)],
+        NODE: [pid for pid in ranks if variable in environment(pid)],
     }[victim]  # fmt: skip
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
