@@ -7,8 +7,8 @@ Each run kills one rank, all ranks or ``launch`` itself by SIGKILL, at a random 
 starts the same command again with ``train.resume=auto``. After the last one the training is left to finish, and its
 losses are compared with those of a training that nobody disturbed: to the bit.
 
-With ``--memory``, four ranks on two simulated nodes keep checkpoints in memory, and now and then a node's ranks are killed
-and its memory is lost.
+With ``--memory``, the two ranks are on two simulated nodes and keep checkpoints in memory; now and then a node is lost
+with its memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any
 
 VICTIMS = ("a rank", "all ranks", "launch")
 NODE = "a node"
-RANKS_ON_NODE = 2
 MOMENTS = ("training", "saving", "starting")
 PATIENCE_S = 90
 
@@ -38,12 +37,10 @@ def command(folder: Path, text: Path, steps: int, *, memory: bool = False) -> li
     """Return the command that trains, or goes on."""
     python = [sys.executable]
     if memory:  # each rank gets the memory of its node
-        node = f"{folder.with_suffix('.node')}$((RANK / {RANKS_ON_NODE}))"
-        script = f'export WORDRUN_SHM="{node}"; mkdir -p "$WORDRUN_SHM"; exec "$@"'
+        script = f'export WORDRUN_SHM=\'{folder.with_suffix(".node")}\'$RANK; mkdir -p "$WORDRUN_SHM"; exec "$@"'
         python = ["sh", "-c", script, "sh", sys.executable]
-    ranks = str(2 * RANKS_ON_NODE) if memory else "2"
     return [
-        str(Path(sys.executable).with_name("launch")), "-n", ranks, "--env", "OMP_NUM_THREADS=1", *python, "-m",
+        str(Path(sys.executable).with_name("launch")), "-n", "2", "--env", "OMP_NUM_THREADS=1", *python, "-m",
         "wordrun", *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []), "data=text",
         "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
         "train.resume=auto",

@@ -106,7 +106,8 @@ def newest(saves: MemoryCheckpoints, record: Mapping[str, Any], least: int) -> t
                 holders.setdefault(rank, []).append(node)
         if missing := [rank for rank in range(facts["shards"]) if rank not in holders]:
             shown = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
-            why = f"of step {facts['step']}, memory lacks the shares of rank{'s' * (len(missing) > 1)} {shown}"
+            shares = "share of rank" if len(missing) == 1 else "shares of ranks"
+            why = f"of step {facts['step']}, memory lacks the {shares} {shown}"
             continue
         found = InMemory(saves, name, facts["step"], holders)
         if problem := saves.problem_of(partial(found.bring_manifest, offers)):
