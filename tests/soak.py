@@ -37,7 +37,8 @@ def command(folder: Path, text: Path, steps: int, *, memory: bool = False) -> li
     """Return the command that trains, or goes on."""
     python = [sys.executable]
     if memory:  # each rank gets the memory of its node
-        script = f'export WORDRUN_SHM=\'{folder.with_suffix(".node")}\'$RANK; mkdir -p "$WORDRUN_SHM"; exec "$@"'
+        node = folder.with_suffix(".node")
+        script = f'export WORDRUN_SHM="{node}$RANK"; mkdir -p "$WORDRUN_SHM"; exec "$@"'
         python = ["sh", "-c", script, "sh", sys.executable]
     return [
         str(Path(sys.executable).with_name("launch")), "-n", "2", "--env", "OMP_NUM_THREADS=1", *python, "-m",

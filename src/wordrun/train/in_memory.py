@@ -91,8 +91,6 @@ class MemoryCheckpoints(BackgroundSaves):
         self._number = 0
         self._own = 0
         """Bytes of the shares of this node's ranks; 0: not known yet."""
-        self._index: str | None = None
-        """The index, on the first rank of each node (else empty). It is the same for all checkpoints of a launch."""
 
     @property
     def acts(self) -> bool:
@@ -167,8 +165,7 @@ class MemoryCheckpoints(BackgroundSaves):
         tensors: dict[str, Any] = {}
 
         def hold(shards: Sequence[TensorShard], rank: int, stored: Mapping[str, StoredTensor]) -> Callable[[], None]:
-            if self._index is None:
-                tensors.update((name, tensor.plain()) for name, tensor in stored.items())
+            tensors.update((name, tensor.plain()) for name, tensor in stored.items())
             return held.hold(self.memory.draft(name), shards, rank, stored)
 
         save, problem = None, ""
@@ -194,13 +191,9 @@ class MemoryCheckpoints(BackgroundSaves):
             content: dict[str, Any] = {}
             if save is not None and self.world.rank == 0:
                 content = {"manifest": {"step": step, **manifest, "backend": save.facts, "shards": save.shards}}
-                if self._index is None:
-                    tables = (stage.items() for stage in found)
-                    content["index"] = json.dumps({key: facts for table in tables for key, facts in table})
+                content["index"] = {key: facts for stage in found for key, facts in stage.items()}
             content = json.loads(self._agreement.send(json.dumps(content), receives=self.acts) or "{}")
-            if self._index is None:
-                self._index = content.get("index", "")
-            self._together(step, name, partial(self._publish, name, content["manifest"]) if self.acts else None)
+            self._together(step, name, partial(self._publish, name, **content) if self.acts else None)
             if self.acts:
                 self.memory.keep_only(name)
             self._copy(step, name)
@@ -227,9 +220,9 @@ class MemoryCheckpoints(BackgroundSaves):
             raise SaveError(f"the checkpoint of step {step} could not be kept in memory ({problem})")
         return values
 
-    def _publish(self, name: str, manifest: dict[str, Any]) -> None:
+    def _publish(self, name: str, manifest: dict[str, Any], index: dict[str, Any]) -> None:
         draft = self.memory.draft(name)
-        folders.write_text(draft / INDEX, self._index or "")
+        folders.write_text(draft / INDEX, json.dumps(index))
         folders.write_manifest(draft, {**manifest, "files": folders.describe(draft, [INDEX])})
         self.memory.publish(name)
 
