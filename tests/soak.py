@@ -45,7 +45,8 @@ def command(folder: Path, text: Path, steps: int, *, memory: bool = False) -> li
         "wordrun", *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []), "data=text",
         "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
         "train.resume=auto",
-        f"train.max_iters={steps}", "train.log_interval=1", "train.eval_interval=0", "train.checkpoint_interval=5",
+        f"train.max_iters={steps}", "train.log_interval=1", "train.eval_interval=0",
+        f"train.checkpoint_interval={20 if memory else 5}",
         "train.sample_tokens=0", "train.dtype=fp32", "train.device=cpu", "model.n_layer=2", "model.n_embd=64",
         "model.n_head=2", "model.block_size=32", "model.batch_size=4", "model.dropout=0.1",
         "optimizer.warmup_iters=10",
@@ -62,11 +63,8 @@ def last_step(folder: Path) -> int:
 
 
 def saving(folder: Path) -> bool:
-    """Say whether a checkpoint is being written."""
-    try:
-        return any(name.startswith(".step-") for name in os.listdir(folder / "checkpoints"))
-    except OSError:
-        return False
+    """Say whether a checkpoint is being written, on disk or in memory."""
+    return any(folder.glob("checkpoints/.step-*")) or any(folder.parent.glob(f"{folder.name}.node*/*/*/.step-*"))
 
 
 def ranks_below(pid: int) -> list[int]:
