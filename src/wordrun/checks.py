@@ -290,6 +290,11 @@ def _check_deepspeed(cfg: Config, backend: DeepSpeedConfig, ranks: int | None) -
     """Check that DeepSpeed is installed and the ds_config file is valid; ``ranks`` is None if other checks failed."""
     if importlib.util.find_spec("deepspeed") is None:
         yield "train.backend=deepspeed needs DeepSpeed, which is not installed: pip install 'wordrun[deepspeed]'"
+    if cfg.train.memory_checkpoint_interval:
+        yield (
+            "train.memory_checkpoint_interval needs wordrun's own checkpoints, and train.backend=deepspeed writes "
+            "DeepSpeed's: set it to 0, or use train.backend=FSDP"
+        )
     try:
         ds_config.merge(cfg, backend, cfg.train.dtype, ranks, ranks and accumulation(cfg, ranks))
     except ConfigError as error:

@@ -60,7 +60,7 @@ def _sections(cfg: Config) -> Iterator[str]:
             "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
             "use train.compile=false"
         )
-    replicated = backend.replicated or (isinstance(backend, DilocoConfig) and backend.inner.upper() == "DDP")
+    replicated = backend.replicated or (isinstance(backend, config.DilocoConfig) and backend.inner.upper() == "DDP")
     if train.compile_scope == "model" and not replicated:
         yield (
             f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "

@@ -1186,6 +1186,9 @@ class TrainConfig(Section):
     """Steps between checkpoints, in addition to one after the last step; 0: no checkpoints."""
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the best one."""
+    memory_checkpoint_interval: int = 0
+    """Steps between checkpoints in the nodes' memory (/dev/shm), of which each node also keeps a copy of another node's
+    share: a run that is launched again after a failure resumes from the newest one. 0: none."""
     save_best: bool = True
     """Also write a checkpoint whenever train.best_metric is the best so far."""
     best_metric: str = "val_loss"
@@ -1211,7 +1214,7 @@ class TrainConfig(Section):
         yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
         yield from positive("train", self, "keep_checkpoints")
         yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
-        yield from not_negative("train", self, "checkpoint_interval", "hang_s")
+        yield from not_negative("train", self, "checkpoint_interval", "memory_checkpoint_interval", "hang_s")
         yield from above_zero("train", self, "temperature")
         for name, most in (("seed", 2**62), ("timeout_s", 10**8), ("hang_s", 10**8)):
             if getattr(self, name) > most:

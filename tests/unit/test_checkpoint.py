@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(whole: Path, small: Wo
     assert found[-2:] == figures(whole)[-2:]
     assert trainer.summary().tokens == 12 * 4 * 8
     assert [part["exit_reason"] for part in record(folder)["earlier"]] == ["finished"]
-    assert record(folder)["resumed_from"] == {"run": str(folder), "step": 8}
+    assert record(folder)["resumed_from"] == {"run": str(folder), "step": 8, "source": "disk"}
     assert f"resumed from {folder}/checkpoints/step-00000008 at step 8" in (folder / "log.txt").read_text()
     times = [line["time"] for line in read(folder) if "time" in line]
     assert times == sorted(times)

@@ -66,7 +66,7 @@ MAY_USE: dict[str, set[str]] = {
     "compat": {"errors"},
     "compat_context": set(),
     "compat_deepspeed": {"errors"},
-    "checkpoint": {"errors", "files", "log", "dist", "config", "model", "compat", "compat_deepspeed"},
+    "checkpoint": {"errors", "files", "cgroup", "log", "dist", "config", "model", "compat", "compat_deepspeed"},
     "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed"},
     "prepare": CONFIG | {"data"},
     # A run that cannot fit is refused, by the plan's estimate.

@@ -16,6 +16,8 @@ from wordrun import compat
 from wordrun.backend.optimizer import NamedParameters, remember_ratios, scale_rates
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.checkpoint.index import StoredTensor
+from wordrun.checkpoint.shards import TensorShard
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
@@ -26,6 +28,10 @@ from wordrun.registry import part_of
 MakeModel = Callable[..., Any]
 """Returns a ``Model`` on the meta device: the full model or, given ``layers``, the pipeline stage with those blocks."""
 MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
+
+Hold = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
+"""Copies the shards of a rank, with what its file says of all tensors; returns what completes the file."""
+Bring = Callable[[Iterable[str]], None]
 
 
 @dataclass(frozen=True)
@@ -117,17 +123,21 @@ class Backend(Protocol):
     def logits(self, tokens: Tensor) -> Tensor:
         """Return a language model's logits (B, V) at the last of ``tokens`` (B, T), without gradients."""
 
-    def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
+    def begin_save(
+        self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None, hold: Hold | None = None
+    ) -> Save:
         """Copy the current training state.
 
         Args:
             own: additional tensors that only this rank saves, under names that no other rank uses.
             alike: additional tensors with the shape and the sharding of a weight, named ``hooks.HOOK.WEIGHT``.
+            hold: copies what this rank writes, for a checkpoint in memory; None: copy it to buffers for the disk.
         """
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
+        bring: Bring | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Restore the training state from a checkpoint written by any layout of ranks.
 
         Args:
@@ -135,6 +145,7 @@ class Backend(Protocol):
             facts: the ``facts`` of the save.
             own: names of the tensors that only this rank saved; they are returned.
             alike: tensors to read in place, as in ``begin_save``.
+            bring: for a checkpoint in memory, called with the files that this rank needs before it reads any.
 
         Raises:
             ConfigError: this backend cannot read this kind of checkpoint.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun import compat_deepspeed, ds_config
-from wordrun.backend.base import BackendSpec, Save, StepResult, checked
+from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked
 from wordrun.backend.native import average
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
@@ -135,7 +135,9 @@ class DeepSpeedBackend:
         """Return the logits at the last of ``tokens``, (B, V)."""
         return self.parts[0].logits_at(tokens, -1, self.engine)
 
-    def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
+    def begin_save(
+        self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None, hold: Hold | None = None
+    ) -> Save:
         """Return a save that the engine writes in its own format, which only the same number of ranks can read."""
         if alike:
             raise UserError(f"DeepSpeed's engine cannot save {next(iter(alike))}: use another train.backend")
@@ -147,8 +149,9 @@ class DeepSpeedBackend:
         torch.save(dict(own), self._own_file(folder))
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
+        bring: Bring | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Restore the training state from the engine's files."""
         if facts["kind"] != "deepspeed":
             raise ConfigError(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from wordrun.backend.base import BackendSpec, StepResult
+from wordrun.backend.base import BackendSpec, Bring, StepResult
 from wordrun.backend.ddp import DDPBackend
 from wordrun.backend.few_bits import mean_in_bits
 from wordrun.backend.fsdp import FSDPBackend
@@ -181,17 +181,19 @@ class Islands(NativeBackend):
         return found | {name.removeprefix(prefix): replace(tensor, key=name) for name, tensor in own.items()}
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
+        bring: Bring | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Read this island's state and the outer state; without an outer state, start one from the weights."""
-        mine = super().load(folder, facts, own, alike)
+        mine = super().load(folder, facts, own, alike, bring)
         state = self.model_state()
         for name, tensor in self.outer.items():
             local(tensor).copy_(local(state[name].detach()))
         for tensor in self.momentum.values():
             local(tensor).zero_()
         stored = index.load(folder)
-        self.read(folder, {name: tensor for name, tensor in self._outer_state().items() if name in stored}, stored)
+        outer = {name: tensor for name, tensor in self._outer_state().items() if name in stored}
+        self.read(folder, outer, stored, bring)
         self.steps = facts.get("steps", self.steps)
         self.stale = set(range(len(self.fragments))) if facts.get("between") else set()
         return mine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun import compat
-from wordrun.backend.base import BackendSpec, Save, StepResult, checked
+from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked
 from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.transforms import compile_rest
 from wordrun.checkpoint import index, shards
+from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.errors import ConfigError
 from wordrun.model import LossesOf, Model
@@ -216,12 +217,18 @@ class NativeBackend:
             ours.copy_(theirs)
             theirs.copy_(kept)
 
-    def begin_save(self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Save:
+    def begin_save(
+        self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None, hold: Hold | None = None
+    ) -> Save:
         """Copy the part of the training state that this rank writes to host memory."""
         mine = self.share(alike or {})
-        copies = self.copies.take([*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in own.items())])
+        written = [*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in own.items())]
         firsts = range(0, self.ranks, self.layout.stride("pp"))
         tensors = mine.tensors if self.rank in firsts else {}
+        if hold is not None:
+            complete = hold(written, self.rank, tensors)
+            return Save(self.facts(), lambda folder: complete(), in_background=True, shards=self.ranks)
+        copies = self.copies.take(written)
         return Save(
             self.facts(), lambda folder: shards.write(folder, copies, self.rank, tensors), in_background=True,
             finish=lambda folder: shards.write_index(folder, firsts), shards=self.ranks,
@@ -239,8 +246,9 @@ class NativeBackend:
         return shards.to_write(state, self.layout.of_parameters, self.rank, self._rows_of(state))
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
+        bring: Bring | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Read this rank's shards and its ``own`` tensors."""
         if facts["kind"] == "deepspeed":
             raise ConfigError(
@@ -253,16 +261,21 @@ class NativeBackend:
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
         tensors: dict[str, Any] = {**weights, **(alike or {}), **restored.tensors, **mine}
-        self.read(folder, tensors, stored)
+        others = [name for name in own if name not in mine]
+        self.read(folder, tensors, stored, bring, [file_of(self.rank)] if others else [])
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
-        others = [name for name in own if name not in mine]
         return mine | (shards.read_own(folder, self.rank, others) if others else {})
 
-    def read(self, folder: Path, tensors: dict[str, Any], stored: Mapping[str, StoredTensor]) -> None:
-        """Fill this rank's shards of ``tensors`` with the values in ``folder``."""
+    def read(
+        self, folder: Path, tensors: dict[str, Any], stored: Mapping[str, StoredTensor], bring: Bring | None,
+        files: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        """Fill this rank's shards of ``tensors`` with the values in ``folder``; it will also need ``files`` of it."""
         unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
+        if bring is not None:
+            bring({*shards.needed(folder, tensors | unpadded, stored), *files})
         for name, shard in unpadded.items():
             local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step spoils the padding too
         shards.read(folder, tensors | unpadded, stored)

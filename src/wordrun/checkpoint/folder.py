@@ -97,7 +97,7 @@ class Folder:
         """
         manifest = self.manifest()
         for name in sorted(manifest["files"])[rank::ranks]:
-            if problem := self._problem(name, manifest["files"][name], content=content):
+            if problem := self.problem(name, manifest["files"][name], content=content):
                 raise DamagedError(f"{self.path} is damaged: {problem}")
         # Format 4: the checksums of these files are in their own headers. Before, the manifest lists them.
         for number in range(rank, manifest.get("shards", 0), ranks):
@@ -105,7 +105,7 @@ class Folder:
                 raise DamagedError(f"{self.path} is damaged: {problem}")
         return manifest
 
-    def _problem(self, name: str, facts: Mapping[str, Any], *, content: bool) -> str:
+    def problem(self, name: str, facts: Mapping[str, Any], *, content: bool = True) -> str:
         """Return what is wrong with a file that the manifest lists, or an empty string."""
         try:
             found = (self.path / name).stat()

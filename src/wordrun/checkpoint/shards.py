@@ -233,6 +233,27 @@ def read(
         DamagedError: the checkpoint lacks a tensor, has it with another shape, or a file is damaged.
     """
     stored = index.load(folder) if stored is None else stored
+    by_file = _parts(folder, tensors, stored)
+    for file, parts in by_file.items():
+        try:
+            (_read_safetensors if file.endswith(SUFFIX) else _read_torchs)(folder / file, parts)
+        except Exception as error:  # each library has its own
+            raise DamagedError(f"{folder} is damaged: {file}: {first_line(error)}") from None
+
+
+def needed(folder: Path, tensors: Mapping[str, Tensor | TensorShard], stored: Mapping[str, StoredTensor]) -> set[str]:
+    """Return the names of the files that ``read`` would open.
+
+    Raises:
+        DamagedError: the checkpoint lacks a tensor, or has it with another shape.
+    """
+    return set(_parts(folder, tensors, stored))
+
+
+def _parts(
+    folder: Path, tensors: Mapping[str, Tensor | TensorShard], stored: Mapping[str, StoredTensor]
+) -> dict[str, list[_Part]]:
+    """Return what to read, by file."""
     by_file: dict[str, list[_Part]] = {}
     for name, tensor in tensors.items():
         shard = tensor if isinstance(tensor, TensorShard) else shard_of(name, tensor)
@@ -244,11 +265,7 @@ def read(
             if windows := _overlap(source, shard):
                 part = _Part(found.key or name, found.dtype, source, windows[0], shard.data[windows[1]])
                 by_file.setdefault(source.file, []).append(part)
-    for file, parts in by_file.items():
-        try:
-            (_read_safetensors if file.endswith(SUFFIX) else _read_torchs)(folder / file, parts)
-        except Exception as error:  # each library has its own
-            raise DamagedError(f"{folder} is damaged: {file}: {first_line(error)}") from None
+    return by_file
 
 
 @dataclass(frozen=True)

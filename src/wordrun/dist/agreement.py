@@ -28,6 +28,7 @@ class Agreement:
 
     def __init__(self, world: World, timeout_s: int) -> None:
         self.world, self.timeout_s, self._meetings = world, timeout_s, itertools.count()
+        self._sent = itertools.count()
         self._name = f"wordrun/agreement/{next(_number)}"
         self._store = shared_store(world, timeout_s) if world.size > 1 else None
 
@@ -65,6 +66,25 @@ class Agreement:
         for name in ("problem", "here", "end", "gone", "values", *(f"value/{i}" for i in range(1, count + 1))):
             store.delete_key(f"{key}/{name}")
         return found, values
+
+    def send(self, text: str | None, *, receives: bool) -> str:
+        """Return rank 0's ``text``, which other ranks ignore, on the ranks that receive it; every rank must call this.
+
+        All must ``meet`` before the next call.
+        """
+        store = self._store
+        if store is None:
+            return text or ""
+        number = next(self._sent)
+        key = f"{self._name}/sent/{number}"
+        if self.world.rank == 0:
+            store.set(key, text)
+            store.delete_key(f"{self._name}/sent/{number - 1}")  # all have met since
+            return text or ""
+        if not receives:
+            return ""
+        self._wait(lambda: store.check([key]))
+        return str(store.get(key).decode())
 
     def _wait(self, done: Callable[[], bool]) -> None:
         """Wait by asking: a client that waits inside the store would block the main thread's calls."""

@@ -12,7 +12,7 @@ from typing import Any
 from wordrun.backend.base import Save
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Draft
-from wordrun.config import Config
+from wordrun.config import Config, TrainConfig
 from wordrun.dist import World
 from wordrun.dist.agreement import Agreement
 from wordrun.errors import UserError, first_line
@@ -27,56 +27,25 @@ class SaveError(UserError):
     """A checkpoint could not be written; earlier ones are intact."""
 
 
-class Checkpoints:
-    """Writes the checkpoints of one run, one at a time; every rank has one and makes the same calls.
+class BackgroundSaves:
+    """Saves in another thread, one at a time, and reports failures in the main thread.
 
     Args:
-        cfg: the config.
-        world: the ranks.
-        tokenizer_json: the tokenizer, which each checkpoint contains; None: there is none.
-        written: the step of the checkpoint in this run directory from which the run was resumed; -1: none.
+        train: the options.
+        world: the ranks, each of which has one and makes the same calls.
     """
 
-    def __init__(self, cfg: Config, world: World, tokenizer_json: str | None, written: int = -1) -> None:
-        self.run_dir, self.world = Path(cfg.run_dir).resolve(), world
-        self.train, self.tokenizer_json = cfg.train, tokenizer_json
-        self.written = written
-        """The step of the newest checkpoint on disk."""
+    def __init__(self, train: TrainConfig, world: World) -> None:
+        self.train, self.world = train, world
         self._last = False
-        self._agreement = Agreement(world, cfg.train.timeout_s)
+        self._agreement = Agreement(world, train.timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool, last: bool) -> None:
-        """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.
-
-        Args:
-            step: optimizer steps so far.
-            save: a copy of the training state.
-            manifest: what the manifest contains besides the files.
-            best: whether it is the best one so far.
-            last: whether the run is about to end, so that no later checkpoint will be tried.
-
-        Raises:
-            SaveError: writing failed in the foreground, and train.on_save_error=stop.
-        """
-        self._last = last
-        facts = {**manifest, "backend": save.facts}
-        if save.in_background and self.train.async_save:
-            # A daemon: a failing run must not wait for ranks that no longer respond.
-            self._thread = threading.Thread(
-                target=self._write, args=(step, save, facts, best), name="checkpoint", daemon=True
-            )
-            self._thread.start()
-        else:
-            self._write(step, save, facts, best)
-            self.raise_failure()
-
-    def wait(self) -> int:
-        """Wait for the checkpoint being written; return the step of the newest one on disk."""
-        self.join(None)
-        self.raise_failure()
-        return self.written
+    def _start(self, name: str, write: Callable[..., None], *args: Any) -> None:
+        # A daemon: a failing run must not wait for ranks that no longer respond.
+        self._thread = threading.Thread(target=write, args=args, name=name, daemon=True)
+        self._thread.start()
 
     def join(self, seconds: float | None) -> None:
         """Wait at most ``seconds`` (None: no limit) for the checkpoint being written."""
@@ -99,6 +68,50 @@ class Checkpoints:
             LOGGER.error("%s", error, extra=FIRST_RANK)
         else:
             LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
+
+
+class Checkpoints(BackgroundSaves):
+    """Writes the checkpoints of one run, one at a time; every rank has one and makes the same calls.
+
+    Args:
+        cfg: the config.
+        world: the ranks.
+        tokenizer_json: the tokenizer, which each checkpoint contains; None: there is none.
+        written: the step of the checkpoint in this run directory from which the run was resumed; -1: none.
+    """
+
+    def __init__(self, cfg: Config, world: World, tokenizer_json: str | None, written: int = -1) -> None:
+        super().__init__(cfg.train, world)
+        self.run_dir, self.tokenizer_json = Path(cfg.run_dir).resolve(), tokenizer_json
+        self.written = written
+        """The step of the newest checkpoint on disk."""
+
+    def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool, last: bool) -> None:
+        """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.
+
+        Args:
+            step: optimizer steps so far.
+            save: a copy of the training state.
+            manifest: what the manifest contains besides the files.
+            best: whether it is the best one so far.
+            last: whether the run is about to end, so that no later checkpoint will be tried.
+
+        Raises:
+            SaveError: writing failed in the foreground, and train.on_save_error=stop.
+        """
+        self._last = last
+        facts = {**manifest, "backend": save.facts}
+        if save.in_background and self.train.async_save:
+            self._start("checkpoint", self._write, step, save, facts, best)
+        else:
+            self._write(step, save, facts, best)
+            self.raise_failure()
+
+    def wait(self) -> int:
+        """Wait for the checkpoint being written; return the step of the newest one on disk."""
+        self.join(None)
+        self.raise_failure()
+        return self.written
 
     def _write(self, step: int, save: Save, facts: dict[str, Any], best: bool) -> None:
         draft = Draft(self.run_dir, step)
@@ -137,7 +150,7 @@ class Checkpoints:
             try:
                 result = action()
             except Exception as error:
-                problem = f"rank {self.world.rank}: {_reason(error, draft.path.parent)}"
+                problem = f"rank {self.world.rank}: {reason(error, draft.path.parent)}"
         problem, results = self._agreement.meet(problem, result)
         if problem:
             if self.world.rank == 0:
@@ -150,7 +163,7 @@ class Checkpoints:
         return results
 
 
-def _reason(error: BaseException, folder: Path) -> str:
+def reason(error: BaseException, folder: Path) -> str:
     """Return the cause of an error in one line: some libraries lose the operating system's error."""
     with contextlib.suppress(OSError):
         if not isinstance(error, OSError) and shutil.disk_usage(folder).free < FULL:

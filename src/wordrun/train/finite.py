@@ -29,7 +29,9 @@ def counts(trainer: Training, result: StepResult) -> bool:
         UserError: the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have not helped.
     """
     train, step = trainer.cfg.train, trainer.step + 1
-    intervals = (train.log_interval, train.checkpoint_interval, train.eval_interval)
+    intervals = (
+        train.log_interval, train.checkpoint_interval, train.memory_checkpoint_interval, train.eval_interval,
+    )  # fmt: skip
     on_cpu, independent = trainer.backend.device.type == "cpu", trainer.cfg.backend.independent
     always = (on_cpu and not independent) or train.on_nonfinite == "skip"
     checked = always or step == train.max_iters or any(due(step, interval) for interval in intervals)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from wordrun import dist
 from wordrun.checkpoint import folder as folders
@@ -17,7 +20,9 @@ from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.runs.record import RECORD, in_use, read_json
-from wordrun.train import rng
+from wordrun.train import memory_resume, rng
+from wordrun.train.in_memory import MemoryCheckpoints
+from wordrun.train.memory_resume import InMemory, LostError
 from wordrun.train.run import Start
 from wordrun.train.training import Training
 
@@ -30,9 +35,8 @@ FREE = {
         "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
         "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "compile_scope",
         "activation_checkpointing", "activation_offload", "memory_budget_gb", "device", "check_memory", "timeout_s",
-        "hang_s", "checkpoint_interval", "keep_checkpoints", "save_best", "best_metric", "best_mode", "async_save",
-        "on_save_error", "on_nonfinite",
-        "resume", "init_from", "deterministic",
+        "hang_s", "checkpoint_interval", "keep_checkpoints", "memory_checkpoint_interval", "save_best", "best_metric",
+        "best_mode", "async_save", "on_save_error", "on_nonfinite", "resume", "init_from", "deterministic",
     },
     "backend": None, "tracker": None, "profiler": None, "hooks": None, "metrics": None,
 }  # fmt: skip
@@ -49,21 +53,38 @@ STATE = {
 """What the manifest of a checkpoint contains from which a run can be resumed."""
 
 
-def find(cfg: Config, world: dist.World) -> Start:
+def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = None) -> Start:
     """Return where the run starts, according to train.resume or the scheduler.
 
     Every rank must call this; the ranks share the work of verifying files.
+
+    Args:
+        cfg: the config.
+        world: the ranks.
+        in_memory: where to look for a checkpoint that is at least as new as those on disk; None: nowhere.
     """
     requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     run_dir, checkpoints = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
-    if not checkpoints:
-        return Start(run_dir)
-    newest = checkpoints[-1]
+    newest, why = checkpoints[-1] if checkpoints else None, ""
+    if in_memory is not None and run_dir is not None and continues(cfg, run_dir):
+        record = read_json(run_dir / RECORD) if world.rank == 0 else {}
+        found, why = memory_resume.newest(in_memory, record, newest.step if newest else 0)
+        if found is not None:
+            manifest = found.folder.manifest()
+            return Start(run_dir, found.folder, manifest, newest.step if newest else -1, found)
+    if newest is None:
+        return Start(run_dir, why=why)
     folder, manifest = open_newest(checkpoints, world)
     if manifest["backend"]["kind"] == "weights":
         raise ConfigError(f"{newest.path} contains only weights: use train.init_from={newest.path}")
     folder.require(manifest, STATE)
-    return Start(run_dir, folder, manifest, newest.step)
+    return Start(run_dir, folder, manifest, newest.step, why=why)
+
+
+def continues(cfg: Config, run_dir: Path) -> bool:
+    """Return whether the run continues the one in ``run_dir`` from its newest checkpoint, rather than a named one."""
+    here, named = Path(cfg.run_dir).resolve(), cfg.train.resume or "auto"
+    return run_dir == here and (named == "auto" or here not in Path(os.path.expanduser(named)).resolve().parents)
 
 
 def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]:
@@ -144,16 +165,36 @@ def open_newest(found: list[Folder], world: dist.World) -> tuple[Folder, dict[st
     raise DamagedError(f"{problem}: this run has no intact checkpoint; start a new run in another hydra.run.dir=DIR")
 
 
-def resume(trainer: Training, start: Start) -> None:
-    """Seed this rank, and load the checkpoint of ``start``, the result of ``find``, if it has one."""
+def resume(trainer: Training, start: Start) -> Start:
+    """Seed this rank, and load the checkpoint of ``start``, the result of ``find``, if it has one.
+
+    Returns:
+        ``start``, or one of a checkpoint on disk if the one in memory turns out to be incomplete.
+
+    Raises:
+        LostError: it does, and there is no checkpoint on disk.
+    """
     seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
     if start.folder is None:
-        return
+        if start.why:
+            LOGGER.info("starting again at step 0, because no checkpoint is on disk, and %s", start.why)
+        return start
     path = start.folder.path
     check_options(trainer, start.manifest, path)
-    load(trainer, path, start.manifest)
+    try:
+        load(trainer, path, start.manifest, start.memory)
+    except LostError as error:
+        other = replace(find(trainer.cfg, trainer.world), why=str(error))
+        if other.folder is None:
+            raise
+        return resume(trainer, other)
     trainer.state.load_state_dict(start.manifest)
-    LOGGER.info("resumed from %s at step %d", path, trainer.step)
+    if start.memory:
+        on_disk = f"the newest checkpoint on disk is of step {start.newest}" if start.newest >= 0 else "none is on disk"
+        LOGGER.info("resumed from memory at step %d; %s", trainer.step, on_disk)
+    else:
+        LOGGER.info("resumed from %s at step %d%s", path, trainer.step, f", because {start.why}" if start.why else "")
+    return start
 
 
 def fixed_options(cfg: Config) -> dict[str, Any]:
@@ -191,8 +232,12 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
         raise ConfigError("\n".join([first, *different, remedy]))
 
 
-def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
-    """Load model, optimizer, hooks and this process's RNG states from the checkpoint in ``folder``."""
+def load(trainer: Training, folder: Path, manifest: dict[str, Any], memory: InMemory | None = None) -> None:
+    """Load model, optimizer, hooks and this process's RNG states from the checkpoint in ``folder``.
+
+    Raises:
+        LostError: it is in ``memory``, and no longer complete.
+    """
     world = trainer.world
     # RNG states belong to ranks: a different layout seeds them anew from the step.
     layout = manifest["layout"]
@@ -201,7 +246,11 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any]) -> None:
     same = manifest["backend_name"] == trainer.cfg.train.backend and layout == list(trainer.layout.shape)
     mine = rng_name(world.rank)
     states = manifest.get("hooks")
-    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], trainer.hooks.tensors(states or {}))
+    bring = {} if memory is None else {"bring": memory.bring}
+    tensors = trainer.hooks.tensors(states or {})
+    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], tensors, **bring)
+    if memory is not None:
+        memory.release()
     if same:
         try:
             rng.restore(rng.from_tensor(own[mine]))
@@ -220,6 +269,11 @@ def rank_seed(cfg: Config, rank: int) -> int:
 def rng_name(rank: int) -> str:
     """Return the name of a rank's RNG states in a checkpoint."""
     return f"streams.{rank}"
+
+
+def own_tensors(trainer: Training) -> dict[str, Tensor]:
+    """Return what only this rank saves."""
+    return {rng_name(trainer.world.rank): rng.to_tensor(rng.capture())}
 
 
 def manifest(trainer: Training) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, each_line, finite, forget_steps
 from wordrun.track.plots import draw, load_beside
+from wordrun.train.memory_resume import InMemory
 from wordrun.version import __version__
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
@@ -53,7 +54,11 @@ class Start:
     manifest: dict[str, Any] = field(default_factory=dict)
     """The manifest of that checkpoint."""
     newest: int = -1
-    """The step of the newest checkpoint of the run in ``source``, intact or not."""
+    """The step of the newest checkpoint of the run in ``source`` on disk, intact or not."""
+    memory: InMemory | None = None
+    """The checkpoint from which the run resumes, if it is in memory."""
+    why: str = ""
+    """With train.memory_checkpoint_interval, why the run does not resume from memory."""
 
     @property
     def step(self) -> int:
@@ -116,6 +121,7 @@ class Run:
             branch = str(start.folder.path) if start.folder else ""
             named = before.get("resumed_from", {}).get("named") if continues else branch
             origin = {"run": str(start.source), "step": start.step, **({"named": named} if named else {})}
+            origin |= {"source": "memory", "memory": start.memory.name} if start.memory else {"source": "disk"}
             link = {name: before[name] for name in LINK if name in before}
             self.record |= {"resumed_from": origin, "earlier": [*before.get("earlier", []), link]}
         self._write_record()

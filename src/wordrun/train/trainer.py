@@ -27,7 +27,9 @@ from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, explained, note, noted
 from wordrun.train.hints import by_launch, next_steps, relative
 from wordrun.train.hooks.compiling import Compile
+from wordrun.train.hooks.memory import CheckpointAndMemory
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
+from wordrun.train.in_memory import MemoryCheckpoints
 from wordrun.train.memory import MemoryCheck
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run
@@ -108,7 +110,10 @@ class Trainer(Training):
         with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
             self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg
-        self.start = resume.find(cfg, world)
+        self.in_memory = MemoryCheckpoints(cfg, world) if cfg.train.memory_checkpoint_interval else None
+        if self.in_memory is not None:
+            closers.callback(self.in_memory.close)
+        self.start = resume.find(cfg, world, self.in_memory)
         self.layout = check(cfg, world.size, world.local_size)
         self.gas = accumulation(cfg, self.layout.dp)
         stored = self.start.manifest.get("dtype") if cfg.train.dtype == "auto" else None
@@ -140,12 +145,14 @@ class Trainer(Training):
         self.profiler = profile.build(cfg, world)
         first = [*([Compile()] if cfg.train.compile == "auto" else []), Log(), Bar(), Evaluate()]
         configured = {name: parts("hooks")[name].build(options) for name, options in cfg.hooks.items()}
-        self.hooks = HookSet([*first, *self.task.hooks()], configured, hooks, Checkpoint())
+        last = CheckpointAndMemory(self.in_memory) if self.in_memory else Checkpoint()
+        self.hooks = HookSet([*first, *self.task.hooks()], configured, hooks, last)
         self.failed_hooks = FailedHooks(self)
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)
-        resume.resume(self, self.start)
-        written = self.step if self.start.source == self.run.path else -1
+        self.start = resume.resume(self, self.start)
+        on_disk = self.start.newest if self.start.memory else self.step
+        written = on_disk if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer_json, written)
 
     def train(self) -> Summary:
@@ -218,6 +225,8 @@ class Trainer(Training):
                 LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
                 self.save()
                 self.checkpoints.wait()
+            if self.in_memory is not None and self.checkpoints.written == self.step:
+                self.in_memory.end()
         self.failed_hooks.raise_first()
         raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
@@ -226,8 +235,7 @@ class Trainer(Training):
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
         self.meter.score(self.state)
-        own = {resume.rng_name(self.world.rank): rng.to_tensor(rng.capture())}
-        copy = self.backend.begin_save(own, self.hooks.tensors())
+        copy = self.backend.begin_save(resume.own_tensors(self), self.hooks.tensors())
         last = self.done or self.stop.signal != 0
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best, last=last)
 

@@ -1,0 +1,129 @@
+"""Writes a rank's file of shards in two parts: copying the tensors, for which training waits, and the checksums.
+
+The file has the format of ``shards.write``. It is for a file system in memory: tensors are copied straight into it, so
+that there is no other copy in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from wordrun.checkpoint import sums
+from wordrun.checkpoint.folder import file_of
+from wordrun.checkpoint.index import StoredTensor
+from wordrun.checkpoint.shards import TensorShard
+
+# How safetensors names types that are not a letter and the number of bits.
+TYPES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A shard in the file."""
+
+    name: str
+    dtype: str
+    facts: str
+    """What the header says about the shard, as JSON without the closing bracket."""
+    size: tuple[int, ...]
+    begin: int
+    """The position of its bytes, after the header."""
+    end: int
+
+
+def size_of(shards: Sequence[TensorShard]) -> int:
+    """Return the bytes of ``shards`` in a file, without its header."""
+    return sum(shard.data.numel() * shard.data.element_size() for shard in shards)
+
+
+def hold(
+    folder: Path, shards: Sequence[TensorShard], rank: int, tensors: Mapping[str, StoredTensor]
+) -> Callable[[], None]:
+    """Copy ``shards`` into the file of ``rank`` in ``folder``; return a function that completes it, in any thread.
+
+    Args:
+        folder: an existing folder.
+        shards: what this rank writes.
+        rank: this rank.
+        tensors: where all shards are of the tensors, as in ``shards.write``.
+
+    Raises:
+        OSError: there is no room.
+    """
+    # The largest elements first, so that each tensor begins at a multiple of its element's size.
+    ordered = sorted(shards, key=lambda shard: -shard.data.element_size())
+    entries: list[_Entry] = []
+    end = 0
+    for shard in ordered:
+        dtype = str(shard.data.dtype).removeprefix("torch.")
+        facts = {"dtype": dtype, "shape": shard.shape, "offset": shard.offset, "size": shard.data.shape}
+        begin, end = end, end + size_of([shard])
+        entries.append(_Entry(shard.name, dtype, json.dumps(facts)[:-1], tuple(shard.data.shape), begin, end))
+    text = json.dumps({name: tensor.plain() for name, tensor in tensors.items()})
+    start = len(_header(entries, text, [0] * len(entries)))
+    path = folder / file_of(rank)
+    with allocated(path, start + end) as memory:
+        for shard, entry in zip(ordered, entries, strict=True):
+            if numel := shard.data.numel():
+                place = torch.frombuffer(memory, dtype=shard.data.dtype, count=numel, offset=start + entry.begin)
+                place.view(shard.data.shape).copy_(shard.data)
+                del place  # otherwise the memory could not be closed
+    return partial(_complete, path, entries, text, start)
+
+
+def _complete(path: Path, entries: Sequence[_Entry], text: str, start: int) -> None:
+    """Write the header, with the checksums of the tensors that the file holds."""
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0) as memory, memoryview(memory) as view:
+            crcs = [zlib.crc32(view[start + entry.begin : start + entry.end]) for entry in entries]
+        file.write(_header(entries, text, crcs))
+    sums.seal(path)
+
+
+def _header(entries: Sequence[_Entry], text: str, crcs: Sequence[int]) -> bytes:
+    """Return what precedes the tensors. Its length does not depend on the checksums: JSON allows spaces before them."""
+    shards = ", ".join(
+        f'{json.dumps(entry.name)}: {entry.facts}, "crc32": {crc:10d}}}'
+        for entry, crc in zip(entries, crcs, strict=True)
+    )
+    described = {"format": "pt", "shards": f"{{{shards}}}", "tensors": text, "crc32": sums.UNSEALED}
+    tensors = {
+        entry.name: {"dtype": _type(entry.dtype), "shape": entry.size, "data_offsets": (entry.begin, entry.end)}
+        for entry in entries
+    }
+    header = json.dumps({"__metadata__": described, **tensors}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _type(dtype: str) -> str:
+    """Return how safetensors names a type of torch's: int64 is I64."""
+    return TYPES.get(dtype) or dtype[0].upper() + dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
+
+
+@contextmanager
+def allocated(path: Path, size: int) -> Iterator[mmap.mmap]:
+    """Create a file of ``size`` bytes and map it into memory for a ``with`` block; an error removes it.
+
+    Raises:
+        OSError: there is no room. Without asking first, writing to memory that is missing would end the process.
+    """
+    with path.open("x+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+            with mmap.mmap(file.fileno(), size) as memory:
+                yield memory
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise

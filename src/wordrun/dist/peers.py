@@ -1,0 +1,130 @@
+"""Ranks fetch files from each other, each over a connection of its own, in any thread.
+
+In the background of training this cannot be a collective of torch's: those of two threads must not interleave, and on
+GPUs they would wait for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wordrun.dist.setup import shared_store
+from wordrun.dist.world import World
+
+# Neither side waits longer for the other's next bytes.
+SILENCE_S = 60
+REQUEST = re.compile(r"([0-9a-f]+) (\w[\w.-]*/\w[\w.-]*)\n")
+LENGTH = 8
+LONGEST_REQUEST = 1024
+
+
+class PeerError(OSError):
+    """Another rank cannot be reached, or does not have a file."""
+
+
+class Peers:
+    """Serves the files in the subfolders of ``folder`` to those who know ``secret``, until ``close``.
+
+    Raises:
+        OSError: this rank cannot listen.
+    """
+
+    def __init__(self, folder: Path, world: World, secret: str) -> None:
+        self.folder, self.secret = folder, secret
+        family, own, name = _address(world)
+        self._server = socket.create_server((own, 0), family=family)
+        self.address = name, self._server.getsockname()[1]
+        """Where other ranks reach this one."""
+        threading.Thread(target=self._serve, name="peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Serve no more."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._server.close()
+
+    def fetch(self, address: Sequence[Any], name: str, into: Path) -> None:
+        """Copy the file ``name`` of the rank at ``address`` to ``into``, which appears when it is complete.
+
+        Raises:
+            OSError: the rank cannot be reached or does not have the file, or there is no room.
+        """
+        part = into.with_name(f".{into.name}.part")
+        with socket.create_connection(tuple(address), timeout=SILENCE_S) as peer:
+            peer.sendall(f"{self.secret} {name}\n".encode())
+            size = int.from_bytes(_exactly(peer, bytearray(LENGTH)), "little")
+            if not size:
+                raise PeerError(f"{address[0]} does not have {name}")
+            try:
+                with part.open("w+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                    buffer = bytearray(min(size, 2**22))
+                    for start in range(0, size, len(buffer)):
+                        file.write(_exactly(peer, memoryview(buffer)[: size - start]))
+                part.rename(into)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._server.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(peer,), name="peers", daemon=True).start()
+
+    def _answer(self, peer: socket.socket) -> None:
+        with contextlib.suppress(OSError), peer:
+            peer.settimeout(SILENCE_S)
+            with peer.makefile("rb") as lines:
+                asked = REQUEST.fullmatch(lines.readline(LONGEST_REQUEST).decode(errors="replace"))
+            if asked is None or not hmac.compare_digest(asked[1], self.secret):
+                return
+            try:
+                file = (self.folder / asked[2]).open("rb")
+            except OSError:
+                peer.sendall(bytes(LENGTH))
+                return
+            with file:
+                peer.sendall(os.fstat(file.fileno()).st_size.to_bytes(LENGTH, "little"))
+                peer.sendfile(file)
+
+
+def _exactly(peer: socket.socket, buffer: Any) -> Any:
+    """Fill ``buffer`` from a connection, and return it."""
+    view, length = memoryview(buffer), 0
+    while length < len(view):
+        n = peer.recv_into(view[length:])
+        if not n:
+            raise PeerError("the connection was closed before the file was complete")
+        length += n
+    return buffer
+
+
+def _address(world: World) -> tuple[socket.AddressFamily, str, str]:
+    """Return the family and the address at which this rank should listen, and its name for others.
+
+    It is on the network on which the ranks have met: the one through which this host reaches rank 0.
+    """
+    if world.size == 1:
+        return socket.AF_INET, "127.0.0.1", "127.0.0.1"
+    store = shared_store(world)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    family, kind, _, _, rank_0 = socket.getaddrinfo(store.host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as route:
+        route.connect(rank_0)  # sends nothing
+        own = str(route.getsockname()[0])
+    # On rank 0's host, its name may stand for 127.0.1.1, which is of no use to others.
+    if own.startswith("127.") and store.host not in ("localhost", own):
+        return family, "", store.host
+    return family, own, own
