@@ -34,6 +34,7 @@ ELSEWHERE = ("git", "pip", "source", "bin/quickstart", "qsub", "sbatch", "salloc
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 
+@pytest.mark.timeout(600)  # several launches one after the other
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_runs_as_it_is_written(
     name: str, ranks: Command, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -72,9 +73,9 @@ def run(line: str, ranks: Command, command: Command) -> str:
     rest = rest[1:] if rest[0] == "python" else ["-m", *rest]
     makes_processes = "prepare" in words or "experiment=first" in words  # forked ranks must not
     if words[0] in ("ls", "tail") or makes_processes or (words[0] == "launch" and not on_ranks):
-        done = command(*words, *smaller(rest))
+        done = command(*words, *smaller(rest), timeout=300)
     elif words[0] in ("launch", "wordrun", "python"):
-        done = ranks(n, *rest, *smaller(rest), under="fork", timeout=90)
+        done = ranks(n, *rest, *smaller(rest), under="fork", timeout=300)
     else:
         raise AssertionError(f"neither run nor known to be impossible here: {line}")
     expected = re.search(r"ends with status (\d+)", comment)
