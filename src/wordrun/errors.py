@@ -56,9 +56,7 @@ PAGES = {
     "wordrun.train.resume": "checkpoints.md#resuming",
     "wordrun.train.memory": "plan.md#before-every-run",
     "wordrun.launch.freeze": "jobs.md#the-code-that-a-job-runs",
-    "wordrun.launch.schedulers": "launch.md#in-a-slurm-or-pbs-job",
     "wordrun.launch.site_files": "launch.md#sites",
-    "wordrun.launch.submit": "launch.md#submit",
     "wordrun.project": "extend.md#where-parts-are-found",
     "wordrun.registry": "extend.md#where-parts-are-found",
 }
