@@ -13,7 +13,7 @@ from wordrun.launch.parser import parse
 PAGE = (Path(__file__).parents[2] / "docs/tutorials/coming_from.md").read_text()
 CELLS = [row.split("|")[2] for row in re.findall(r"^\| (?!-).*\|$", PAGE, re.MULTILINE)]
 SPANS = [span for cell in CELLS for span in re.findall(r"`([^`]+)`", cell)]
-OVERRIDES = [span for span in SPANS if re.match(r"[a-z_.]+=", span) and not re.search(r"[A-Z]{4}", span)]
+OVERRIDES = [span for span in SPANS if re.match(r"[a-z_.]+=", span) and not re.search(r"[A-Z]{4}|\.\.\.", span)]
 LAUNCHES = [span for span in SPANS if span.startswith("launch -")]
 
 
