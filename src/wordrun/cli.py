@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from wordrun import dist, interrupts
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif first == "--version":
         _print(versions())
         return 0
+    elif first == "--setup-sh":
+        _print(str(_setup_sh()))
+        return 0
     elif re.fullmatch(r"[A-Za-z][\w-]*", first):  # neither a flag nor an override
         known = ", ".join(COMMANDS)
         hint = f"{nearest(first, COMMANDS)} (commands: {known}; options are KEY=VALUE, see --help)"
@@ -68,6 +72,13 @@ def _print(text: str, file: TextIO | None = None) -> None:
     """Print ``text`` on rank 0."""
     if dist.discover_or_exit().rank == 0:
         print(text, file=file)
+
+
+def _setup_sh() -> Path:
+    """Return the path of the shell helpers: the repository's link to them, or the installed file."""
+    package = Path(__file__).parent
+    link = package.parents[1] / "bin" / "setup.sh"
+    return link if link.exists() else package / "launch" / "setup.sh"
 
 
 def _overview() -> str:

@@ -31,7 +31,8 @@ CONFIG = BASE | {
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
-    "version": set(),
+    "version": {"_version"},
+    "_version": set(),
     "errors": set(),
     "files": set(),
     "stack_requests": set(),

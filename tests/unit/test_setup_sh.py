@@ -119,6 +119,23 @@ def test_own_environment_is_used_or_made(shell: str, tmp_path: Path, stub: str) 
 
 
 @in_each_shell
+@pytest.mark.parametrize("site", ["", "made_up"])
+def test_an_installed_wordrun_uses_its_own_environment(shell: str, tmp_path: Path, stub: str, site: str) -> None:
+    """On a known site, on top of the site's modules."""
+    package = Path(stub) / "lib" / "python3.12" / "site-packages" / "wordrun"
+    (package / "launch" / "sites").mkdir(parents=True)
+    (package / "launch" / "sites" / "made_up.yaml").write_text(SITE)
+    setup = shutil.copy(SETUP, package / "launch")
+    script = "module() { :; }\ncd /; set -eu; setup_python"
+    env = {"MADE_UP": "a clutter"} if site else {}
+    done = run(shell, script, tmp_path, Path(setup), XDG_CONFIG_HOME=str(tmp_path), **env)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"python     {stub}/bin/python (Python 3.12.0; wordrun is installed there)"
+    assert [line.split()[0] for line in lines[:-1]] == (["module", "module"] if site else [])
+
+
+@in_each_shell
 def test_job_without_launch(shell: str, tmp_path: Path) -> None:
     done = run(shell, "setup_job || echo status $?", tmp_path)
     assert (done.stdout, done.stderr) == ("status 1\n", "setup: no launch in PATH: run setup_python first\n")
