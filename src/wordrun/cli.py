@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif first == "--version":
         _print(versions())
         return 0
+    elif first in ("--completion", "--complete"):
+        return _complete(first, arguments[1:])
     elif first == "--setup-sh":
         _print(str(_setup_sh()))
         return 0
@@ -72,6 +74,21 @@ def _print(text: str, file: TextIO | None = None) -> None:
     """Print ``text`` on rank 0."""
     if dist.discover_or_exit().rank == 0:
         print(text, file=file)
+
+
+def _complete(flag: str, words: Sequence[str]) -> int:
+    """Print the completions of ``words`` or, with ``--completion SHELL``, the script that asks for them."""
+    from wordrun import completion
+
+    if flag == "--complete":
+        completion.show(words, {name: summary for name, (_, summary) in COMMANDS.items()})
+        return 0
+    try:
+        _print(completion.script(next(iter(words), "")))
+    except ConfigError as error:
+        _print(str(error), sys.stderr)
+        return error.exit_status
+    return 0
 
 
 def _setup_sh() -> Path:

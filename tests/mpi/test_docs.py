@@ -15,16 +15,28 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
 
-def test_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_and_manual_pages_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
+    from make_man import pages
     from make_reference import render
 
     assert (ROOT / "docs" / "reference.md").read_text() == render(), "run: python docs/make_reference.py"
+    for name, text in pages().items():
+        assert (ROOT / "man" / name).read_text() == text, "run: python docs/make_reference.py"
+
+
+@pytest.mark.skipif(not shutil.which("man"), reason="needs man: apt-get install man-db")
+def test_man_shows_the_manual_pages(command: Any) -> None:
+    for name, words in {"launch.1": ["--idle-timeout S", "EXIT STATUS"], "wordrun.1": ["generate", "--cfg"]}.items():
+        done = command("man", "--warnings", "--encoding=ascii", "--local-file", ROOT / "man" / name, MANWIDTH="130")
+        assert (done.returncode, done.stderr) == (0, "")
+        shown = re.sub(".\b", "", done.stdout)  # bold letters are printed twice
+        assert all(word in shown for word in words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

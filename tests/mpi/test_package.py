@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git would commit, without git: an archive of the repository."""
     folder = tmp_path_factory.mktemp("source")
     list_files = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    parts = ["pyproject.toml", "README.md", "LICENSE", "src", "conf", "docs/man"]
+    parts = ["pyproject.toml", "README.md", "LICENSE", "src", "conf", "man"]
     for name in subprocess.run([*list_files, *parts], capture_output=True, text=True, check=True).stdout.splitlines():
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +79,8 @@ def test_the_wheel_has_everything_but_nothing_else(wheel: Path) -> None:
     assert expected - names == set()
     assert {name for name in names if ".dist-info/" not in name and ".data/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    manual = {name.partition(".data/data/")[2] for name in names if ".data/" in name}
+    assert manual == {"share/man/man1/launch.1", "share/man/man1/wordrun.1"}
 
 
 @pytest.fixture(scope="module")
