@@ -6,6 +6,7 @@ A new command is one line in ``COMMANDS``, and a module with ``main(argv) -> int
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import sys
@@ -73,7 +74,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 def _print(text: str, file: TextIO | None = None) -> None:
     """Print ``text`` on rank 0."""
     if dist.discover_or_exit().rank == 0:
-        print(text, file=file)
+        try:
+            print(text, file=file, flush=True)
+        except BrokenPipeError:  # wordrun --help | head -1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _complete(flag: str, words: Sequence[str]) -> int:

@@ -1,0 +1,174 @@
+"""Write the parts of docs/sites/*.md that follow from the site files: commands to type, and what wordrun knows.
+
+python docs/make_sites.py
+
+The rest of each page is written by hand: a test checks that every site has a page, and that the parts are current.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from wordrun.launch import site_files
+from wordrun.launch.site import Site
+
+PAGES = Path(__file__).with_name("sites")
+QUEUES = {
+    "baskerville": "QOS",
+    "sophia": "by-node",
+    "perlmutter": "regular",
+    "engaging": "mit_normal_gpu",
+    "juwels_booster": "develbooster",
+}
+"""The queue of the page's first job, where it is not the first that the site's file names."""
+BEGIN, END = "<!-- From the site's file, by docs/make_sites.py: {} -->", "<!-- end -->"
+
+
+def render(site: Site, page: str) -> str:
+    """Return the page of a site with its generated parts replaced."""
+    for part, text in (("commands", commands(site)), ("facts", facts(site))):
+        begin = BEGIN.format(part)
+        if page.count(begin) != 1:
+            raise ValueError(f"docs/sites/{site.name}.md lacks the line {begin}")
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n\n{text}\n{END}{rest.partition(END)[2]}"
+    return page
+
+
+def first_job(site: Site, *command: str) -> list[str]:
+    """Return the words that submit a command as the first job."""
+    queue = QUEUES.get(site.name) or next(iter(site.queues), "")
+    words = ["launch", "--submit", "-N", "2", "--walltime", "0:30:00"]
+    words += ["--queue", queue] if queue else []
+    words += ["--account", "PROJECT"] if site.submit.get("account_needed") else []
+    words += ["--gpus", "1"] if site.count_devices and site.queue(queue).get("device_per_rank") else []
+    words += [] if on_login_nodes(site) else ["--site", site.name]
+    return [*words, "--", *command]
+
+
+def on_login_nodes(site: Site) -> bool:
+    """Say whether the site is recognized before there is a job."""
+    before = [name for name in site.recognise.get("env", {}) if not name.startswith(("PBS_", "SLURM_"))]
+    return bool(before) or bool(re.search("login|uan", site.recognise.get("hosts", "")))
+
+
+def commands(site: Site) -> str:
+    """Return what to type between the login and the first job."""
+    lines = ["git clone <this repository> wordrun && cd wordrun"]
+    if not on_login_nodes(site):
+        proxies = [f"export {name}={shlex.quote(value)}" for name, value in site.proxies.items()]
+        lines = [
+            "# the login nodes are not recognized, so install on a node of a job",
+            interactive(site),
+            *proxies,
+            *lines,
+        ]
+    loads = " and ".join(f"`{line}`" for line in site.modules) or "no module command"
+    installed = f"runs {loads}, and creates `.venv-{site.name}`"
+    check = first_job(site, "python", "-m", "wordrun.test_dist")
+    train = first_job(site, "python", "-m", "wordrun", "data=sample", "train=smoke", "train.backend=FSDP")
+    shown = "\n".join([*lines, "source bin/setup.sh && setup_python && setup_job", "wordrun --version"])
+    jobs = "\n".join(
+        shlex.join([*words[:2], "--dry-run", *words[2:]] if dry else words)
+        for words, dry in ((check, True), (check, False), (train, False))
+    )
+    return (
+        f"```console\n{shown}\n```\n\n`setup_python` {installed}.\n\nOf the next lines, the first prints a job script; "
+        f"the second submits a check of the ranks and their\ncollectives, and the third a short training run:\n\n"
+        f"```console\n{jobs}\n```\n"
+    )
+
+
+def interactive(site: Site) -> str:
+    """Return the command that opens a shell on a compute node."""
+    if site.scheduler == "slurm":
+        asked = " ".join(line.format(devices=site.devices) for line in site.submit.get("directives", ()))
+        return f"salloc -N 1 -t 0:30:00 --account PROJECT {site.submit.get('queue_option', '--partition')} QOS {asked}"
+    queue = f"-q {QUEUES.get(site.name) or next(iter(site.queues), '')} " if site.queues else ""
+    return f"qsub -I -A PROJECT {queue}-l select=1 -l walltime=0:30:00 -l filesystems={site.submit['filesystems']}"
+
+
+def facts(site: Site) -> str:
+    """Return tables of what the site's file says."""
+    rows = "".join(f"| {name} | {value} |\n" for name, value in knowledge(site))
+    text = f"| fact | value |\n|---|---|\n{rows}"
+    if site.env:
+        rows = "".join(f"| `{name}` | `{value}` | {why} |\n" for name, (value, why) in site.env.items())
+        text += "\nVariables that `launch` sets for the ranks, unless you export your own:\n\n"
+        text += f"| variable | value | reason |\n|---|---|---|\n{rows}"
+    if site.unset:
+        rows = "".join(f"| `{name}` | {why} |\n" for name, why in site.unset.items())
+        text += f"\nVariables that `launch` keeps from the launcher:\n\n| variable | reason |\n|---|---|\n{rows}"
+    if site.queues:
+        rows = "".join(f"| `{name}` | {limits(site, name)} |\n" for name in site.queues)
+        text += f"\nQueues, and the limits that `launch --submit` checks:\n\n| queue | limits |\n|---|---|\n{rows}"
+    return text
+
+
+def knowledge(site: Site) -> Iterator[tuple[str, str]]:
+    """Yield rows of the table of facts."""
+    patterns = [f"host name `{cell(site.recognise['hosts'])}`"] if "hosts" in site.recognise else []
+    patterns += [f"`{name}` with `{cell(value)}`" for name, value in site.recognise.get("env", {}).items()]
+    yield "recognized by", ", or ".join(patterns)
+    paths = f" at {', '.join(f'`{path}`' for path in site.launcher_paths)}" if site.launcher_paths else ""
+    yield "scheduler and launcher", f"{site.scheduler}, {site.launcher}{paths}"
+    if site.device:
+        count = "counted in the job" if site.count_devices else "one rank each"
+        yield "devices per node", f"{site.devices} x `{site.device}`, {count}" if site.devices else "none"
+    elif site.count_devices:
+        yield "devices per node", "counted in the job"
+    if site.ranks_per_node:
+        yield "ranks per node", str(site.ranks_per_node)
+    if site.cores:
+        yield "hardware threads per node", str(site.cores)
+    if site.cores_near_device:
+        yield "cores of each device's rank", " ".join(f"`{cores}`" for cores in site.cores_near_device)
+    if site.srun_args:
+        yield "srun also gets", " ".join(f"`{word}`" for word in site.srun_args)
+    if site.master_addr != "{host}":
+        yield "name on the fast network", f"`{site.master_addr}`"
+    if site.network:
+        yield "network per device, for `plan`", f"{site.network:g} GB/s"
+    yield "modules", ", ".join(f"`{line}`" for line in site.modules) or "none"
+    yield "internet on compute nodes", "no: W&B records offline" if not site.internet else site.way_out or "yes"
+    if "filesystems" in site.submit:
+        yield "file systems that jobs request", f"`{site.submit['filesystems']}`; `--filesystems` names others"
+    needed = [
+        option for key, option in (("account_needed", "--account"), ("queue_needed", "--queue")) if site.submit.get(key)
+    ]
+    if needed:
+        yield "needed to submit", " and ".join(f"`{option}`" for option in needed)
+
+
+def limits(site: Site, name: str) -> str:
+    """Return a queue's limits in words."""
+    queue, words = site.queues[name], []
+    if "nodes" in queue:
+        words.append("{} to {} nodes".format(*queue["nodes"]))
+    hours = queue.get("hours")
+    if isinstance(hours, dict):
+        words.append(", ".join(f"up to {nodes} nodes {most} h" for nodes, most in hours.items()))
+    elif hours:
+        words.append(f"{hours} h")
+    words += ["preempted jobs run again"] if queue.get("rerunnable") else []
+    words += ["devices are requested one by one"] if queue.get("device_per_rank") else []
+    return ", ".join(words) or "none known"
+
+
+def cell(text: str) -> str:
+    """Return text for a cell of a table."""
+    return text.replace("|", "\\|")
+
+
+def sites() -> dict[str, Site]:
+    """Return wordrun's own sites by name."""
+    return {path.stem: site_files.load(str(path)) for path in sorted(Path(site_files.OWN).glob("*.yaml"))}
+
+
+if __name__ == "__main__":
+    for name, site in sites().items():
+        page = PAGES / f"{name}.md"
+        page.write_text(render(site, page.read_text(encoding="utf-8")), encoding="utf-8")
