@@ -23,13 +23,10 @@ FORMAT = """\
 {styles}
 </style>
 <defs>
-<clipPath id="{unique_id}-clip-terminal">
-<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
-</clipPath>
 {lines}
 </defs>
-<rect fill="#0d1117" x="1" y="1" width="{terminal_width}" height="{terminal_height}" rx="8"/>
-<g transform="translate(9, 9)" clip-path="url(#{unique_id}-clip-terminal)">
+<rect fill="#0d1117" width="{width}" height="{height}" rx="8"/>
+<g transform="translate(9, 16)">
 {backgrounds}
 <g class="{unique_id}-matrix">
 {matrix}
