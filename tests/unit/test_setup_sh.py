@@ -300,6 +300,8 @@ def test_an_environment_on_a_cluster(tmp_path: Path, no_torch: str, over: str) -
 
 
 UV = "pip install --python .venv/bin/python"
+WORKING_UV = """echo "$*" >> "$CALLS"
+case "$1" in venv) mkdir -p .venv/bin; cp "$PYTHON" .venv/bin/python ;; esac"""
 PIP = "-m pip install --disable-pip-version-check"
 CPU = "https://download.pytorch.org/whl/cpu"
 
@@ -311,8 +313,8 @@ CPU = "https://download.pytorch.org/whl/cpu"
         ({}, "1", [f"{PIP} -e .[mpich] MPICC="]),
         ({}, "0", [f"{PIP} --extra-index-url {CPU} -e .[mpich] MPICC="]),
         ({"nvidia-smi": ""}, "0", [f"{PIP} -e .[mpich] MPICC="]),
-        ({"uv": 'echo "$*" >> "$CALLS"'}, "0", [f"{UV} --torch-backend cpu -e .[mpich]"]),
-        ({"uv": 'echo "$*" >> "$CALLS"'}, "1", [f"{UV} -e .[mpich]"]),
+        ({"uv": WORKING_UV}, "0", [f"{UV} --torch-backend cpu -e .[mpich]"]),
+        ({"uv": WORKING_UV}, "1", [f"{UV} -e .[mpich]"]),
         ({"uv": "echo no such host; exit 2"}, "1", [f"{PIP} -e .[mpich] MPICC="]),
     ],
 )
@@ -334,7 +336,9 @@ def test_an_environment_on_a_laptop(
     }  # fmt: skip
     done = subprocess.run(["/bin/bash", repo / "bin" / "venv"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert calls.read_text().splitlines() == ["-m venv .venv", *lines]
+    uv_works = programs.get("uv") == WORKING_UV
+    venv = f"venv --quiet --seed --python {tmp_path}/python .venv" if uv_works else "-m venv .venv"
+    assert calls.read_text().splitlines() == [venv, *lines]
     assert ("uv failed (no such host): trying pip" in done.stderr) == ("no such host" in str(programs))
     again = subprocess.run(["/bin/bash", repo / "bin" / "venv"], env=env, capture_output=True, text=True)
     assert (again.returncode, again.stderr) == (0, "")
