@@ -72,7 +72,7 @@ def commands(site: Site) -> str:
     train = first_job(site, "python", "-m", "wordrun", "data=sample", "train=smoke", "train.backend=FSDP")
     shown = "\n".join([*lines, "source bin/setup.sh && setup_python && setup_job", "wordrun --version"])
     jobs = "\n".join(
-        shlex.join([*words[:2], "--dry-run", *words[2:]] if dry else words)
+        shlex.join([*words[:2], "--dry-run", *words[2:]] if dry else words).replace(" -- ", " \\\n  -- ")
         for words, dry in ((check, True), (check, False), (train, False))
     )
     return (

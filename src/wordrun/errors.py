@@ -50,6 +50,29 @@ class PartError(UserError, RuntimeError):
             self.file, self.args = file, (f"{self}; traceback: {file}",)
 
 
+PAGES = {
+    "wordrun.dist.mpi": "dist.md#how-a-process-is-identified",
+    "wordrun.dist.world": "dist.md#how-a-process-is-identified",
+    "wordrun.train.resume": "checkpoints.md#resuming",
+    "wordrun.train.memory": "plan.md#before-every-run",
+    "wordrun.launch.freeze": "jobs.md#the-code-that-a-job-runs",
+    "wordrun.launch.schedulers": "launch.md#in-a-slurm-or-pbs-job",
+    "wordrun.launch.site_files": "launch.md#sites",
+    "wordrun.launch.submit": "launch.md#submit",
+    "wordrun.project": "extend.md#where-parts-are-found",
+    "wordrun.registry": "extend.md#where-parts-are-found",
+}
+"""The section of docs/ that has more about the errors which a module, or a module of this package, raises."""
+
+
+def with_page(error: UserError) -> str:
+    """Return an error's message and, if a page has more to say than the message, a line that names it."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised = next((name for name in reversed(frames) if name != __name__), "")
+    page = next((page for module, page in PAGES.items() if f"{raised}.".startswith(f"{module}.")), "")
+    return f"{error}\nmore: docs/{page}" if page else str(error)
+
+
 def short_lines(message: str, width: int = 120) -> list[str]:
     """Return a message's lines; one longer than ``width`` becomes a line for each part before and after a semicolon."""
     lines = message.splitlines()

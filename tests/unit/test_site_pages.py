@@ -35,7 +35,7 @@ def test_the_facts_are_current(site: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("site", SITES)
 def test_launch_accepts_the_jobs(site: str, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = re.findall(r"^launch --submit (?!--dry-run).*$", page(site), re.MULTILINE)
+    jobs = re.findall(r"^launch --submit (?!--dry-run).*$", page(site).replace("\\\n", ""), re.MULTILINE)
     assert len(jobs) == 2
     for job in jobs:
         words = shlex.split(job)[1:]

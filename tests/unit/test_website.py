@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(600)  # 5 s of computing, with much else to do on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def website(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("bin/docs uses .venv, which bin/venv creates")
     folder = tmp_path_factory.mktemp("website")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    done = subprocess.run([ROOT / "bin/docs", "--build", folder], capture_output=True, text=True, env=env, timeout=150)
+    done = subprocess.run([ROOT / "bin/docs", "--build", folder], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -54,7 +55,7 @@ def test_mistakes_end_the_build(website: Path, tmp_path: Path) -> None:
     settings = settings.replace("docs/mkdocs_hooks.py", str(ROOT / "docs/mkdocs_hooks.py"))
     (tmp_path / "mkdocs.yml").write_text(settings.replace("extra_css: [site.css]\n", ""))
     build = [ROOT / ".venv/bin/python", "-m", "mkdocs", "build", "--strict", "--site-dir", "site"]
-    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode != 0
     for mistake in ("'b.md'", "'#d'", "'consoel'", "<li>"):
         assert mistake in done.stderr, done.stderr

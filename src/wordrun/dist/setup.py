@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wordrun.dist import mpi, values, watch
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
-from wordrun.errors import UserError, WorldError
+from wordrun.errors import UserError, WorldError, with_page
 from wordrun.log import LOGGER
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def discover_or_exit() -> World:
     try:
         return discover()
     except UserError as error:  # the rank is not known yet
-        print(error, file=sys.stderr, flush=True)
+        print(with_page(error), file=sys.stderr, flush=True)
         raise SystemExit(error.exit_status) from None
 
 
@@ -193,7 +193,7 @@ def guard(world: World) -> Iterator[None]:
     except KeyboardInterrupt:
         abort(world, 130)
     except UserError as error:
-        _report(world, str(error))
+        _report(world, with_page(error))
         abort(world, error.exit_status)
     except Exception as error:
         message = f"failed on host {world.host}\n{traceback.format_exc().rstrip()}"

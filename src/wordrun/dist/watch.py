@@ -217,7 +217,7 @@ class Watch:
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
         stack_requests.withdraw(self.folder, asked["id"])
         log = LOGGER.error if kind == "hang" else LOGGER.warning
-        log("%s. Stacks of all ranks: %s", text, os.path.relpath(path))
+        log("%s. Stacks of all ranks: %s; more: docs/jobs.md#a-hang", text, os.path.relpath(path))
 
 
 _active: list[Watch] = []

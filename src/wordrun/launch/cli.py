@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wordrun.errors import REQUEUE, UserError, short_lines
+from wordrun.errors import REQUEUE, UserError, short_lines, with_page
 from wordrun.launch import record
 from wordrun.launch.job import short
 from wordrun.launch.launchers import choose
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _launch(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        for line in short_lines(str(error)):
+        for line in short_lines(with_page(error)):
             print(f"launch: {line}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:  # before anything was started
