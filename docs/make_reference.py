@@ -1,4 +1,4 @@
-"""Generate docs/reference.md from the code: every option with its type, default and meaning, and every metric.
+"""Generate docs/reference.md (all options with types, defaults and meanings, and all metrics) and man/ from the code.
 
 python docs/make_reference.py
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
+
+import make_man
 
 from wordrun.config import SECTIONS, SEVERAL, schemas, value_text
 from wordrun.registry import documentation
@@ -58,4 +60,5 @@ def row(prefix: str, schema: type[Any], field: Any) -> str:
 
 
 if __name__ == "__main__":
+    make_man.write()
     Path(__file__).with_name("reference.md").write_text(render(), encoding="utf-8")

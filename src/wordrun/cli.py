@@ -6,10 +6,12 @@ A new command is one line in ``COMMANDS``, and a module with ``main(argv) -> int
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from wordrun import dist, interrupts
@@ -49,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif first == "--version":
         _print(versions())
         return 0
+    elif first in ("--completion", "--complete"):
+        return _complete(first, arguments[1:])
+    elif first == "--setup-sh":
+        _print(str(_setup_sh()))
+        return 0
     elif re.fullmatch(r"[A-Za-z][\w-]*", first):  # neither a flag nor an override
         known = ", ".join(COMMANDS)
         hint = f"{nearest(first, COMMANDS)} (commands: {known}; options are KEY=VALUE, see --help)"
@@ -67,7 +74,32 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 def _print(text: str, file: TextIO | None = None) -> None:
     """Print ``text`` on rank 0."""
     if dist.discover_or_exit().rank == 0:
-        print(text, file=file)
+        try:
+            print(text, file=file, flush=True)
+        except BrokenPipeError:  # wordrun --help | head -1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _complete(flag: str, words: Sequence[str]) -> int:
+    """Print the completions of ``words`` or, with ``--completion SHELL``, the script that asks for them."""
+    from wordrun import completion
+
+    if flag == "--complete":
+        completion.show(words, {name: summary for name, (_, summary) in COMMANDS.items()})
+        return 0
+    try:
+        _print(completion.script(next(iter(words), "")))
+    except ConfigError as error:
+        _print(str(error), sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def _setup_sh() -> Path:
+    """Return the path of the shell helpers: the repository's link to them, or the installed file."""
+    package = Path(__file__).parent
+    link = package.parents[1] / "bin" / "setup.sh"
+    return link if link.exists() else package / "launch" / "setup.sh"
 
 
 def _overview() -> str:

@@ -1,6 +1,11 @@
 """The version, where every module can import it."""
 
-__version__ = "0.1.0"
+try:
+    from wordrun._version import version  # written when wordrun is installed; made from the newest git tag
+except ImportError:  # the source, not installed itself
+    version = "unknown"
+
+__version__: str = version
 
 
 def versions() -> str:

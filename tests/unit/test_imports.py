@@ -31,7 +31,8 @@ CONFIG = BASE | {
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
-    "version": set(),
+    "version": {"_version"},
+    "_version": set(),
     "errors": set(),
     "files": set(),
     "stack_requests": set(),
@@ -84,7 +85,8 @@ MAY_USE: dict[str, set[str]] = {
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"arguments", "backend", "launch", "devices", "kernels"},
     "study": PARALLEL | {"backend", "bandwidth", "launch", "plan", "prepare", "runs", "version"},
-    "cli": {"errors", "dist", "interrupts", "version"},
+    "completion": {"errors", "project", "registry", "config", "launch", "train"},
+    "cli": {"errors", "dist", "interrupts", "version", "completion"},
     "__main__": {"cli", "interrupts"},
     "": {"composer", "registry", "train", "version"},
 }

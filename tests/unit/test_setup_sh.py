@@ -119,6 +119,23 @@ def test_own_environment_is_used_or_made(shell: str, tmp_path: Path, stub: str) 
 
 
 @in_each_shell
+@pytest.mark.parametrize("site", ["", "made_up"])
+def test_an_installed_wordrun_uses_its_own_environment(shell: str, tmp_path: Path, stub: str, site: str) -> None:
+    """On a known site, on top of the site's modules."""
+    package = Path(stub) / "lib" / "python3.12" / "site-packages" / "wordrun"
+    (package / "launch" / "sites").mkdir(parents=True)
+    (package / "launch" / "sites" / "made_up.yaml").write_text(SITE)
+    setup = shutil.copy(SETUP, package / "launch")
+    script = "module() { :; }\ncd /; set -eu; setup_python"
+    env = {"MADE_UP": "a clutter"} if site else {}
+    done = run(shell, script, tmp_path, Path(setup), XDG_CONFIG_HOME=str(tmp_path), **env)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"python     {stub}/bin/python (Python 3.12.0; wordrun is installed there)"
+    assert [line.split()[0] for line in lines[:-1]] == (["module", "module"] if site else [])
+
+
+@in_each_shell
 def test_job_without_launch(shell: str, tmp_path: Path) -> None:
     done = run(shell, "setup_job || echo status $?", tmp_path)
     assert (done.stdout, done.stderr) == ("status 1\n", "setup: no launch in PATH: run setup_python first\n")
@@ -254,6 +271,7 @@ def test_a_site_without_modules_needs_something_loaded(
 PYTHON = """#!/bin/sh
 case "$*" in
   *find_spec*) exit $NO_TORCH ;;
+  *urlopen*) exit $NO_NETWORK ;;
   "-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; echo "$*" >>"$CALLS" ;;
   *"pip install"*) echo "$* MPICC=$MPICC" >>"$CALLS" ;;
   *importlib.metadata*) echo "torch==2.8.0+site" ;;
@@ -279,6 +297,51 @@ def test_an_environment_on_a_cluster(tmp_path: Path, no_torch: str, over: str) -
     ]
     assert (home / "constraints.txt").read_text() == "torch==2.8.0+site\n"
     assert f"without replacing torch: {home}/bin/pip install -c {home}/constraints.txt NAME" in done.stderr
+
+
+UV = "pip install --python .venv/bin/python"
+WORKING_UV = """echo "$*" >> "$CALLS"
+case "$1" in venv) mkdir -p .venv/bin; cp "$PYTHON" .venv/bin/python ;; esac"""
+PIP = "-m pip install --disable-pip-version-check"
+CPU = "https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.skipif(os.uname()[::4] != ("Linux", "x86_64"), reason="PyPI's torch has CUDA there only")
+@pytest.mark.parametrize(
+    ("programs", "no_network", "lines"),
+    [
+        ({}, "1", [f"{PIP} -e .[mpich] MPICC="]),
+        ({}, "0", [f"{PIP} --extra-index-url {CPU} -e .[mpich] MPICC="]),
+        ({"nvidia-smi": ""}, "0", [f"{PIP} -e .[mpich] MPICC="]),
+        ({"uv": WORKING_UV}, "0", [f"{UV} --torch-backend cpu -e .[mpich]"]),
+        ({"uv": WORKING_UV}, "1", [f"{UV} -e .[mpich]"]),
+        ({"uv": "echo no such host; exit 2"}, "1", [f"{PIP} -e .[mpich] MPICC="]),
+    ],
+)
+def test_an_environment_on_a_laptop(
+    tmp_path: Path, programs: dict[str, str], no_network: str, lines: list[str]
+) -> None:
+    """With uv if it works, and with the torch for CPUs if there is no NVIDIA GPU."""
+    repo = tmp_path / "repo"
+    (repo / "bin").mkdir(parents=True)
+    shutil.copy(SETUP.with_name("venv"), repo / "bin")
+    (repo / "pyproject.toml").touch()
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    tools = {name: f'exec {shutil.which(name)} "$@"' for name in ("awk", "cksum", "cp", "tail", "tee")}
+    calls = tmp_path / "calls"
+    env = {
+        "PATH": path_with(tmp_path / "tools", **tools, **programs), "PYTHON": str(tmp_path / "python"),
+        "CALLS": str(calls), "NO_TORCH": "1", "NO_NETWORK": no_network,
+    }  # fmt: skip
+    done = subprocess.run(["/bin/bash", repo / "bin" / "venv"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    uv_works = programs.get("uv") == WORKING_UV
+    venv = f"venv --quiet --seed --python {tmp_path}/python .venv" if uv_works else "-m venv .venv"
+    assert calls.read_text().splitlines() == [venv, *lines]
+    assert ("uv failed (no such host): trying pip" in done.stderr) == ("no such host" in str(programs))
+    again = subprocess.run(["/bin/bash", repo / "bin" / "venv"], env=env, capture_output=True, text=True)
+    assert (again.returncode, again.stderr) == (0, "")
 
 
 @in_each_shell

@@ -36,12 +36,19 @@ def overview(folders: Iterable[Path]) -> str:
 
 
 def names_of(group: str, folders: Sequence[Path]) -> str:
-    """Return what can be chosen in a group."""
+    """Return what can be chosen in a group, as a line of help."""
+    key = "train.backend" if group == "backend" else group
+    text = f"{key}=[NAME,...]: " if group in SEVERAL else f"{key}=NAME: "
+    return _wrapped(" ".join(choices(group, folders)), text)
+
+
+def choices(group: str, folders: Sequence[Path]) -> list[str]:
+    """Return the names that can be chosen in a group; ``folders`` are the user's own."""
     if group == "backend":
-        return _wrapped(" ".join(backends()), "train.backend=NAME: ")
-    names = {file.stem for file in (_wordruns() / group).glob("*.yaml")} | set(schemas(group))
-    names |= _own_names(group, folders)
-    return _wrapped(" ".join(sorted(names)), f"{group}=[NAME,...]: " if group in SEVERAL else f"{group}=NAME: ")
+        return backends()
+    names = {file.stem for file in (_wordruns() / group).glob("*.yaml")}
+    names |= set(schemas(group)) if group in SECTIONS else set()
+    return sorted(names | _own_names(group, folders))
 
 
 def _own_names(group: str, folders: Sequence[Path]) -> set[str]:
