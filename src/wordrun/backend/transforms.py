@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
@@ -30,9 +31,15 @@ def compile_rest(model: Model, scope: str) -> None:
     """Compile what is outside the blocks or, if ``scope`` is "model", the complete ``model``."""
     model.compile_loss()
     if scope == "model":
-        for name in model.uncompiled:
-            setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
-        model.compile()
+        compile_module(model)
+
+
+def compile_module(module: nn.Module) -> None:
+    """Compile ``module``, except for the methods that it and its submodules name in ``uncompiled``."""
+    for each in module.modules():
+        for name in getattr(each, "uncompiled", ()):
+            setattr(each, name, torch.compiler.disable(getattr(each, name)))  # type: ignore[no-untyped-call]
+    module.compile()
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:
@@ -44,7 +51,7 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
     elif kind == "full" or (kind.isdecimal() and number % int(kind) == 0):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
-        block.compile()  # per block: they are alike, so torch compiles only one
+        compile_module(block)  # per block: they are alike, so torch compiles only one
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

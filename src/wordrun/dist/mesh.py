@@ -15,6 +15,8 @@ from wordrun.errors import ConfigError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """Outermost first."""
+EXPERT_AXES = ("pp", "replicate", "expert_shard", "ep", "tp")
+"""The axes along which the parameters of experts are divided; ep is part of shard and cp."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Layout:
     """Ranks over which each sequence is divided; parameters are sharded over them, too."""
     tp: int = 1
     """Ranks over which each matrix product is split."""
+    ep: int = 1
+    """Of the ranks along shard and cp, those among which the experts are divided; not an axis of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,12 +57,24 @@ class Layout:
         return replace(self, shard=self.shards, cp=1)
 
     @property
+    def expert_shard(self) -> int:
+        """Number of ranks over which the parameters of the same experts are sharded."""
+        return self.shards // self.ep
+
+    @property
+    def of_experts(self) -> tuple[int, ...]:
+        """The sizes in the order of ``EXPERT_AXES``: the same ranks as the parameters of experts see them."""
+        return tuple(getattr(self, axis) for axis in EXPERT_AXES)
+
+    @property
     def dp(self) -> int:
         """Number of data-parallel ranks."""
         return self.replicate * self.shard
 
     def stride(self, axis: str) -> int:
-        """Return the difference in rank of neighbours along ``axis``."""
+        """Return the difference in rank of neighbours along ``axis``, also of ``EXPERT_AXES``."""
+        if axis in ("expert_shard", "ep"):
+            return self.tp * (self.ep if axis == "expert_shard" else 1)
         return math.prod(self.shape[AXES.index(axis) + 1 :])
 
     def index(self, rank: int, axis: str) -> int:
@@ -77,7 +93,8 @@ class Layout:
         return range(first, first + size * stride, stride)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        axes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        return f"{axes}, ep {self.ep}" if self.ep > 1 else axes
 
 
 def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:

@@ -43,6 +43,7 @@ def as_json(report: Report) -> str:
     content = {
         "model": planner.cfg.model.name,
         "parameters": planner.model.parameters,
+        "active_parameters": planner.model.active_parameters,
         "largest_layer": {"name": name, "parameters": layer},
         "vocabulary": {"size": planner.model.vocab_size, "why": report.vocabulary_source},
         "dtype": planner.cfg.train.dtype,
@@ -74,9 +75,10 @@ def show(screen: Console, report: Report) -> None:
     planner, advice, hardware = report.planner, report.advice, report.planner.hardware
     model, train = planner.model, planner.cfg.train
     name, layer = model.largest_layer
+    active = f", {_count(model.active_parameters)} of them active," if model.cfg.active_share() < 1 else ""
     screen.print(
-        f"{planner.cfg.model.name}: {_count(model.parameters)} parameters in {model.cfg.n_layer} blocks; the largest "
-        f"layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
+        f"{planner.cfg.model.name}: {_count(model.parameters)} parameters{active} in {model.cfg.n_layer} blocks; the "
+        f"largest layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
     )
     nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.per_node}"
     screen.print(
