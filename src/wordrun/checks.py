@@ -241,6 +241,11 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
             f"backend.ep={at.ep} is not available in a pipeline: use backend.ep=1, or train.backend=FSDP with "
             "backend.ep, which divides the experts as well"
         )
+    if at.ep > 1 and cfg.train.activation_checkpointing == "selective":
+        yield (
+            f"train.activation_checkpointing=selective with backend.ep={at.ep}: the backward pass gathers experts "
+            "where the forward pass did not, which torch refuses; use train.activation_checkpointing=full"
+        )
     if at.ep > 1 and isinstance(cfg.optimizer, config.MuonConfig):
         yield (
             f"optimizer=muon needs whole matrices, and backend.ep={at.ep} divides them among other ranks than the rest "

@@ -26,14 +26,14 @@ FSDP, HALF = "train.backend=FSDP", ["train.max_iters=3", "train.checkpoint_inter
 ONE = {f"{name}-one": ["model.batch_size=4"] for name in MODELS}
 TWO = {
     "loss-ddp": ["model.batch_size=1"],
-    "loss-fsdp": [FSDP, "model.batch_size=1"],
+    "loss-fsdp": [FSDP, "model.batch_size=1", "train.activation_checkpointing=selective"],
     "loss-ep": [FSDP, "backend.ep=2", "model.batch_size=1"],
     "loss-half": [FSDP, "backend.ep=2", "model.batch_size=2", *HALF],
     "bias-pp": ["train.backend=PP", "model.batch_size=4"],
 }
 FOUR = {
     "loss-ep4": [FSDP, "backend.ep=4", "model.batch_size=1", "train.activation_checkpointing=full"],
-    "loss-shards": [FSDP, "backend.ep=2", "model.batch_size=1", "train.activation_checkpointing=selective"],
+    "loss-shards": [FSDP, "backend.ep=2", "model.batch_size=1"],
     "loss-replicas": [FSDP, "backend.ep=2", "backend.replicate=2", "model.batch_size=1"],
     "bias-cp": [FSDP, "backend.ep=2", "backend.cp=2", "model.batch_size=2", "backend.reshard_after_forward=false"],
     "bias-half": [FSDP, "backend.ep=4", "model.batch_size=1", *HALF],

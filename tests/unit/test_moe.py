@@ -53,9 +53,9 @@ def by_hand(layer: MoE, x: torch.Tensor) -> torch.Tensor:
     weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
     if cfg.normalize_weights:
         weights = weights / weights.sum(-1, keepdim=True)
-    gate, up = (each.view(cfg.n_experts, -1, cfg.n_embd) for each in (experts.gate, experts.up))
+    gate, up = (each.view(cfg.n_experts, -1, cfg.n_embd) for each in (experts.gate.weight, experts.up.weight))
     hidden = F.silu(torch.einsum("btc,ehc->bteh", x, gate)) * torch.einsum("btc,ehc->bteh", x, up)
-    y = torch.einsum("bteh,ech,bte->btc", hidden, experts.proj.view(cfg.n_experts, cfg.n_embd, -1), weights)
+    y = torch.einsum("bteh,ech,bte->btc", hidden, experts.proj.weight.view(cfg.n_experts, cfg.n_embd, -1), weights)
     return y if layer.shared is None else y + layer.shared(x)
 
 
@@ -176,7 +176,7 @@ def test_active_parameters_and_operations() -> None:
 
 def test_each_expert_is_a_matrix_of_its_own_for_muon() -> None:
     found = models.meta_model(SMALL, V).matrices()
-    assert found["blocks.0.mlp.experts.proj"].heads == 6
+    assert found["blocks.0.mlp.experts.proj.weight"].heads == 6
     assert "blocks.0.mlp.router.weight" not in found
 
 
@@ -224,6 +224,10 @@ def test_a_run_logs_the_loads_and_resumes_exactly(optimizer: str, small: Words, 
         ),
         (["train.backend=FSDP", "backend.ep=2", "model=nano"], "model=nano does not say how experts can be divided"),
         (["train.backend=FSDP", "backend.ep=2", "optimizer=muon"], "use backend.ep=1, or optimizer=adamw"),
+        (
+            ["train.backend=FSDP", "backend.ep=2", "train.activation_checkpointing=selective"],
+            "use train.activation_checkpointing=full",
+        ),
         (["train.backend=PP", "backend.shard=2", "backend.ep=2"], "backend.ep=2 is not available in a pipeline"),
         (["train.backend=PP", "model.balance_loss=0.1"], "model.balance_loss=0 with model.balance_rate"),
         (["train.backend=FSDP", "backend.cp=2", "model.balance_loss=0.1"], "model.balance_loss=0 with model.balance_"),
@@ -247,4 +251,4 @@ def test_torchs_product_where_it_works() -> None:
     assert find(narrow, 48, torch.float32) is compat_experts.one_by_one  # rows of 120 bytes
     assert find(rows[:0], 48, torch.float32) is compat_experts.one_by_one
     layer = Experts(SMALL)
-    assert sorted(name for name, _ in layer.named_parameters()) == ["gate", "proj", "up"]
+    assert sorted(name for name, _ in layer.named_parameters()) == ["gate.weight", "proj.weight", "up.weight"]

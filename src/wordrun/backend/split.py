@@ -95,9 +95,9 @@ class Splitter:
 
     def _divide(self, experts: Experts, mesh: DeviceMesh) -> None:
         """Keep this rank's experts, sharded over the ranks that have the same ones."""
-        for name, parameter in experts.named_parameters(recurse=False):
-            mine = distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
-            setattr(experts, name, nn.Parameter(mine))
+        for layer in (experts.gate, experts.up, experts.proj):
+            mine = distribute_tensor(layer.weight.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+            layer.weight = nn.Parameter(mine)
         experts.exchange = Exchange(mesh.get_group("ep"), mesh["ep"].size())
         self._shard(experts, mesh, "expert_shard")
 

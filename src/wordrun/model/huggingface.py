@@ -1,20 +1,23 @@
 """Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as
-LlamaForCausalLM, with qk_norm as Qwen3ForCausalLM, or with qkv_bias as Qwen2ForCausalLM. The library is not needed.
+LlamaForCausalLM, with qk_norm as Qwen3ForCausalLM, or with qkv_bias as Qwen2ForCausalLM; a mixture of experts as
+Qwen3MoeForCausalLM. The library is not needed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig, value_text
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig, value_text
 from wordrun.errors import UserError
 from wordrun.model import lora, meta_model
+from wordrun.model.base import LazyWeights
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
@@ -31,6 +34,13 @@ LLAMA_NAMES = {
     "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
 }  # fmt: skip
+MOE_NAMES = LLAMA_NAMES | {
+    "mlp.router": "mlp.gate", "mlp.experts.gate": "mlp.experts.gate_proj", "mlp.experts.up": "mlp.experts.up_proj",
+    "mlp.experts.proj": "mlp.experts.down_proj",
+}  # fmt: skip
+ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
+"""Transformers' files have the matrices of each expert separately."""
+BIAS = "router.bias"
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
 
@@ -48,13 +58,49 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: TransformerConfig) -> dict[
 
     GPT2LMHeadModel always has biases; any that our model lacks are set to 0.
     """
-    result = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in state.items():
+        if name.endswith(BIAS):
+            if not tensor.is_meta and tensor.any():
+                raise UserError(
+                    "transformers' Qwen3-MoE has no biases for the router, which this model has from training with "
+                    "model.balance_rate above 0: form=checkpoint exports it, and to transformers only a model trained "
+                    "with model.balance_rate=0 and model.balance_loss"
+                )
+            continue
+        if ".experts." in name and isinstance(cfg, MoEConfig):
+            module, _, layer = _their_name(name, cfg).partition(".experts.")
+            each = tensor.view(cfg.n_experts, -1, tensor.shape[-1]).unbind()
+            result |= {f"{module}.experts.{i}.{layer}": matrix.contiguous() for i, matrix in enumerate(each)}
+            continue
         result[_their_name(name, cfg)] = _to_theirs(name, tensor, cfg)
         if isinstance(cfg, GPTConfig) and not cfg.bias and ("blocks." in name or name == "norm.weight"):
             bias = name.removesuffix("weight") + "bias"
             result[_their_name(bias, cfg)] = tensor.new_zeros(tensor.shape[0])
     return result
+
+
+def join_experts(
+    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
+    """Return transformers' weights and their shapes with the matrices of all experts of a layer below each other."""
+    layers: dict[str, list[tuple[int, str]]] = {}
+    for name in shapes:
+        if found := ONE_EXPERT.fullmatch(name):
+            layers.setdefault(found[1] + found[3], []).append((int(found[2]), name))
+    if not layers:
+        return theirs, dict(shapes)
+    names = {joined: [name for _, name in sorted(found)] for joined, found in layers.items()}
+    rest = {name: shape for name, shape in shapes.items() if not ONE_EXPERT.fullmatch(name)}
+    rows = {joined: sum(shapes[name][0] for name in some) for joined, some in names.items()}
+    readers = {name: partial(theirs.__getitem__, name) for name in rest}
+    joint = {joined: partial(_joined, theirs, some) for joined, some in names.items()}
+    sizes = {joined: torch.Size((rows[joined], *shapes[some[0]][1:])) for joined, some in names.items()}
+    return LazyWeights({**readers, **joint}), rest | sizes
+
+
+def _joined(theirs: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.cat([theirs[name] for name in names])
 
 
 def match(
@@ -82,7 +128,8 @@ def match(
         copy = found.setdefault("lm_head.weight", embedding)
         if copy != embedding and not theirs[copy].equal(theirs[embedding]):
             problems.append(f"lm_head.weight is not the embedding in the checkpoint, but it is in model={cfg.name}")
-    wanted = {_their_name(name, cfg): (name, ours) for name, ours in model.state_dict().items()}
+    state = {name: ours for name, ours in model.state_dict().items() if not name.endswith(BIAS)}
+    wanted = {_their_name(name, cfg): (name, ours) for name, ours in state.items()}
     problems += [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - found.keys()]
     problems += [f"the checkpoint has {name}, but model={cfg.name} does not" for name in found.keys() - wanted.keys()]
     names = {}
@@ -132,6 +179,15 @@ def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _describe_moe(cfg: MoEConfig) -> dict[str, Any]:
+    return {
+        **_describe_llama(cfg), "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": cfg.n_hidden, "num_experts": cfg.n_experts, "num_experts_per_tok": cfg.n_active,
+        "norm_topk_prob": cfg.normalize_weights, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "router_aux_loss_coef": cfg.balance_loss,
+    }  # fmt: skip
+
+
 def adapter(additions: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return LoRA's additions as peft's adapter_config.json and adapter_model.safetensors hold them.
 
@@ -169,6 +225,7 @@ class Architecture:
 ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
     GPTConfig: Architecture(GPT2_NAMES, _describe_gpt2, transposed=True),
     LlamaConfig: Architecture(LLAMA_NAMES, _describe_llama),
+    MoEConfig: Architecture(MOE_NAMES, _describe_moe),
 }
 
 
@@ -192,6 +249,14 @@ def architecture(cfg: TransformerConfig) -> Architecture:
         cfg_type: type[TransformerConfig] = LlamaConfig
     else:
         cfg_type = type(cfg)
+    if isinstance(cfg, MoEConfig):
+        theirs = {"qk_norm": True, "qkv_bias": False, "n_shared": 0, "router": "softmax"}
+        words = [f"model.{key}={value_text(value)}" for key, value in theirs.items() if getattr(cfg, key) != value]
+        if words:
+            raise UserError(
+                f"transformers' Qwen3-MoE is not model={cfg.name}: form=checkpoint exports it, and to transformers "
+                f"only a model trained with {' '.join(words)}"
+            )
     if isinstance(cfg, LlamaConfig) and cfg.qkv_bias and (cfg.qk_norm or cfg.attention_width() != cfg.n_embd):
         raise UserError(
             "transformers has no architecture with model.qkv_bias=true and model.qk_norm=true, or with another "

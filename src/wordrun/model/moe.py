@@ -133,7 +133,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs with SwiGLU whose matrices are below each other in three, so that any number of ranks can share the rows.
+    """E MLPs with SwiGLU. Each layer holds the matrices of all experts, below each other, so that ranks can share rows.
 
     With expert parallelism, a rank has consecutive experts, and ``exchange`` knows the other ranks.
     """
@@ -143,9 +143,9 @@ class Experts(nn.Module):
     def __init__(self, cfg: MoEConfig) -> None:
         super().__init__()
         self.n_hidden, self.n_embd = cfg.n_hidden, cfg.n_embd
-        self.gate = nn.Parameter(torch.empty(cfg.n_experts * cfg.n_hidden, cfg.n_embd))
-        self.up = nn.Parameter(torch.empty(cfg.n_experts * cfg.n_hidden, cfg.n_embd))
-        self.proj = nn.Parameter(torch.empty(cfg.n_experts * cfg.n_embd, cfg.n_hidden))
+        self.gate = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
+        self.up = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
+        self.proj = nn.Linear(cfg.n_hidden, cfg.n_experts * cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Return what the experts make of their tokens, (N, C).
@@ -157,7 +157,8 @@ class Experts(nn.Module):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ranks = self.exchange.size if self.exchange else 1
-        gate, up, proj = (share_of(each, ranks).to(dtype) for each in (self.gate, self.up, self.proj))
+        layers = (self.gate, self.up, self.proj)
+        gate, up, proj = (share_of(layer.weight, ranks).to(dtype) for layer in layers)
         product = compat_experts.grouped_product(x, self.n_hidden, dtype)
         x = x.to(dtype)
         hidden = F.silu(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
@@ -241,10 +242,6 @@ class MixtureOfExperts(Llama):
         """Return the load of each expert in the last step relative to the mean of its block, (blocks, E)."""
         return None if self._loads is None else self._loads / self._loads.float().mean(1, keepdim=True)
 
-    def initial_std(self, name: str) -> float:
-        """Return the standard deviation of the initial values of the matrix ``name``."""
-        return super().initial_std(f"{name}.weight" if name.endswith("experts.proj") else name)
-
     def matrices(self) -> dict[str, Rows]:
         """Return the matrices of the blocks; each expert's is one of its own, and the router's rows are no matrix."""
         found = {name: rows for name, rows in super().matrices().items() if not name.endswith("router.weight")}
@@ -252,12 +249,14 @@ class MixtureOfExperts(Llama):
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass: those of its experts only."""
-        cfg = self.cfg
-        weights = cfg.n_layer * cfg.n_embd * (3 * cfg.n_active * cfg.n_hidden + cfg.n_experts)
-        return super().flops_per_token() + 6 * weights
+        router = self.cfg.n_layer * self.cfg.n_embd * self.cfg.n_experts
+        return super().flops_per_token() + 6 * (router - self._idle())
 
     def num_active_parameters(self) -> int:
         """Return the number of parameters that each token uses."""
+        return self.num_parameters() - self._idle()
+
+    def _idle(self) -> int:
+        """Return the number of parameters of the experts that a token does not use."""
         cfg = self.cfg
-        idle = cfg.n_layer * 3 * cfg.n_embd * cfg.n_hidden * (cfg.n_experts - cfg.n_active)
-        return self.num_parameters() - idle
+        return cfg.n_layer * 3 * cfg.n_embd * cfg.n_hidden * (cfg.n_experts - cfg.n_active)

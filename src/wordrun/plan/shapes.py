@@ -200,8 +200,6 @@ def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[Par
     """Return the parameters of a child of ``model`` and their tensor-parallel dimensions."""
     from torch import nn
 
-    from wordrun.model.moe import Experts
-
     matrices = model.matrices()
     shapes = []
     for path, module in model.get_submodule(child).named_modules(prefix=child):
@@ -210,8 +208,8 @@ def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[Par
             tp_dim = _split_dim(module, name, styles) if styles else None
             shapes.append(
                 ParameterShape(
-                    tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear | Experts), parameter.requires_grad,
-                    f"{path}.{name}" in matrices, isinstance(module, Experts),
+                    tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad,
+                    f"{path}.{name}" in matrices, ".experts." in path,
                 )
             )  # fmt: skip
     return shapes
