@@ -232,10 +232,7 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
             f"model.n_experts={math.ceil(model.n_experts / at.ep) * at.ep}"
         )
     if cfg.backend.own_engine:
-        yield (
-            f"model={cfg.model.name}: DeepSpeed's engine does not balance the load of experts after a step: use "
-            "train.backend=FSDP or DDP"
-        )
+        yield no_experts(model)
     if at.ep > 1 and cfg.backend.pipeline:
         yield (
             f"backend.ep={at.ep} is not available in a pipeline: use backend.ep=1, or train.backend=FSDP with "
@@ -257,6 +254,14 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
                 f"model.balance_loss={model.balance_loss:g} is a loss of whole sequences in every block, and not "
                 f"available with {what} only parts of them on a rank: use model.balance_loss=0 with model.balance_rate"
             )
+
+
+def no_experts(model: config.MoEConfig) -> str:
+    """Return why ``model`` does not train with DeepSpeed."""
+    return (
+        f"model={model.name}: DeepSpeed's engine does not balance the load of experts after a step: use "
+        "train.backend=FSDP or DDP"
+    )
 
 
 def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:

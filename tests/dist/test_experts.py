@@ -28,6 +28,7 @@ TWO = {
     "loss-ddp": ["model.batch_size=1"],
     "loss-fsdp": [FSDP, "model.batch_size=1", "train.activation_checkpointing=selective"],
     "loss-ep": [FSDP, "backend.ep=2", "model.batch_size=1"],
+    "loss-compiled": [FSDP, "backend.ep=2", "model.batch_size=2", "train.compile=true", "hooks=[ema]"],
     "loss-half": [FSDP, "backend.ep=2", "model.batch_size=2", *HALF],
     "bias-pp": ["train.backend=PP", "model.batch_size=4"],
 }
@@ -46,6 +47,8 @@ import torch
 import wordrun
 from wordrun import dist
 
+whole = torch.compile  # as far as g++, which takes minutes
+torch.compile = lambda call, **options: whole(call, **{**options, "backend": "aot_eager"})
 with dist.session() as world:
     torch.set_num_threads(1)
     for name, words in json.load(open(sys.argv[1])).items():

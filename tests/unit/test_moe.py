@@ -252,3 +252,22 @@ def test_torchs_product_where_it_works() -> None:
     assert find(rows[:0], 48, torch.float32) is compat_experts.one_by_one
     layer = Experts(SMALL)
     assert sorted(name for name, _ in layer.named_parameters()) == ["gate.weight", "proj.weight", "up.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # in torch's compiler
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_compiled_blocks_route_as_others(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Any = torch.compile  # as far as g++, which takes minutes
+    monkeypatch.setattr(torch, "compile", lambda call, **options: whole(call, **{**options, "backend": "aot_eager"}))
+    found = []
+    for compiled in (False, True):
+        cfg = Config(model=replace(SMALL, balance_loss=0.1), backend=DDPConfig())
+        cfg.train.compile, cfg.train.compile_scope = compiled, scope
+        model = build(replace(SMALL, balance_loss=0.1))
+        prepare(model, cfg)
+        for seed in range(2):  # other numbers of tokens for each expert
+            loss = model.losses(batch(seed=seed))
+            loss.mean().backward()
+        found.append((loss.detach(), model.routers[0].weight.grad, model.routers[1].counts))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)

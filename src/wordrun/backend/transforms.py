@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -35,10 +34,10 @@ def compile_rest(model: Model, scope: str) -> None:
 
 
 def compile_module(module: nn.Module) -> None:
-    """Compile ``module``, except for the methods that it and its submodules name in ``uncompiled``."""
+    """Compile ``module``, except for what the modules in it want to leave uncompiled."""
     for each in module.modules():
-        for name in getattr(each, "uncompiled", ()):
-            setattr(each, name, torch.compiler.disable(getattr(each, name)))  # type: ignore[no-untyped-call]
+        if hasattr(each, "leave_uncompiled"):
+            each.leave_uncompiled()  # type: ignore[operator]
     module.compile()
 
 

@@ -74,7 +74,7 @@ class Model(nn.Module):
     compiled_loss = False
     """Whether to compute the loss by a compiled function, if the model has one."""
     uncompiled: tuple[str, ...] = ()
-    """Methods that are not traced when the complete model is compiled; a module in a block may have some, too."""
+    """Methods that are not traced when the complete model is compiled."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
     _seen: list[Any] | None = None
@@ -127,6 +127,11 @@ class Model(nn.Module):
         """Return the load of each expert in the last step relative to the mean of its block, (blocks, experts); None:
         there are no experts."""
         return None
+
+    def leave_uncompiled(self) -> None:
+        """Prepare for being compiled as a whole; any module that is compiled may have this method."""
+        for name in self.uncompiled:
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
     def logits_at(self, tokens: Tensor, at: int, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the logits (B, V) at position ``at`` of ``tokens`` (B, T), for models of text.

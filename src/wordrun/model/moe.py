@@ -31,11 +31,20 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 """How the router's outputs become scores, by the names that model.router takes."""
 
 
-class OfLosses:
-    """The gradient of the losses of the sequences of the batch whose backward pass is running."""
+class Common:
+    """What the blocks of a model have in common."""
 
     gradient: Tensor | None = None
-    """(B,); None: the losses have not asked for it."""
+    """The gradient of the losses (B,) of the batch whose backward pass is running; None: nobody has asked for it."""
+
+    def __init__(self) -> None:
+        self.routed = MoE.routed
+        """The function, possibly apart from compiled code; the same for all blocks, which share what is compiled."""
+
+    def leave_uncompiled(self) -> None:
+        """Leave ``routed`` as it is in a compiled model."""
+        if self.routed is MoE.routed:  # else it is already
+            self.routed = torch.compiler.disable(MoE.routed)  # type: ignore[no-untyped-call]
 
 
 class _Counted(torch.autograd.Function):
@@ -62,15 +71,15 @@ class _Balanced(torch.autograd.Function):
     """Returns its first argument, and adds the balance loss to what is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, balance: Tensor, of_losses: OfLosses) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, balance: Tensor, common: Common) -> Tensor:
         """Return ``weights``; ``balance`` (B,) is the balance loss of each sequence."""
-        ctx.of_losses = of_losses
+        ctx.common = common
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of both: that of the balance loss is that of the sequence's loss."""
-        return gradients[0], ctx.of_losses.gradient, None
+        return gradients[0], ctx.common.gradient, None
 
 
 class Router(nn.Module):
@@ -83,9 +92,9 @@ class Router(nn.Module):
     bias: Tensor
     counts: Tensor
 
-    def __init__(self, cfg: MoEConfig, of_losses: OfLosses) -> None:
+    def __init__(self, cfg: MoEConfig, common: Common) -> None:
         super().__init__()
-        self.cfg, self.of_losses = cfg, of_losses
+        self.cfg, self.common = cfg, common
         self.weight = nn.Parameter(torch.empty(cfg.n_experts, cfg.n_embd))
         self.register_buffer("bias", torch.empty(cfg.n_experts, dtype=torch.float32))
         self.register_buffer("counts", torch.empty(cfg.n_experts, dtype=torch.int64), persistent=False)
@@ -115,7 +124,7 @@ class Router(nn.Module):
             counted.append(counts)
             if cfg.balance_loss and self.training:
                 balance = self._balance(scores, each)
-                weights = _Balanced.apply(weights, balance, self.of_losses)  # type: ignore[no-untyped-call]
+                weights = _Balanced.apply(weights, balance, self.common)  # type: ignore[no-untyped-call]
         return weights, chosen, counts
 
     def _balance(self, scores: Tensor, counts: Tensor) -> Tensor:
@@ -169,12 +178,9 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """The weighted sum of each token's experts, and of those that all tokens share."""
 
-    uncompiled = ("routed",)
-    """Sorting by expert takes little time, and the numbers of tokens differ from step to step."""
-
-    def __init__(self, cfg: MoEConfig, of_losses: OfLosses) -> None:
+    def __init__(self, cfg: MoEConfig, common: Common) -> None:
         super().__init__()
-        self.router, self.experts = Router(cfg, of_losses), Experts(cfg)
+        self.common, self.router, self.experts = common, Router(cfg, common), Experts(cfg)
         self.shared = None
         if cfg.n_shared:
             self.shared = MLP(replace(cfg, n_hidden=cfg.n_shared * cfg.n_hidden, dropout=0.0))
@@ -182,8 +188,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token independently; ``x`` and the result are (B, T, C)."""
-        y = self.routed(x)
+        y = self.common.routed(self, x)
         return self.drop(y if self.shared is None else y + self.shared(x))  # type: ignore[no-any-return]
+
+    def leave_uncompiled(self) -> None:
+        """Compile without ``routed``: sorting takes little time, and the numbers of tokens differ in each step."""
+        self.common.leave_uncompiled()
 
     def routed(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the experts that the router chooses, (B, T, C)."""
@@ -207,9 +217,9 @@ class MixtureOfExperts(Llama):
 
     def new_block(self) -> Block:
         """Return a block."""
-        if "of_losses" not in vars(self):
-            self.of_losses = OfLosses()
-        return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.of_losses))
+        if "common" not in vars(self):
+            self.common = Common()
+        return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.common))
 
     @property
     def routers(self) -> list[Router]:
@@ -223,7 +233,7 @@ class MixtureOfExperts(Llama):
         """
         losses = super().losses(batch)
         if self.cfg.balance_loss and losses.requires_grad:
-            hook = partial(setattr, self.of_losses, "gradient")
+            hook = partial(setattr, self.common, "gradient")
             losses.register_hook(hook)  # type: ignore[no-untyped-call]
         return losses
 

@@ -62,7 +62,7 @@ def _row(row: Estimate | Unavailable) -> dict[str, Any]:
     return {
         "name": strategy.name,
         "overrides": strategy.overrides,
-        "layout": _layout(strategy),
+        "layout": {**_layout(strategy), "ep": strategy.layout.ep},
         "fits_with": row.fits,
         "bubble": bubble(strategy),
         "seconds_per_step": row.seconds,
@@ -119,6 +119,7 @@ def _table(screen: Console, report: Report) -> Table:
         saved = [row.memory[kind].activations for kind in ("none", "selective", "full")]
         figures = [need.parameters, need.gradients, need.optimizer, *saved, need.logits, need.buffers, need.total]
         layout = " x ".join(f"{axis} {n}" for axis, n in _layout(row.strategy).items() if n > 1) or "1"
+        layout += f", ep {row.strategy.layout.ep}" if row.strategy.layout.ep > 1 else ""
         cells = [row.strategy.name, layout, *map(_gib, figures), fits, _gib(need.sent)]
         cells += ["" if row.seconds is None else f"{row.seconds:.3g}", _bubbles(row.strategy)]
         table.add_row(*cells, style=None if row.fits == configured else "dim")
