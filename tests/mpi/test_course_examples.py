@@ -151,13 +151,19 @@ def test_futures_share_the_tasks_out(run: Run) -> None:
 
 
 JOIN = "import torch.distributed as dist; dist.init_process_group('gloo')"
-WHO = "print('rank', dist.get_rank(), 'of', dist.get_world_size(), flush=True); dist.destroy_process_group()"
+# With the barrier, since gloo's start fails on a rank that is still connecting when another has left again.
+WHO = """
+dist.barrier()
+print('rank', dist.get_rank(), 'of', dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+"""
 SPAWN = """
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 def rank(number, store):
     dist.init_process_group("gloo", f"file://{store}", rank=number, world_size=2)
+    dist.barrier()
     print("rank", number, "of", dist.get_world_size(), flush=True)
     dist.destroy_process_group()
 

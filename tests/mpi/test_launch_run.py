@@ -721,6 +721,7 @@ if os.environ["RANK"] == "0" and not os.path.exists("tried"):
     open("tried", "w").close()
     server = socket.create_server(("", int(os.environ["MASTER_PORT"])))
 torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
 sys.stdout.write(f"met at {os.environ['MASTER_PORT']}\\n")
 """
 

@@ -39,6 +39,8 @@ def test_two_ranks_under_mpiexec_have_the_losses_of_one_process(ranks: Command, 
 
 BROKEN = f"""
 import sys
+import time
+from pathlib import Path
 import torch.distributed
 from wordrun import cli, dist
 from wordrun.backend.ddp import DDPBackend
@@ -49,6 +51,8 @@ def train_step(self, *args):
     global steps
     steps += 1
     if steps == 4 and torch.distributed.get_rank() == 1:
+        while len(Path("run/metrics.jsonl").read_text().splitlines()) < 3:  # rank 0 may still be writing the line
+            time.sleep(0.01)
         raise ZeroDivisionError("a bug on rank 1")
     return right(self, *args)
 

@@ -107,6 +107,29 @@ def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, t
     assert together.stdout.count("rank 0 of 4 on") == 1
 
 
+def test_a_message_over_mpi_arrives_while_its_sender_waits_outside_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
+    text = """
+import time
+from pathlib import Path
+import numpy as np
+from wordrun import dist
+world = dist.identify()
+from mpi4py import MPI
+message = np.ones(10_000_000)  # too large to leave at once
+if world.rank == 0:
+    sent = MPI.COMM_WORLD.Isend(message, dest=1)
+    while not Path("arrived").exists():
+        time.sleep(0.01)
+    sent.Wait()
+else:
+    MPI.COMM_WORLD.Recv(message, source=0)
+    Path("arrived").touch()
+"""
+    (tmp_path / "send.py").write_text(text)
+    got = cluster.run("salloc", "-N2", "-n2", "launch", sys.executable, "send.py")
+    assert got.returncode == 0, got.stdout + got.stderr
+
+
 def test_the_smoke_check(cluster: Cluster) -> None:
     words = ("salloc", "-N2", "-n4", "launch", sys.executable, "-m", "wordrun.test_dist")
     got = cluster.run(*words, timeout=120)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -186,14 +187,14 @@ class WriterConfig(TextModelConfig):
 
 
 class Writer(nn.Module):
-    """Tied weights, and a buffer that checkpoints do not store."""
+    """Tied weights, and a buffer that checkpoints do not store, made from an array of NumPy's."""
 
     def __init__(self, cfg: WriterConfig, vocab_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, 16)
         self.head = nn.Linear(16, vocab_size)
         self.head.weight = self.embedding.weight
-        self.register_buffer("shift", torch.linspace(0, 1, 16), persistent=False)
+        self.register_buffer("shift", torch.from_numpy(np.linspace(0, 1, 16, dtype=np.float32)), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> Any:
         return self.head(self.embedding(tokens) + self.shift)
@@ -222,6 +223,20 @@ def test_a_text_model_trains_counts_tokens_and_generates_the_same_text_from_its_
     capsys.readouterr()
     assert generate.main(["run=run", "length=9", "prompt=\n", "device=cpu", "dtype=fp32"]) == 0
     assert capsys.readouterr().out.strip("\n") in Path("run/samples.txt").read_text()
+
+
+def test_tensors_that_a_constructor_puts_on_the_cpu_become_meta_tensors(
+    writer: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(cfg: WriterConfig, vocab_size: int) -> Writer:
+        with torch.device("cpu"):
+            return Writer(cfg, vocab_size)
+
+    monkeypatch.setitem(parts("model"), "writer", Part(WriterConfig, make, "model", "writer", "mine/parts.py:4"))
+    model = new_model(writer.model, vocab_size=3)
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert model.head.weight is model.embedding.weight
+    assert isinstance(model.head.weight, nn.Parameter)
 
 
 @pytest.mark.parametrize(

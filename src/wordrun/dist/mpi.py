@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import socket
+import threading
 from array import array
 from dataclasses import replace
 from functools import cache
@@ -16,6 +18,7 @@ from wordrun.dist.world import World
 from wordrun.errors import WorldError, first_line
 
 MPI_LAUNCHERS = ("pals", "openmpi", "hydra", "mvapich", "mpi")
+PROGRESS_S = 0.02
 
 
 def in_use(world: World) -> bool:
@@ -53,17 +56,12 @@ def communicator() -> Any:
 
 
 def broadcast(data: bytes) -> bytes:
-    """Return rank 0's ``data``; every rank must call this.
-
-    When it returns, all ranks have the data: over libfabric, what a rank has sent may only leave it during its calls of
-    MPI, and rank 0 may call nothing but torch for a long time, waiting for the others.
-    """
+    """Return rank 0's ``data``; every rank must call this."""
     comm = communicator()
     size = array("q", [len(data)])
     comm.Bcast(size, root=0)
     buffer = bytearray(data) if comm.rank == 0 else bytearray(size[0])
     comm.Bcast(buffer, root=0)
-    comm.Barrier()
     return bytes(buffer)
 
 
@@ -110,10 +108,14 @@ def verify(world: World) -> World:
         # Its variables are complete. MPI's view is not: with --distribution=arbitrary, SLURM's pmi2 makes MPICH take
         # each rank for a node of its own.
         _, hosts = _nodes(comm, comm.Split(world.node, world.local_rank), world.node)
+        if comm.size > 1:
+            _make_progress(comm)
         return replace(world, hosts=hosts, source=f"{world.source}, verified by MPI")
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = shared.rank, shared.size
     node, hosts = _nodes(comm, shared, comm.rank)
+    if len(hosts) > 1:
+        _make_progress(comm)
     return replace(
         world,
         rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size,
@@ -138,8 +140,32 @@ def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...]]:
         firsts.Free()
     node, hosts = shared.bcast(found, root=0)
     shared.Free()
-    comm.Barrier()  # as in ``broadcast``: what a rank has sent may only leave it during its calls of MPI
     return node, hosts
+
+
+def _make_progress(comm: Any) -> None:
+    """Call MPI in a thread from now on, so that what this rank has sent leaves it while it waits for something else.
+
+    Over libfabric's TCP, a message sometimes stays with its sender until the sender's next call of MPI. Without the
+    thread, one rank waits in MPI for another that waits for it in torch.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return
+    ended = threading.Event()
+
+    def probe() -> None:
+        while not (ended.wait(PROGRESS_S) or MPI.Is_finalized()):
+            comm.Iprobe()
+
+    thread = threading.Thread(target=probe, name="MPI progress", daemon=True)
+    thread.start()
+
+    @atexit.register  # before mpi4py finalizes MPI, which no thread may be using then
+    def finish() -> None:
+        ended.set()
+        thread.join()
 
 
 def _launcher_path() -> str:

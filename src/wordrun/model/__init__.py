@@ -65,6 +65,7 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
         model = make(cfg, **arguments)
     try:
         check_losses(model)
+        _to_meta(model)
         if not isinstance(model, Model):
             model = adapt(model, partial(make, cfg, **arguments))
     except ConfigError as error:
@@ -72,6 +73,19 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
     if not hasattr(model, "blocks"):  # it is sharded and compiled as a whole
         model.add_module("blocks", nn.ModuleDict())
     return model
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Replace what the constructor has put elsewhere, such as buffers made from NumPy's arrays."""
+    replaced: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if not tensor.is_meta:
+                empty = torch.empty_like(tensor, device="meta")
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, tensor.requires_grad)
+                setattr(module, name, replaced.setdefault(tensor, empty))
 
 
 class _WithoutReferences(TorchFunctionMode):
