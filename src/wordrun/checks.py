@@ -215,12 +215,17 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
                     f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=ring, or another backend.cp"
                 )
                 return
-    elif model.dropout:
-        yield (
-            f"model.dropout={model.dropout:g} needs the attention weights of whole sequences, which "
-            f"backend.cp_attention={kind} never has: use model.dropout=0, or backend.cp_attention=heads with a "
-            "number of heads that backend.cp x backend.tp divides"
-        )
+        return
+    for name, matters, without in (
+        ("dropout", model.dropout > 0, "model.dropout=0"),
+        ("window", min(model.attention_spans()) < model.block_size, "a model.block_size within the window"),
+    ):
+        if matters:
+            yield (
+                f"model.{name}={getattr(model, name):g} needs the attention weights of whole sequences, which "
+                f"backend.cp_attention={kind} never has: use {without}, or backend.cp_attention=heads with a "
+                "number of heads that backend.cp x backend.tp divides"
+            )
 
 
 def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator[str]:
@@ -301,6 +306,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
         (at.cp > 1, f"backend.cp={at.cp} cannot", "backend.cp=1"),
         (at.tp > 1, f"backend.tp={at.tp} cannot", "backend.tp=1"),
         (cfg.train.compile is True, "compiled blocks cannot", "train.compile=false"),
+        (cfg.train.activation_offload, "offloaded activations cannot", "train.activation_offload=false"),
         (recomputes, "would recompute checkpointed activations twice", "train.activation_checkpointing=none"),
     ):
         if is_conflict:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -125,6 +126,10 @@ class TransformerConfig(TextModelConfig):
         """Return the number of heads of keys and values."""
         return self.n_head
 
+    def attention_spans(self) -> list[int]:
+        """Return the largest number of tokens to which a token attends in each block."""
+        return [self.block_size] * self.n_layer
+
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
@@ -158,7 +163,7 @@ class GPTConfig(TransformerConfig):
 
 @dataclass
 class LlamaConfig(TransformerConfig):
-    """A LLaMA-style transformer, also Mistral; with qk_norm, Qwen3; with qkv_bias, Qwen2.5."""
+    """A LLaMA-style transformer; its options make it Mistral, Qwen2.5, Qwen3 or Gemma 3 as well."""
 
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
@@ -180,12 +185,32 @@ class LlamaConfig(TransformerConfig):
     """Epsilon of RMSNorm."""
     tie: bool = False
     """Tie the output layer's weights to the token embedding."""
+    window: int | None = None
+    """Sliding-window attention, as in Mistral: each token attends to this many tokens, up to and including itself;
+    null: to all earlier tokens."""
+    global_every: int = 0
+    """With window: every n-th block attends to all earlier tokens (Gemma 3: 6); 0: no block."""
+    rope_local_theta: float | None = None
+    """Base of the rotary position embedding in the blocks with a window; null: rope_theta."""
+    gate: str = "silu"
+    """Activation of the gate in the MLP: silu (SwiGLU), or gelu (GeGLU with the tanh approximation, as in Gemma)."""
+    post_norm: bool = False
+    """Also normalize what attention and MLP add to the residual stream, as Gemma 3 does."""
+    embed_scale: bool = False
+    """Multiply the token embedding by sqrt(n_embd), as Gemma does."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from super().problems()
-        yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor")
+        yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor", "window")
         yield from above_zero("model", self, "rope_theta", "norm_eps")
+        yield from not_negative("model", self, "global_every")
+        yield from one_of("model.gate", self.gate, ["silu", "gelu"])
+        if self.rope_local_theta is not None:
+            yield from above_zero("model", self, "rope_local_theta")
+        for name in ("global_every", "rope_local_theta"):
+            if self.window is None and getattr(self, name):
+                yield f"model.{name}={getattr(self, name)} is for blocks with a window: set model.window, or omit this"
         if self.n_head < 1:
             return
         if self.n_kv_head is not None and self.n_kv_head > 0 and self.n_head % self.n_kv_head:
@@ -220,6 +245,17 @@ class LlamaConfig(TransformerConfig):
     def attention_width(self) -> int:
         """Return the number of elements of all query heads together."""
         return self.n_head * self.head_size if self.head_size else self.n_embd
+
+    def local_layers(self) -> list[int]:
+        """Return the numbers of the blocks with a window."""
+        every = self.global_every or self.n_layer + 1
+        return [layer for layer in range(self.n_layer) if self.window and (layer + 1) % every]
+
+    def attention_spans(self) -> list[int]:
+        """Return the largest number of tokens to which a token attends in each block."""
+        local = set(self.local_layers())
+        shorter = min(self.window or self.block_size, self.block_size)
+        return [shorter if layer in local else self.block_size for layer in range(self.n_layer)]
 
     @property
     def norm_weights(self) -> bool:
@@ -338,6 +374,8 @@ class ModernConfig(LlamaConfig):
         if min(self.ngram_rows, default=1) < 1:
             yield f"model.ngram_rows={self.ngram_rows} should be numbers of at least 1"
         yield from one_of("model.mlp", self.mlp, ["relu2", "gelu", "swiglu"])
+        if self.embed_scale:
+            yield "model.embed_scale=true is for model=llama: here model.embed_norm=true sets the embedding's scale"
         for layer in self.value_layers:
             if not -self.n_layer <= layer < self.n_layer:
                 where = f"model.value_layers={self.value_layers} has {layer}"
@@ -989,6 +1027,28 @@ class LinearScheduleConfig(ScheduleConfig):
             )
 
 
+CHECKPOINTING = re.compile(r"none|full|selective|0*[1-9]\d*|full:\d+|(full:\d+\+)?selective:\d+")
+"""The values of train.activation_checkpointing."""
+
+
+def checkpointing_of(setting: str, block: int) -> str:
+    """Return what the value ``setting`` of train.activation_checkpointing means for the block of this number.
+
+    Returns:
+        none, selective or full.
+    """
+    if setting.isdecimal():
+        return "none" if block % int(setting) else "full"
+    if ":" not in setting:
+        return setting
+    for part in setting.split("+"):
+        kind, _, count = part.partition(":")
+        if block < int(count):
+            return kind
+        block -= int(count)
+    return "none"
+
+
 @dataclass
 class TrainConfig(Section):
     """Steps, batch size, precision, evaluation, samples and checkpoints."""
@@ -1029,7 +1089,13 @@ class TrainConfig(Section):
     its communication with them) or model (the complete model: takes longer to compile, a few percent faster)."""
     activation_checkpointing: str = "none"
     """What to recompute in the backward pass to save memory: none, full (every block), a number n (every n-th block),
-    or selective (everything in a block except matrix products and attention)."""
+    selective (everything in a block except matrix products and attention), or for how many blocks from the first one
+    on: full:4+selective:8 (4 blocks full, the next 8 selective, none of the others)."""
+    memory_budget_gb: float | None = None
+    """Memory in GB (10^9 bytes) that each rank may need by the plan's estimate: sets activation_checkpointing so that
+    no more is recomputed than this requires; null: no budget."""
+    activation_offload: bool = False
+    """Keep what blocks save for the backward pass in host memory; for accelerators."""
     device: str = "auto"
     """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
@@ -1087,8 +1153,16 @@ class TrainConfig(Section):
         yield from one_of("train.on_save_error", self.on_save_error, ["continue", "stop"])
         yield from one_of("train.on_nonfinite", self.on_nonfinite, ["stop", "skip", "rollback"])
         checkpointing = self.activation_checkpointing
-        if not (checkpointing.isdecimal() and int(checkpointing)):
-            yield from one_of("train.activation_checkpointing", checkpointing, ["none", "full", "selective", "N"])
+        if not CHECKPOINTING.fullmatch(checkpointing):
+            known = ["none", "full", "selective", "N", "full:N", "selective:N", "full:N+selective:N"]
+            yield from one_of("train.activation_checkpointing", checkpointing, known)
+        yield from above_zero("train", self, "memory_budget_gb") if self.memory_budget_gb is not None else ()
+        if self.memory_budget_gb is not None and checkpointing != "none":
+            yield (
+                f"train.memory_budget_gb={self.memory_budget_gb:g} chooses what to recompute, and so does "
+                f"train.activation_checkpointing={checkpointing}: omit one of the two"
+            )
+        yield from self._offload_problems()
         ramp = ",".join(self.batch_ramp)
         try:
             steps = [step for step, _ in self.ramp()]
@@ -1101,6 +1175,18 @@ class TrainConfig(Section):
             yield "train.sample_prompt is empty: set a prompt, such as a line break"
         if self.on_nonfinite == "rollback" and not self.checkpoint_interval:
             yield "train.on_nonfinite=rollback needs checkpoints: set train.checkpoint_interval"
+
+    def _offload_problems(self) -> Iterable[str]:
+        """Return what rules out activation_offload."""
+        for is_conflict, other, reason in (
+            (self.activation_checkpointing != "none", "activation_checkpointing", "recomputes what this would keep"),
+            (self.memory_budget_gb is not None, "memory_budget_gb", "estimates recomputation, not offloading"),
+            (self.compile is not False, "compile", "leaves it to the compiler what is saved"),
+            (self.device == "cpu", "device", "has no other memory"),
+        ):
+            if self.activation_offload and is_conflict:
+                value = value_text(getattr(self, other))
+                yield f"train.activation_offload=true: train.{other}={value} {reason}: omit one of the two"
 
     def ramp(self) -> list[tuple[int, int]]:
         """Return the entries of batch_ramp: until which step, how many sequences.

@@ -143,7 +143,8 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors: dict[str, Tensor] = {}
         for name in names:
-            tensors |= to_huggingface({name: weights[name].to(kind)}, cfg)
+            theirs = to_huggingface({name: weights[name]}, cfg)
+            tensors |= {their_name: tensor.to(kind) for their_name, tensor in theirs.items()}
         save_file(tensors, folder / file, {"format": "pt"})
         index["weight_map"] |= dict.fromkeys(tensors, file)
         index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())

@@ -25,8 +25,7 @@ MODELS = {
 FSDP, HALF = "train.backend=FSDP", ["train.max_iters=3", "train.checkpoint_interval=3"]
 ONE = {f"{name}-one": ["model.batch_size=4"] for name in MODELS}
 TWO = {
-    "loss-ddp": ["model.batch_size=1"],
-    "loss-fsdp": [FSDP, "model.batch_size=1", "train.activation_checkpointing=selective"],
+    "loss-ddp": ["model.batch_size=1", "train.activation_checkpointing=selective"],
     "loss-ep": [FSDP, "backend.ep=2", "model.batch_size=1"],
     "loss-compiled": [FSDP, "backend.ep=2", "model.batch_size=2", "train.compile=true", "hooks=[ema]"],
     "loss-half": [FSDP, "backend.ep=2", "model.batch_size=2", *HALF],

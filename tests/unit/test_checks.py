@@ -64,6 +64,17 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
             4,
             "model.dropout=0.1 needs the attention weights of whole sequences, which backend.cp_attention=ring never",
         ),
+        (
+            ["train.backend=TP", "backend.cp=2", "backend.tp=2", "backend.cp_attention=heads", "model.n_head=2"],
+            4,
+            "model.n_head=2 over backend.cp=2 x backend.tp=2 = 4 ranks: use backend.cp_attention=ring",
+        ),
+        (
+            ["train.backend=FSDP", "backend.cp=4", "model=llama_debug", "model.window=16"],
+            4,
+            "model.window=16 needs the attention weights of whole sequences, which backend.cp_attention=ring never "
+            "has: use a model.block_size within the window",
+        ),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
         (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),
         (["train.backend=3D"], 6, "backend.pp=2 x backend.tp=2 = 4 does not fit 6 ranks"),

@@ -223,6 +223,7 @@ PUBLISHED = {
     "gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200,
     "llama_160m": 162_417_408, "llama2_7b": 6_738_415_616,
     "qwen3_0_6b": 596_049_920, "qwen3_1_7b": 1_720_574_976, "qwen3_8b": 8_190_735_360,
+    "gemma3_1b": 999_885_952, "mistral_7b": 7_241_732_096,
     "llama3_1b": 1_235_814_400, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
 }  # fmt: skip
 # The GPT-3 table's names, which round their counts with the vocabulary and positions left in.

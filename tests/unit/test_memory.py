@@ -15,7 +15,7 @@ import torch
 
 import wordrun
 from wordrun import cgroup
-from wordrun.checks import check
+from wordrun.checks import accumulation, check
 from wordrun.composer import compose
 from wordrun.config import Config, TransformerConfig
 from wordrun.dist import World
@@ -94,6 +94,28 @@ def test_other_remedies_fit_as_well() -> None:
     room = Room(states.need.total / 1.5)
     assert "With train.backend=FSDP the run fits at its batch size." in states.remedies(room)
     assert fit("model.n_embd=1024", "model.batch_size=1", "model.n_layer=20", "train.backend=FSDP", ranks=4).fits(room)
+
+
+LONG = ("model.batch_size=1", "model.block_size=32768", "train.activation_checkpointing=full")
+
+
+@pytest.mark.parametrize("words", [("train.backend=FSDP",), ("train.backend=DDP",)])
+def test_a_sequence_that_does_not_fit_is_divided(words: tuple[str, ...]) -> None:
+    run = fit(*LONG, *words, "optimizer.gas=3", ranks=4)
+    room = Room(0.9 * run.need.total)
+    (remedy,) = run.remedies(room)
+    assert remedy == (
+        "A sequence of 32768 tokens does not fit on one rank; with train.backend=FSDP backend.cp=2 model.batch_size=1 "
+        "train.global_batch_size=12 the run fits."
+    )
+    divided = fit(*LONG, *remedy.partition("with ")[2].removesuffix(" the run fits.").split(), ranks=4)
+    assert divided.fits(room)
+    assert accumulation(divided.cfg, divided.layout.dp) == 6
+
+
+def test_a_sequence_that_cannot_be_divided_is_not() -> None:
+    run = fit(*LONG, "train.backend=FSDP", "model.block_size=32769", ranks=4)
+    assert "does not fit with model.batch_size=1 either" in run.remedies(Room(run.need.total / 2))[0]
 
 
 def test_nothing_fits() -> None:

@@ -91,6 +91,27 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
         assert planned == pytest.approx(measured_peak(cfg, vocab_size), rel=rel), vocab_size
 
 
+@pytest.mark.parametrize("checkpointing", ["full:1+selective:1", "selective:2", "full:3"])
+def test_blocks_that_are_recomputed_in_part_are_estimated(checkpointing: str) -> None:
+    cfg = Config(model=SHAPES["gpt2"], backend=DDPConfig())
+    cfg.train.dtype, cfg.train.activation_checkpointing = "fp32", checkpointing
+    need = memory(shapes_of(cfg.model, 128), Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
+    planned = need.total - need.parameters - need.optimizer - need.gradients
+    assert planned == pytest.approx(measured_peak(cfg, 128), rel=0.2)
+
+
+def test_the_plan_divides_sequences_if_nothing_else_fits() -> None:
+    words = ["model=gpt2", "model.block_size=131072", "model.batch_size=1", "train.dtype=bf16", "plan.devices=4"]
+    long = [*words, "train.activation_checkpointing=full"]
+    found = plan([*long, "plan.memory=16"])
+    assert found.advice.best is not None
+    assert found.advice.best.strategy.name == "FSDP, cp"
+    assert found.advice.best.strategy.layout.cp == 2
+    assert "context parallelism divides each over 2 ranks" in " ".join(found.advice.why)
+    assert "backend.cp=2" in found.command
+    assert "FSDP, cp" not in [row.strategy.name for row in plan(long).rows if isinstance(row, Estimate)]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit on instructions is for x86-64")
 def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     """Without bf16 instructions oneDNN makes other copies, so the peak differs."""
@@ -100,9 +121,12 @@ def test_activations_on_a_processor_without_bf16(ranks: Command) -> None:
     assert "4 passed" in done.stdout
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+GEMMA = replace(SHAPES["llama"], window=40, gate="gelu", post_norm=True, embed_scale=True, qk_norm=True)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "gemma"])
 def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
-    cfg = Config(model=SHAPES[shape], backend=DDPConfig())
+    cfg = Config(model=GEMMA if shape == "gemma" else SHAPES[shape], backend=DDPConfig())
     cfg.train.dtype = "fp32"
     tensors = saved_tensors(cfg.model, on_cpu=True, bf16=False)
     block = models.build(cfg.model, 64).blocks["0"]
@@ -125,7 +149,19 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b", "qwen3_0_6b", "modern", "moe_debug"]
+    "name",
+    [
+        "nano",
+        "gpt2",
+        "gpt2_xl",
+        "llama_debug",
+        "llama3_8b",
+        "llama3_1b",
+        "qwen3_0_6b",
+        "gemma3_1b",
+        "modern",
+        "moe_debug",
+    ],
 )
 def test_parameters_are_those_of_the_model(name: str) -> None:
     cfg = compose([f"model={name}"])
@@ -142,7 +178,8 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [["model=nano"], ["model=nano", "model.bias=true"], ["model=gpt2"], ["model=llama_debug"], ["model=llama3_1b"],
-     ["model=qwen3_0_6b"], ["model=qwen3_30b_a3b"], ["model=moe_debug"]],
+     ["model=qwen3_0_6b"], ["model=gemma3_1b"],
+     ["model=qwen3_30b_a3b"], ["model=moe_debug"]],
     ids=" ".join,
 )  # fmt: skip
 def test_shapes_by_arithmetic_are_those_of_the_model(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,10 @@ from wordrun.model.pretrained import fetch, model_config, open_weights, read_con
 V = 61
 GPT = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, bias=True, gelu="tanh")
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=24, rope_theta=5e5)
+GEMMA = replace(
+    LLAMA, n_layer=3, n_kv_head=1, head_size=12, qk_norm=True, rope_theta=1e6, rope_local_theta=1e4, window=7,
+    global_every=2, gate="gelu", post_norm=True, embed_scale=True, tie=True, norm_eps=1e-6,
+)  # fmt: skip
 THEIRS: dict[str, tuple[TransformerConfig, Any]] = {
     "gpt2": (GPT, transformers.GPT2Config(vocab_size=V, n_positions=24, n_embd=32, n_layer=2, n_head=4)),
     "llama": (LLAMA, transformers.LlamaConfig(
@@ -42,10 +46,23 @@ THEIRS: dict[str, tuple[TransformerConfig, Any]] = {
         vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=48, rope_theta=5e5, tie_word_embeddings=True,
     )),
-    "mistral": (replace(LLAMA, head_size=12, norm_eps=1e-6), transformers.MistralConfig(
+    "mistral": (replace(LLAMA, head_size=12, norm_eps=1e-6, window=7), transformers.MistralConfig(
         vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, intermediate_size=48, rope_theta=5e5, sliding_window=24,
+        num_key_value_heads=2, head_dim=12, intermediate_size=48, rope_theta=5e5, sliding_window=7,
     )),
+    "gemma3_text": (GEMMA, transformers.Gemma3TextConfig(
+        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=12, intermediate_size=48, query_pre_attn_scalar=12, sliding_window=7,
+        sliding_window_pattern=2,
+    )),
+    "gemma3_text without windows": (
+        replace(GEMMA, window=None, global_every=0, rope_local_theta=None),
+        transformers.Gemma3TextConfig(
+            vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=1, head_dim=12, intermediate_size=48, query_pre_attn_scalar=12,
+            layer_types=["full_attention"] * 3,
+        ),
+    ),
 }  # fmt: skip
 Folders = Callable[[str], Path]
 
@@ -169,11 +186,12 @@ def test_another_model_is_named_with_the_options_that_make_it(folder: Folders) -
     assert "holds a LLaMA, which model=nano is not" in refused(folder("llama"), GPT)
 
 
-def test_a_window_that_sequences_exceed_is_named(folder: Folders) -> None:
+def test_a_window_matters_only_if_sequences_exceed_it(folder: Folders) -> None:
     path = folder("mistral")
-    mine = replace(THEIRS["mistral"][0], block_size=48)
-    assert "attends to the last 24 tokens" in refused(path, mine)
-    assert "up to model.block_size=24" in refused(path, mine)
+    mine = replace(THEIRS["mistral"][0], window=None)
+    assert refused(path, mine).endswith("use the options of these weights: model.window=7")
+    assert open_weights(path, replace(mine, block_size=7), V)
+    assert open_weights(path, replace(mine, block_size=6, window=6), V)
 
 
 def test_weights_that_are_not_those_of_config_json_are_named(folder: Folders) -> None:
@@ -208,7 +226,15 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and model=gpt2 can only"),
         ("llama", {"attention_bias": True}, "attention_bias=True, and model=llama_debug can only be"),
         ("llama", {"head_dim": 16}, "has model.head_size=16, and model=llama_debug has null"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "can only be rope_parameters={'rope_type': 'llama3'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "can only be rope_parameters={'rope_type': 'default'} or "
+            "{'rope_type': 'llama3', 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embedd"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "can only be"),
+        ("qwen2", {"use_sliding_window": True}, "has use_sliding_window=True, and model=llama_debug can only be use_s"),
+        ("gemma3_text", {"query_pre_attn_scalar": 99}, "and model=gemma3_1b can only be query_pre_attn_scalar=12"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "can only be attn_logit_softcapping=None"),
+        ("gemma3_text", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "can only be layer_types=sl"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "{'rope_t"),
+        ("gpt2", {"model_type": "gemma2"}, "of type gemma2; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3), "),
         ("llama", {"hidden_size": None}, "does not say 'hidden_size'"),
     ],
 )  # fmt: skip

@@ -98,7 +98,7 @@ class Splitter:
         for layer in (experts.gate, experts.up, experts.proj):
             mine = distribute_tensor(layer.weight.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
             layer.weight = nn.Parameter(mine)
-        experts.exchange = Exchange(mesh.get_group("ep"), mesh["ep"].size())
+        experts.divide_experts(Exchange(mesh.get_group("ep"), mesh["ep"].size()))
         self._shard(experts, mesh, "expert_shard")
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, axis: str = "shard") -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
-from wordrun.config import Config
+from wordrun.backend.offload import offloaded
+from wordrun.config import Config, checkpointing_of
 from wordrun.model import Model
 
 
@@ -42,13 +43,15 @@ def compile_module(module: nn.Module) -> None:
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:
-    """Apply activation checkpointing and torch.compile to one block, as set in ``cfg``."""
-    kind = cfg.train.activation_checkpointing
+    """Apply activation checkpointing, offloading and torch.compile to one block, as set in ``cfg``."""
+    kind = checkpointing_of(cfg.train.activation_checkpointing, number)
     if kind == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _keep_products)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    elif kind == "full" or (kind.isdecimal() and number % int(kind) == 0):
+    elif kind == "full":
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if cfg.train.activation_offload:
+        block.forward = offloaded(block.forward, block)
     if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
         compile_module(block)  # per block: they are alike, so torch compiles only one
 

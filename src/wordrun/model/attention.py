@@ -1,4 +1,4 @@
-"""Causal attention over all earlier tokens, or over those in the same document.
+"""Causal attention over all earlier tokens, the last ones of them, or those in the same document.
 
 Shapes: B sequences, T queries, S keys, N query heads, M key heads, H head size.
 """
@@ -6,6 +6,7 @@ Shapes: B sequences, T queries, S keys, N query heads, M key heads, H head size.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,9 @@ LONG = 64
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None, scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None, scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return softmax(scale q k^T) v, each token attending to itself and earlier tokens, (B, N, T, H).
 
     Args:
@@ -49,9 +51,12 @@ def causal_attention(
         p: dropout probability of the attention weights.
         mask: see ``Mask``; None: causal attention.
         scale: factor of the products; None: 1 / sqrt(H).
+        window: number of tokens to which each attends, the last one being itself; None: to all earlier ones.
     """
     if isinstance(mask, tuple):
-        return _by_document(q, k, v, p, mask, scale)
+        return _by_document(q, k, v, p, mask, scale, window)
+    if window is not None and window < k.shape[2]:
+        return _windowed(q, k, v, p, mask, scale, window)
     by_hand = (
         keeps_weights(p, q.shape[2], bf16=q.dtype == torch.bfloat16)
         and q.device.type == "cpu" and q.shape[2] == k.shape[2] and not torch.compiler.is_compiling()
@@ -81,14 +86,53 @@ def causal_attention(
     return (weights @ v.reshape(B * N, T, H)).view(B, N, T, H)
 
 
-def _by_document(q: Tensor, k: Tensor, v: Tensor, p: float, lengths: tuple[int, ...], scale: float | None) -> Tensor:
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor | None, scale: float | None, window: int
+) -> Tensor:
+    """Return the attention of each of the queries to the last ``window`` keys before it, including its own.
+
+    As many queries as the window has tokens are computed at a time, with only the keys that they need, so that time and
+    memory grow with T rather than T^2.
+    """
+    T, S = q.shape[2], k.shape[2]
+    found = []
+    for start in range(0, T, window):
+        end = min(start + window, T)
+        at = S - T + start  # position of the first of these queries, and of the first key they need
+        first = max(0, at - window + 1)
+        keys = slice(first, S - T + end)
+        near = None
+        if first < at and (end - start > 1 or mask is not None):
+            make = _kept_band if type(q) is Tensor and not torch.compiler.is_compiling() else _band
+            near = make(end - start, keys.stop - first, window, q.dtype, q.device)
+        if mask is not None:
+            here = mask[:, :, start:end, keys]
+            near = here if near is None else torch.where(here, near, -math.inf)
+        found.append(causal_attention(q[:, :, start:end], k[:, :, keys], v[:, :, keys], p, near, scale))
+    return torch.cat(found, dim=2)
+
+
+def _band(T: int, S: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what to add to the products of T queries, the last of S tokens, so that they attend within ``window``."""
+    ahead = torch.arange(T, device=device)[:, None] + (S - T) - torch.arange(S, device=device)
+    hidden = (ahead < 0) | (ahead >= window)
+    return torch.zeros(T, S, dtype=dtype, device=device).masked_fill(hidden, -math.inf)
+
+
+# Shared by all blocks; outside inference mode, because backward passes cannot use inference tensors.
+_kept_band = lru_cache(maxsize=4)(torch.inference_mode(False)(_band))
+
+
+def _by_document(
+    q: Tensor, k: Tensor, v: Tensor, p: float, lengths: tuple[int, ...], scale: float | None, window: int | None
+) -> Tensor:
     """Return the attention of each document by itself; ``lengths`` are those of the documents, in order."""
     # Split rather than sliced: the gradient of a slice has the size of the whole.
     parts = (torch.split(x.transpose(1, 2).flatten(0, 1), list(lengths)) for x in (q, k, v))
     found = []
     for tokens in zip(*parts, strict=True):
         one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in tokens)
-        found.append(causal_attention(one_q, one_k, one_v, p, scale=scale)[0].transpose(0, 1))
+        found.append(causal_attention(one_q, one_k, one_v, p, None, scale, window)[0].transpose(0, 1))
     return torch.cat(found).view(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
 
 

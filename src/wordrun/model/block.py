@@ -14,12 +14,18 @@ from wordrun.model.cache import KVCache
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream, perhaps after another norm."""
 
     def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
+        self.post_norm_1: nn.Module = nn.Identity()
+        self.post_norm_2: nn.Module = nn.Identity()
+
+    def add_post_norms(self, after_attention: nn.Module, after_mlp: nn.Module) -> None:
+        """Normalize what attention and MLP add to the residual stream."""
+        self.post_norm_1, self.post_norm_2 = after_attention, after_mlp
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Any) -> Tensor:
         """Return the residual stream after this block.
@@ -30,8 +36,8 @@ class Block(nn.Module):
             mask: which tokens attend to which, from ``document_mask`` or ``context``; None: causal attention.
             additions: further arguments of this block's attention.
         """
-        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
-        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
+        x = x + self.post_norm_1(self.attention(self.norm_1(x), cache=cache, mask=mask, **additions))
+        return x + self.post_norm_2(self.mlp(self.norm_2(x)))  # type: ignore[no-any-return]
 
 
 class TokenBatch(Protocol):

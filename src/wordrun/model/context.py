@@ -92,8 +92,9 @@ class Context:
         return document_mask(whole) if self.kind == "heads" else whole
 
     def _attention(
-        self, q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None, scale: float | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None, scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return ``causal_attention`` of the whole sequences, for this rank's queries, (B, N, T, H).
 
         heads: Ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023), so that each has whole sequences
@@ -109,9 +110,11 @@ class Context:
             p: dropout probability of the attention weights; only for heads.
             mask: from ``mask``; None: attention over all earlier tokens.
             scale: as in ``causal_attention``.
+            window: as in ``causal_attention``; only for heads.
         """
         if self.kind != "heads":
             assert p == 0
+            assert window is None or window >= q.shape[2] * self.size
             assert not isinstance(mask, tuple)
             result: Tensor = _Exchange.apply(q, k, v, mask, self, scale)  # type: ignore[no-untyped-call]
             return result
@@ -120,17 +123,18 @@ class Context:
         heads = torch.cat([x.reshape(B, n, -1, T, H) for x in (q, k, v)], dim=2).flatten(1, 2)
         whole = self.in_order(_AllToAll.apply(heads, self.group, 1, 2), dim=2)  # type: ignore[no-untyped-call]
         q, k, v = torch.split(whole, sizes, dim=1)
-        y = causal_attention(q, k, v, p, mask, scale)
+        y = causal_attention(q, k, v, p, mask, scale, window)
         back: Tensor = _AllToAll.apply(self.by_rank(y, dim=2), self.group, 2, 1)  # type: ignore[no-untyped-call]
         return back
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None, scale: float | None = None,
-    context: Context | None = None,
+    context: Context | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``causal_attention``, over the tokens of all ranks of ``context`` if there is one."""
-    return context.attention(q, k, v, p, mask, scale) if context else causal_attention(q, k, v, p, mask, scale)
+    compute = context.attention if context else causal_attention
+    return compute(q, k, v, p, mask, scale, window)
 
 
 def positions_of(tokens: int, device: torch.device, start: int = 0, context: Context | None = None) -> Tensor:

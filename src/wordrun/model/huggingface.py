@@ -1,14 +1,12 @@
-"""Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as
-LlamaForCausalLM, with qk_norm as Qwen3ForCausalLM, or with qkv_bias as Qwen2ForCausalLM; a mixture of experts as
-Qwen3MoeForCausalLM. The library is not needed.
+"""Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as one of
+``FAMILIES``, depending on its options. The library is not needed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +14,7 @@ from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig, value_text
 from wordrun.errors import UserError
-from wordrun.model import lora, meta_model
-from wordrun.model.base import LazyWeights
+from wordrun.model import experts, lora, meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
@@ -34,13 +31,14 @@ LLAMA_NAMES = {
     "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
 }  # fmt: skip
+GEMMA_NAMES = {
+    **LLAMA_NAMES, "post_norm_1": "post_attention_layernorm",
+    "norm_2": "pre_feedforward_layernorm", "post_norm_2": "post_feedforward_layernorm",
+}  # fmt: skip
 MOE_NAMES = LLAMA_NAMES | {
     "mlp.router": "mlp.gate", "mlp.experts.gate": "mlp.experts.gate_proj", "mlp.experts.up": "mlp.experts.up_proj",
     "mlp.experts.proj": "mlp.experts.down_proj",
 }  # fmt: skip
-ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
-"""Transformers' files have the matrices of each expert separately."""
-BIAS = "router.bias"
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
 
@@ -60,47 +58,17 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: TransformerConfig) -> dict[
     """
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name.endswith(BIAS):
-            if not tensor.is_meta and tensor.any():
-                raise UserError(
-                    "transformers' Qwen3-MoE has no biases for the router, which this model has from training with "
-                    "model.balance_rate above 0: form=checkpoint exports it, and to transformers only a model trained "
-                    "with model.balance_rate=0 and model.balance_loss"
-                )
+        if name.endswith(experts.BIAS):
+            experts.check_bias(tensor)
             continue
         if ".experts." in name and isinstance(cfg, MoEConfig):
-            module, _, layer = _their_name(name, cfg).partition(".experts.")
-            each = tensor.view(cfg.n_experts, -1, tensor.shape[-1]).unbind()
-            result |= {f"{module}.experts.{i}.{layer}": matrix.contiguous() for i, matrix in enumerate(each)}
+            result |= experts.split(_their_name(name, cfg), tensor, cfg.n_experts)
             continue
         result[_their_name(name, cfg)] = _to_theirs(name, tensor, cfg)
         if isinstance(cfg, GPTConfig) and not cfg.bias and ("blocks." in name or name == "norm.weight"):
             bias = name.removesuffix("weight") + "bias"
             result[_their_name(bias, cfg)] = tensor.new_zeros(tensor.shape[0])
     return result
-
-
-def join_experts(
-    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
-) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
-    """Return transformers' weights and their shapes with the matrices of all experts of a layer below each other."""
-    layers: dict[str, list[tuple[int, str]]] = {}
-    for name in shapes:
-        if found := ONE_EXPERT.fullmatch(name):
-            layers.setdefault(found[1] + found[3], []).append((int(found[2]), name))
-    if not layers:
-        return theirs, dict(shapes)
-    names = {joined: [name for _, name in sorted(found)] for joined, found in layers.items()}
-    rest = {name: shape for name, shape in shapes.items() if not ONE_EXPERT.fullmatch(name)}
-    rows = {joined: sum(shapes[name][0] for name in some) for joined, some in names.items()}
-    readers = {name: partial(theirs.__getitem__, name) for name in rest}
-    joint = {joined: partial(_joined, theirs, some) for joined, some in names.items()}
-    sizes = {joined: torch.Size((rows[joined], *shapes[some[0]][1:])) for joined, some in names.items()}
-    return LazyWeights({**readers, **joint}), rest | sizes
-
-
-def _joined(theirs: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    return torch.cat([theirs[name] for name in names])
 
 
 def match(
@@ -128,7 +96,7 @@ def match(
         copy = found.setdefault("lm_head.weight", embedding)
         if copy != embedding and not theirs[copy].equal(theirs[embedding]):
             problems.append(f"lm_head.weight is not the embedding in the checkpoint, but it is in model={cfg.name}")
-    state = {name: ours for name, ours in model.state_dict().items() if not name.endswith(BIAS)}
+    state = {name: ours for name, ours in model.state_dict().items() if not name.endswith(experts.BIAS)}
     wanted = {_their_name(name, cfg): (name, ours) for name, ours in state.items()}
     problems += [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - found.keys()]
     problems += [f"the checkpoint has {name}, but model={cfg.name} does not" for name in found.keys() - wanted.keys()]
@@ -165,17 +133,26 @@ def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
 
 
 def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
-    kind, name = ("qwen3", "Qwen3ForCausalLM") if cfg.qk_norm else ("llama", "LlamaForCausalLM")
-    if cfg.qkv_bias:  # transformers' Qwen2 has no option for the size of a head
-        kind, name = "qwen2", "Qwen2ForCausalLM"
     return {
-        "model_type": kind, "architectures": [name], "head_dim": cfg.attention_width() // cfg.n_head,
+        "model_type": family(cfg), "architectures": [CLASSES[family(cfg) or "llama"]],
+        "head_dim": cfg.attention_width() // cfg.n_head,
         "max_position_embeddings": cfg.block_size, "hidden_size": cfg.n_embd, "intermediate_size": cfg.n_hidden,
         "num_hidden_layers": cfg.n_layer, "num_attention_heads": cfg.n_head,
         "num_key_value_heads": cfg.n_kv_head or cfg.n_head, "tie_word_embeddings": cfg.tie,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": {**STRETCH, "factor": cfg.rope_factor} if cfg.rope_factor != 1 else None,
         "rms_norm_eps": cfg.norm_eps, "attention_dropout": cfg.dropout,
+        **({"sliding_window": cfg.window} if cfg.window else {}),
+    }  # fmt: skip
+
+
+def _describe_gemma(cfg: LlamaConfig) -> dict[str, Any]:
+    local = cfg.local_layers()
+    kinds = ["sliding_attention" if layer in local else "full_attention" for layer in range(cfg.n_layer)]
+    head_size = cfg.attention_width() // cfg.n_head
+    return {
+        **_describe_llama(cfg), "layer_types": kinds, "rope_local_base_freq": cfg.rope_local_theta or cfg.rope_theta,
+        "query_pre_attn_scalar": head_size, "hidden_activation": "gelu_pytorch_tanh",
     }  # fmt: skip
 
 
@@ -220,6 +197,8 @@ class Architecture:
     """Returns the config.json entries for a model with these options."""
     transposed: bool = False
     """Whether transformers stores the matrices of the blocks transposed."""
+    norm_offset: float = 0.0
+    """What transformers adds to the weights of norms."""
 
 
 ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
@@ -227,6 +206,36 @@ ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
     LlamaConfig: Architecture(LLAMA_NAMES, _describe_llama),
     MoEConfig: Architecture(MOE_NAMES, _describe_moe),
 }
+GEMMA = Architecture(GEMMA_NAMES, _describe_gemma, norm_offset=1.0)
+_GEMMA_PARTS = frozenset({"qk_norm", "gate", "post_norm", "embed_scale"})
+FAMILIES = {
+    frozenset(): "llama", frozenset({"qk_norm"}): "qwen3", frozenset({"qkv_bias"}): "qwen2",
+    frozenset({"window"}): "mistral", _GEMMA_PARTS: "gemma3_text", _GEMMA_PARTS | {"window"}: "gemma3_text",
+}  # fmt: skip
+"""transformers' model types by the options of ours that are not as in LLaMA."""
+CLASSES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+}  # fmt: skip
+
+
+def family(cfg: LlamaConfig) -> str | None:
+    """Return transformers' type of the model that ``cfg`` describes; None: it has none."""
+    kind = FAMILIES.get(frozenset(_parts(cfg)))
+    unlike = (
+        # transformers' Qwen2 has no option for the size of a head.
+        (kind == "qwen2" and cfg.attention_width() != cfg.n_embd)
+        or (kind == "gemma3_text" and cfg.rope_factor != 1)
+        or (kind != "gemma3_text" and cfg.global_every)
+        or (kind != "gemma3_text" and cfg.rope_local_theta not in (None, cfg.rope_theta))
+    )
+    return None if unlike else kind
+
+
+def _parts(cfg: LlamaConfig) -> list[str]:
+    """Return the names of the options with which ``cfg`` departs from LLaMA."""
+    names = ("qk_norm", "qkv_bias", "window", "post_norm", "embed_scale")
+    return [name for name in names if getattr(cfg, name)] + ["gate"] * (cfg.gate != "silu")
 
 
 def architecture(cfg: TransformerConfig) -> Architecture:
@@ -250,18 +259,27 @@ def architecture(cfg: TransformerConfig) -> Architecture:
     else:
         cfg_type = type(cfg)
     if isinstance(cfg, MoEConfig):
-        theirs = {"qk_norm": True, "qkv_bias": False, "n_shared": 0, "router": "softmax"}
+        theirs = {
+            "qk_norm": True, "qkv_bias": False, "n_shared": 0, "router": "softmax", "gate": "silu", "window": None,
+            "post_norm": False, "embed_scale": False,
+        }  # fmt: skip
         words = [f"model.{key}={value_text(value)}" for key, value in theirs.items() if getattr(cfg, key) != value]
         if words:
             raise UserError(
                 f"transformers' Qwen3-MoE is not model={cfg.name}: form=checkpoint exports it, and to transformers "
                 f"only a model trained with {' '.join(words)}"
             )
-    if isinstance(cfg, LlamaConfig) and cfg.qkv_bias and (cfg.qk_norm or cfg.attention_width() != cfg.n_embd):
-        raise UserError(
-            "transformers has no architecture with model.qkv_bias=true and model.qk_norm=true, or with another "
-            "model.head_size than n_embd / n_head: form=checkpoint exports it"
-        )
+    if isinstance(cfg, LlamaConfig):
+        kind = family(cfg)
+        if kind is None:
+            names = [*_parts(cfg), "head_size", "rope_factor", "global_every", "rope_local_theta"]
+            shown = " ".join(f"model.{name}={value_text(getattr(cfg, name))}" for name in names)
+            raise UserError(
+                f"transformers has no architecture with {shown} together: form=checkpoint exports it, and there are "
+                f"architectures for the options of {', '.join(CLASSES)}"
+            )
+        if kind == "gemma3_text":
+            return GEMMA
     return ARCHITECTURES[cfg_type]
 
 
@@ -281,6 +299,8 @@ def _to_theirs(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     GPT-2's matrices are transposed there, and all rows of q precede all rows of k and v; our rows are ordered by head.
     """
     tensor = _by_kind(name, tensor, cfg)
+    if (offset := architecture(cfg).norm_offset) and tensor.dim() == 1:
+        return tensor - offset
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
 
 
@@ -293,6 +313,8 @@ def _by_kind(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
 
 def to_ours(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     """Return their tensor for our parameter ``name`` in our layout, with at most ``cfg.block_size`` positions."""
+    if (offset := architecture(cfg).norm_offset) and tensor.dim() == 1:
+        return tensor.float() + offset  # 16 bits are enough for the difference from 1, but not for the sum
     if _is_transposed(name, tensor, cfg):
         tensor = tensor.T.contiguous()
     if ".qkv." in name:

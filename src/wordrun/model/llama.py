@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al. 2023), Llama 2 and 3 after it, Mistral, and Qwen2.5 and Qwen3 (Yang et al. 2025).
+"""LLaMA (Touvron et al. 2023), Llama 2 and 3 after it, Mistral, Qwen2.5, Qwen3 (Yang et al. 2025) and Gemma 3.
 
 Shapes: B sequences, T tokens, C = n_embd, N heads, M = n_kv_head, H = head_size or C / N, V vocabulary.
 """
@@ -6,7 +6,8 @@ Shapes: B sequences, T tokens, C = n_embd, N heads, M = n_kv_head, H = head_size
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,10 @@ from wordrun.model.transformer import Transformer
 
 TRAINED_LENGTH = 8192
 """Context length in tokens of Llama 3, which rope_factor extends."""
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
+)
+"""Activations by the names that model.gate takes."""
 
 
 def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,6 +85,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = cfg.head_size or cfg.n_embd // cfg.n_head
         self.rope_theta, self.rope_factor = cfg.rope_theta, cfg.rope_factor
+        self.window: int | None = None
         self.dropout, self.scale = cfg.dropout, mup.attention_scale(cfg)
         shared = (cfg.n_kv_head or cfg.n_head) * self.head_size
         self.q = nn.Linear(cfg.n_embd, cfg.attention_width(), bias=cfg.qkv_bias)
@@ -88,6 +94,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.attention_width(), cfg.n_embd, bias=False)
         self.q_norm, self.k_norm = (new_norm(cfg, self.head_size) if cfg.qk_norm else nn.Identity() for _ in "qk")
         self.drop = Dropout(cfg.dropout)
+
+    def limit(self, window: int, rope_theta: float) -> None:
+        """Attend to the last ``window`` tokens only, with another base of the rotary embedding."""
+        self.window, self.rope_theta = window, rope_theta
 
     def forward(
         self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, context: Context | None = None,
@@ -103,7 +113,7 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
         if cache is not None:
             k, v = cache.append(k, v)
-        y = attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale, context)
+        y = attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale, context, self.window)
         return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
 
     def table(self, q: Tensor, start: int = 0, context: Context | None = None) -> tuple[Tensor, Tensor]:
@@ -122,7 +132,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Hidden units gated by SiLU of a second linear layer: SwiGLU (Shazeer 2020)."""
+    """Hidden units gated by SiLU or GELU of a second linear layer: SwiGLU or GeGLU (Shazeer 2020)."""
 
     def __init__(self, cfg: LlamaConfig) -> None:
         super().__init__()
@@ -130,10 +140,11 @@ class MLP(nn.Module):
         self.up = nn.Linear(cfg.n_embd, cfg.n_hidden, bias=False)
         self.proj = nn.Linear(cfg.n_hidden, cfg.n_embd, bias=False)
         self.drop = Dropout(cfg.dropout)
+        self.activation = GATES[cfg.gate]
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token independently; ``x`` and the result are (B, T, C)."""
-        return self.drop(self.proj(F.silu(self.gate(x)) * self.up(x)))  # type: ignore[no-any-return]
+        return self.drop(self.proj(self.activation(self.gate(x)) * self.up(x)))  # type: ignore[no-any-return]
 
 
 class Llama(Transformer):
@@ -144,6 +155,18 @@ class Llama(Transformer):
 
     cfg: LlamaConfig
     first_layers = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+
+    def __init__(
+        self, cfg: LlamaConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
+    ) -> None:
+        super().__init__(cfg, vocab_size, layers, multiple)
+        local = set(cfg.local_layers())
+        for layer, block in self.blocks.items():
+            parts: Any = block
+            if int(layer) in local:
+                parts.attention.limit(cfg.window, cfg.rope_local_theta or cfg.rope_theta)
+            if cfg.post_norm:
+                parts.add_post_norms(self.new_norm(), self.new_norm())
 
     @property
     def tied(self) -> bool:
@@ -158,10 +181,23 @@ class Llama(Transformer):
         """Return a norm."""
         return new_norm(self.cfg, self.cfg.n_embd)
 
+    def embed(
+        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the embeddings of the tokens, (B, T, C)."""
+        x = self.tokens(tokens)
+        return self.drop(x * math.sqrt(self.cfg.n_embd) if self.cfg.embed_scale else x)  # type: ignore[no-any-return]
+
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices; each normalizes its own heads."""
         from torch.distributed.tensor import parallel as tp
 
         by_head = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
         norms = ("q_norm", "k_norm") if self.cfg.qk_norm else ()
-        return {**super().tensor_parallel_plan(), **{f"blocks.*.attention.{name}": by_head for name in norms}}
+        plan = {**super().tensor_parallel_plan(), **{f"blocks.*.attention.{name}": by_head for name in norms}}
+        if self.cfg.post_norm and self.cfg.norm_weights:
+            plan |= dict.fromkeys(
+                ("blocks.*.post_norm_1", "blocks.*.post_norm_2"), tp.SequenceParallel(use_local_output=True)
+            )
+        return plan

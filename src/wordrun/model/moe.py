@@ -23,7 +23,7 @@ from wordrun.model.base import Rows
 from wordrun.model.block import Block, TokenBatch
 from wordrun.model.dropout import Dropout
 from wordrun.model.exchange import Exchange, share_of
-from wordrun.model.llama import MLP, Attention, Llama
+from wordrun.model.llama import GATES, MLP, Attention, Llama
 
 SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
@@ -142,7 +142,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs with SwiGLU. Each layer holds the matrices of all experts, below each other, so that ranks can share rows.
+    """E MLPs as LLaMA's. Each layer holds the matrices of all experts, below each other, so that ranks can share rows.
 
     With expert parallelism, a rank has consecutive experts, and ``exchange`` knows the other ranks.
     """
@@ -151,10 +151,14 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: MoEConfig) -> None:
         super().__init__()
-        self.n_hidden, self.n_embd = cfg.n_hidden, cfg.n_embd
+        self.n_hidden, self.n_embd, self.activation = cfg.n_hidden, cfg.n_embd, GATES[cfg.gate]
         self.gate = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
         self.up = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
         self.proj = nn.Linear(cfg.n_hidden, cfg.n_experts * cfg.n_embd, bias=False)
+
+    def divide_experts(self, exchange: Exchange) -> None:
+        """Work on the tokens of all ranks of ``exchange`` for this rank's experts."""
+        self.exchange = exchange
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Return what the experts make of their tokens, (N, C).
@@ -170,7 +174,7 @@ class Experts(nn.Module):
         gate, up, proj = (share_of(layer.weight, ranks).to(dtype) for layer in layers)
         product = compat_experts.grouped_product(x, self.n_hidden, dtype)
         x = x.to(dtype)
-        hidden = F.silu(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
+        hidden = self.activation(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
         hidden = hidden * product(x, up.view(-1, self.n_hidden, self.n_embd), counts)
         return product(hidden, proj.view(-1, self.n_embd, self.n_hidden), counts)
 

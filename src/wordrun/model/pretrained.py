@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,14 +17,15 @@ from torch import Tensor
 
 from wordrun.config import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig, value_text
 from wordrun.errors import ConfigError, UserError, first_line, unpickling_problem
-from wordrun.model import mup
+from wordrun.model import experts, mup
 from wordrun.model.base import LazyWeights
-from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, join_experts, match, to_ours
+from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
 KINDS = {
     "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),
     "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"), "qwen2": (LlamaConfig, "Qwen2.5", "llama_debug"),
-    "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"), "mistral": (LlamaConfig, "Mistral", "llama_debug"),
+    "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"),
+    "mistral": (LlamaConfig, "Mistral", "mistral_7b"), "gemma3_text": (LlamaConfig, "Gemma 3", "gemma3_1b"),
 }  # fmt: skip
 """transformers' model types mapped to our options class, a display name and a preset."""
 INDEX = ".index.json"
@@ -80,7 +82,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
         ConfigError: the weights belong to a different model; the message lists all differences.
         UserError: there are no weights, or a file is damaged.
     """
-    files, shapes = join_experts(*open_files(folder))
+    files, shapes = experts.join(*open_files(folder))
     described = replace(cfg, vocab_size=cfg.vocab_size or vocab_size)
     problems: list[str] = []
     words: list[str] = []
@@ -89,11 +91,6 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
     if (folder / "config.json").exists():
         facts = read_config(folder)
         described = model_config(folder, facts)
-        if (window := _window(facts)) and cfg.block_size > window:
-            problems.append(
-                f"{folder} attends to the last {window} tokens, and model={cfg.name} to all of model.block_size="
-                f"{cfg.block_size}, which is the same only up to model.block_size={window}"
-            )
         if isinstance(described, GPTConfig) and not getattr(cfg, "bias", True):
             # transformers' GPT-2 always has biases, 0 if the model was trained without.
             biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
@@ -141,7 +138,7 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
         known = ", ".join(f"{key} ({name})" for key, (_, name, _) in KINDS.items())
         raise ConfigError(f"{folder} holds weights of a model of type {kind}; wordrun has {known}")
     try:
-        cfg, only = _gpt2(facts) if kind == "gpt2" else _llama(facts)
+        cfg, only = {"gpt2": _gpt2, "gemma3_text": _gemma}.get(kind, _llama)(facts)
     except KeyError as error:
         raise ConfigError(f"{folder / 'config.json'} does not say {error}, which its model cannot do without") from None
     problems = [
@@ -173,50 +170,86 @@ def _gpt2(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
 def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return our options for a LLaMA's config.json, and the values that its other keys must have if present."""
     # transformers 5 has one entry for the rotary embedding; older versions keep the base separately.
-    rope = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", facts.get("rope_theta", 10000.0))
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    factor = rope.pop("factor", 1.0) if kind != "default" else 1.0
+    name = "rope_parameters" if "rope_parameters" in facts else "rope_scaling"
+    rope = {"rope_theta": facts.get("rope_theta", 10000.0), **(facts.get(name) or {})}
+    theta, factor, unknown = _rope(rope)
     n_head, width = facts["num_attention_heads"], facts["hidden_size"]
     shared = facts.get("num_key_value_heads") or n_head
     model = facts["model_type"]
     head_size = facts.get("head_dim") or (128 if model == "qwen3" else width // n_head)
-    kind_of_config: type[LlamaConfig] = LlamaConfig
-    experts: dict[str, Any] = {}
+    options_of: type[LlamaConfig] = LlamaConfig
+    mixture: dict[str, Any] = {}
     if model == "qwen3_moe":
-        kind_of_config = MoEConfig
-        experts = {
+        options_of = MoEConfig
+        mixture = {
             "n_experts": facts.get("num_local_experts") or facts["num_experts"],  # transformers 5, and older versions
             "n_active": facts["num_experts_per_tok"],
             "normalize_weights": facts.get("norm_topk_prob", False),
         }  # fmt: skip
-    cfg = kind_of_config(
+    cfg = options_of(
         n_layer=facts["num_hidden_layers"], n_head=n_head, n_kv_head=None if shared == n_head else shared,
         head_size=None if head_size * n_head == width else head_size, qk_norm=model in ("qwen3", "qwen3_moe"),
-        qkv_bias=model == "qwen2", n_embd=width,
-        n_hidden=facts["moe_intermediate_size" if experts else "intermediate_size"], vocab_size=facts["vocab_size"],
-        block_size=facts.get("max_position_embeddings", 2048), rope_theta=float(theta), rope_factor=float(factor),
+        qkv_bias=model == "qwen2", n_embd=width, window=facts.get("sliding_window") if model == "mistral" else None,
+        n_hidden=facts["moe_intermediate_size" if mixture else "intermediate_size"], vocab_size=facts["vocab_size"],
+        block_size=facts.get("max_position_embeddings", 2048), rope_theta=theta, rope_factor=factor,
         norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
-        **experts,
+        **mixture,
     )  # fmt: skip
     only: dict[str, Any] = {
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "use_sliding_window": False,
-        **({"decoder_sparse_step": 1} if experts else {}),
+        **({"decoder_sparse_step": 1} if mixture else {}),
         **({"mlp_only_layers": []} if facts.get("mlp_only_layers") else {}),
     }
-    stretched = {key: value for key, value in STRETCH.items() if key != "rope_type"}
-    if kind not in ("default", STRETCH["rope_type"]) or (kind != "default" and rope != stretched):
-        name = "rope_parameters" if "rope_parameters" in facts else "rope_scaling"
-        only[name] = {**STRETCH, "factor": "..."}
+    return cfg, only | ({name: unknown} if unknown else {})
+
+
+def _gemma(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Return our options for a Gemma 3's config.json, and the values that its other keys must have if present."""
+    # Bases and scaling have keys of their own before transformers 5.
+    ropes = facts.get("rope_parameters") or {"full_attention": facts.get("rope_scaling") or {}}
+    theta, factor, unknown = _rope({"rope_theta": facts.get("rope_theta", 1e6), **ropes.get("full_attention", {})})
+    local, local_factor, local_unknown = _rope(
+        {"rope_theta": facts.get("rope_local_base_freq", 1e4), **ropes.get("sliding_attention", {})}
+    )
+    kinds, every = facts.get("layer_types") or [], facts.get("sliding_window_pattern", 6)
+    if kinds:
+        every = [*kinds, "full_attention"].index("full_attention") + 1
+    layers, window = facts["num_hidden_layers"], None if every == 1 else facts["sliding_window"]
+    head_size = facts.get("head_dim", 256)
+    cfg = LlamaConfig(
+        n_layer=layers, n_head=facts["num_attention_heads"], n_kv_head=facts["num_key_value_heads"],
+        head_size=head_size, n_embd=facts["hidden_size"], n_hidden=facts["intermediate_size"], qk_norm=True,
+        vocab_size=facts["vocab_size"], block_size=facts.get("max_position_embeddings", 131072), rope_theta=theta,
+        window=window, global_every=every if window and every <= layers else 0,
+        rope_local_theta=local if window else None, gate="gelu",
+        norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", True), post_norm=True,
+        embed_scale=True,
+    )  # fmt: skip
+    only: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "query_pre_attn_scalar": head_size,
+        "final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False,
+    }  # fmt: skip
+    pattern = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    if kinds not in ([], pattern):
+        only["layer_types"] = "sliding_attention with full_attention in every n-th layer"
+    if unknown or local_unknown or factor != 1 or local_factor != 1:
+        only["rope_parameters" if "rope_parameters" in facts else "rope_scaling"] = {"rope_type": "default"}
     return cfg, only
 
 
-def _window(facts: Mapping[str, Any]) -> int:
-    """Return to how many tokens a model with sliding-window attention attends; 0: to all."""
-    return (facts.get("sliding_window") or 0) if facts["model_type"] == "mistral" else 0
+def _rope(rope: Mapping[str, Any]) -> tuple[float, float, str]:
+    """Return the base and the factor of a rotary embedding, and what it should be if it is of an unknown type."""
+    rope = dict(rope)
+    theta = float(rope.pop("rope_theta"))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    if kind == "default":
+        return theta, 1.0, ""
+    factor, stretched = rope.pop("factor", 1.0), {key: value for key, value in STRETCH.items() if key != "rope_type"}
+    known = kind == STRETCH["rope_type"] and rope == stretched
+    return theta, float(factor), "" if known else f"{ {'rope_type': 'default'} } or { {**STRETCH, 'factor': '...'} }"
 
 
 def differences(
@@ -243,6 +276,8 @@ def differences(
         mine["n_kv_head"] = None
     if mine.get("head_size") == cfg.n_embd // cfg.n_head:
         mine["head_size"] = None
+    if isinstance(cfg, LlamaConfig) and cfg.block_size <= min(cfg.window or math.inf, options["window"] or math.inf):
+        del mine["window"]  # sequences do not exceed it
     if isinstance(cfg, LlamaConfig) or cfg.block_size <= described.block_size:
         del mine["block_size"]  # LLaMA has no weights for it, and GPT has enough positions
     different = {key: options[key] for key, value in mine.items() if value != options[key]}

@@ -97,15 +97,16 @@ class Transformer(Model):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass of the full model.
 
-        6 for every weight of a matrix product (2 forward, 4 backward) and 12 n_layer C T for attention of width C over
-        T tokens, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The embedding is not a matrix
-        product and does not count; the output layer does. Grouped-query attention saves weights, but no operations of
-        the attention itself. With LoRA, frozen weights have 4, for want of gradients, and its additions do not count.
+        6 for every weight of a matrix product (2 forward, 4 backward) and 12 C T for each block's attention of width C
+        over T tokens or a shorter window, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The
+        embedding is not a matrix product and does not count; the output layer does. Grouped-query attention saves
+        weights, but no operations of the attention itself. With LoRA, frozen weights have 4, for want of gradients, and
+        its additions do not count.
         """
         cfg, block = self.cfg, next(iter(self.blocks.values()))
         weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
         weights = cfg.n_layer * weights + self.padded_vocab_size * cfg.n_embd
-        return (4 if cfg.lora_rank else 6) * weights + 12 * cfg.n_layer * cfg.attention_width() * cfg.block_size
+        return (4 if cfg.lora_rank else 6) * weights + 12 * cfg.attention_width() * sum(cfg.attention_spans())
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
         # The last pipeline stage has the output layer without the embedding it is tied to.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig, checkpointing_of
 from wordrun.kernels import CHUNK, LARGE, keeps_weights
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
@@ -89,18 +89,23 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     mlp = _two_layers(cfg) if isinstance(cfg, ModernConfig) and cfg.mlp != "swiglu" else gated
     if isinstance(cfg, MoEConfig):
         mlp = _experts(cfg)
+    # What is added to the residual stream, if a norm needs it for its backward pass.
+    added = [SavedTensor(C, matmul=True, needed=cfg.post_norm), *(norm * cfg.post_norm)]
+    windows = [SavedTensor(width)] if min(cfg.attention_spans()) < cfg.block_size else []
     return [
         *norm,
         SavedTensor(C, readers=3),  # norm output, for q, k and v
         *(SavedTensor(each, matmul=True, needed=cfg.qk_norm) for each in (width, shared)),  # q, k
+        *[SavedTensor(width + shared)] * (cfg.qk_norm and bool(scaled)),  # what their norms' weights scale
         *(SavedTensor(each) for each in (width, shared)),  # q, k after rotation
         SavedTensor(shared, matmul=True),  # v
         SavedTensor(width, matmul=True),  # attention output, for its projection
-        SavedTensor(C, matmul=True, needed=False),  # the projection
+        *windows,  # before they are joined
+        *added,  # the projection
         SavedTensor(C, dtype="stream"),  # residual stream between attention and MLP, for the norm
         *norm,
         *mlp,
-        SavedTensor(C, matmul=True, needed=False),  # the projection
+        *added,  # the projection
         *_attention(cfg, on_cpu=on_cpu, bf16=bf16),
     ]
 
@@ -168,13 +173,12 @@ def activation_memory(
     start = cfg.n_embd * strategy.stream / tp  # the block's input
     saved = {"none": needed + start, "selective": products + start, "full": start}
     others = sum(size(each) for each in tensors if each.needed and not each.matmul)
-    recomputed = {"none": 0.0, "selective": others}.get(checkpointing, needed)
-    if checkpointing.isdecimal():
-        per_token = sum(saved["none" if layer % int(checkpointing) else "full"] for layer in layers)
-        if layers[-1] % int(checkpointing):  # the last block's tensors are freed before any block is recomputed
-            recomputed = 0.0
-    else:
-        per_token = len(layers) * saved[checkpointing]
+    again = {"none": 0.0, "selective": others, "full": needed}
+    per_token = recomputed = 0.0
+    # While a block's tensors are computed again, those of the blocks after it have been freed.
+    for kind in (checkpointing_of(checkpointing, layer) for layer in reversed(layers)):
+        recomputed = max(recomputed, again[kind] - per_token)
+        per_token += saved[kind]
     head = spare = 0.0
     if cfg.n_layer - 1 in layers:  # input and output of the last norm, and the logits
         softcap = isinstance(cfg, ModernConfig) and cfg.softcap > 0  # its backward pass needs the bounded logits

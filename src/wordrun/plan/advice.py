@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from wordrun.plan.candidates import AS_ASKED, Estimate, Planner, Unavailable
+from wordrun.plan.candidates import AS_ASKED, DIVIDED, Estimate, Planner, Unavailable
 
 MANY_NODES = 64
 """Number of nodes above which 3D is tried: gathering a layer from more nodes takes longer than computing it."""
@@ -78,6 +78,14 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
     if found := pick(ZERO_OFFLOAD):
         why.append("There are no ranks to shard it across, but DeepSpeed can keep part of it in host memory.")
         return advice(found, *why)
+    if found := pick([DIVIDED]):
+        cfg, cp = planner.model.cfg, found[0].strategy.layout.cp
+        long = (
+            f"A sequence of {cfg.block_size:,} tokens does not fit either: context parallelism divides each over "
+            f"{cp} ranks."
+        )
+        across = ["These ranks span nodes and communicate in every layer."] if cp > hardware.per_node else []
+        return advice(found, *why, long, *across)
     if found := pick(["TP over FSDP"]) or pick(["3D"]) or pick(["PP"]):
         shared = "One layer does not fit either: tensor parallelism splits each layer across a node's ranks."
         return advice(found, *why, shared)

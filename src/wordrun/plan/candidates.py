@@ -18,6 +18,8 @@ from wordrun.plan.time import Speeds, step_time
 
 AS_ASKED = "as asked"
 """Name of the strategy described by the config itself."""
+DIVIDED = "FSDP, cp"
+"""Name of the strategy that divides sequences, which is tried if nothing fits without dividing sequences or layers."""
 SHOWN_LAYOUTS = 3
 """Number of 3D layouts in the table."""
 
@@ -125,6 +127,9 @@ class Planner:
         single |= {"ZeRO-3, offload": DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)}
         rows = [self.first_that_fits(name, [backend]) for name, backend in single.items()]
         tensor = (config.TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
+        if not any(isinstance(row, Estimate) and row.fits for row in rows) and self.hardware.devices > 1:
+            divided = (FSDPConfig(cp=cp) for cp in _divisors(self.hardware.devices)[1:])
+            rows.append(self.first_that_fits(DIVIDED, divided))
         rows.append(self.first_that_fits("TP over FSDP", tensor))
         rows.append(self.first_that_fits("PP", (config.PPConfig(pp=pp) for pp in self._pipeline_sizes())))
         return [*rows, *self._three_d()]

@@ -14,6 +14,7 @@ from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.files import read_proc
 from wordrun.launch.job import count_devices
+from wordrun.plan.budget import within_budget
 from wordrun.plan.fit import Fit, Room, gib, table
 from wordrun.plan.shapes import TOKENIZERS, needs_torch, shapes_of
 
@@ -76,7 +77,7 @@ def refuse_before_torch(cfg: Config, world: World) -> None:
     at = layout(cfg.backend, world.size, world.local_size)
     cfg = replace(cfg, train=replace(cfg.train, dtype=least_dtype(cfg.train.dtype)))
     model = shapes_of(cfg.model, TOKENIZERS.get(cfg.tokenizer.name, 1))
-    fit = Fit(cfg, model, at, world.local_size, on_cpu=True)
+    fit = within_budget(Fit(cfg, model, at, world.local_size, on_cpu=True))
     Comparison(fit, Room(memory / world.local_size), world.host).refuse()
 
 

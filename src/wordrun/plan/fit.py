@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from wordrun.checks import accumulation, layout
+from wordrun.checks import accumulation, check, layout
 from wordrun.config import Config, FSDPConfig
 from wordrun.dist.mesh import Layout
+from wordrun.errors import ConfigError
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
@@ -76,6 +77,14 @@ class Fit:
         ]
         if found:
             return found
+        found = [
+            f"A sequence of {self.cfg.transformer.block_size} tokens does not fit on one rank; with {overrides} the "
+            "run fits."
+            for overrides, cfg, at in self._divided_sequences()
+            if room.holds(self._need(cfg, at))
+        ]
+        if found:
+            return found[:1]
         batch = "fewer sequences per step, " if self.cfg.backend.pipeline else ""
         return [
             f"It does not fit with model.batch_size=1 either: use {batch}a smaller model (model.n_layer, "
@@ -125,6 +134,27 @@ class Fit:
             yield "train.backend=FSDP", replace(cfg, backend=FSDPConfig()), at
             both = "train.backend=FSDP train.activation_checkpointing=full"
             yield both, replace(full, backend=FSDPConfig()), at
+
+    def _divided_sequences(self) -> Iterator[tuple[str, Config, Layout]]:
+        """Yield overrides with which ranks divide each sequence, with their config and layout; the fewest ranks first.
+
+        The number of sequences per step stays the same.
+        """
+        cfg, whole = self.cfg, self._per_rank * self.layout.dp
+        if not (cfg.backend.replicated or cfg.backend.name == "FSDP"):
+            return
+        train = replace(cfg.train, backend="FSDP", global_batch_size=whole)
+        optimizer, model = replace(cfg.optimizer, gas=None), replace(cfg.model, batch_size=1)
+        given = cfg.backend if isinstance(cfg.backend, FSDPConfig) else FSDPConfig()
+        for cp in (n for n in range(2, self.layout.size + 1) if self.layout.size % n == 0):
+            backend = replace(given, cp=cp)
+            divided = replace(cfg, backend=backend, train=train, optimizer=optimizer, model=model)
+            try:
+                at = check(divided, self.layout.size, self.per_node)
+            except ConfigError:
+                continue
+            words = f"train.backend=FSDP backend.cp={cp} model.batch_size=1 train.global_batch_size={whole}"
+            yield words, divided, at
 
     def _need(self, cfg: Config, at: Layout) -> Memory:
         """Return the estimate; if the plan has none, what is certain."""

@@ -85,9 +85,18 @@ def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: 
         need, sent = memory_of_rank(strategy.backend, model, strategy, checkpointing, rank), 0.0
         with contextlib.suppress(NoEstimateError):  # a backend of the user's own
             sent = sum(each.sent for each in traffic(strategy.backend, model, strategy, rank))
-        return replace(need, gradients=need.gradients * share, optimizer=need.optimizer * share, sent=sent or need.sent)
+        need = replace(need, gradients=need.gradients * share, optimizer=need.optimizer * share, sent=sent or need.sent)
+        return _without_activations(need, strategy) if strategy.cfg.train.activation_offload else need
 
     return max(map(of, ranks), key=lambda need: need.total)
+
+
+def _without_activations(need: Memory, strategy: Strategy) -> Memory:
+    """Return ``need`` with the activations of all blocks but one in host memory."""
+    kept = need.activations * strategy.layout.pp / strategy.cfg.transformer.n_layer
+    if strategy.on_cpu or kept >= need.activations:
+        return need
+    return replace(need, activations=kept, left=min(need.left, kept), host=need.host + need.activations - kept)
 
 
 @singledispatch

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.checks import vocab_multiple
-from wordrun.config import DDPConfig, PPConfig
+from wordrun.config import DDPConfig, PPConfig, checkpointing_of
 from wordrun.errors import ConfigError
 from wordrun.plan.shapes import ModelShapes, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, stages_of
@@ -103,7 +103,7 @@ def assumed(model: ModelShapes, peak: float) -> Speeds:
     A product with a matrix of n elements takes 6 n operations per token in both passes, attention 12 per token and
     element of the width (Chowdhery et al. 2022, appendix B).
     """
-    attention = 12 * model.cfg.n_embd * model.cfg.block_size
+    attention = 12 * model.cfg.n_embd * sum(model.cfg.attention_spans()) / model.cfg.n_layer
     products = [6 * numel([each for each in some if each.matmul]) for some in (model.block, model.last)]
     experts = 6 * numel([each for each in model.block if each.expert])
     block, rest = products[0] - experts * (1 - model.cfg.active_share()) + attention, products[1]
@@ -151,7 +151,7 @@ def step_time(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds
 
 
 def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds: Speeds) -> float:
-    again = 1 / 3 / int(checkpointing) if checkpointing.isdecimal() else RECOMPUTED[checkpointing]
+    again = sum(RECOMPUTED[checkpointing_of(checkpointing, layer)] for layer in model.layers) / len(model.layers)
     at, options = strategy.layout, strategy.backend
     last = model.cfg.n_layer - 1
 

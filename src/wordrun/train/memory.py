@@ -15,8 +15,9 @@ from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.collectives import all_min
 from wordrun.dist.mesh import Layout
-from wordrun.errors import UserError, first_line
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.plan.budget import within_budget
 from wordrun.plan.comparison import Comparison
 from wordrun.plan.fit import TOLERANCE, Fit, Room, gib
 from wordrun.plan.shapes import ModelShapes
@@ -40,6 +41,11 @@ class MemoryCheck:
 
     def __init__(self, cfg: Config, world: World, layout: Layout) -> None:
         self.device, self.world, self.layout = torch.device(world.device), world, layout
+        if cfg.train.activation_offload and self.device.type == "cpu":
+            raise ConfigError(
+                "train.activation_offload=true moves activations from an accelerator to host memory, and this run is "
+                "on CPUs, where they are already there: omit it, or use train.activation_checkpointing"
+            )
         self.cfg = replace(cfg, train=replace(cfg.train, dtype=fast_dtype(cfg.train.dtype, self.device)))
         host = (cgroup.memory() or UNLIMITED) / world.local_size
         own = host if self.device.type == "cpu" else _free(self.device, world)
@@ -60,8 +66,19 @@ class MemoryCheck:
             ConfigError: it does not fit.
         """
         if least is not None:
-            self._fit = Fit(self.cfg, least, self.layout, self.world.local_size, self.device.type == "cpu")
+            fit = Fit(self.cfg, least, self.layout, self.world.local_size, self.device.type == "cpu")
+            self._fit = within_budget(fit)
             self._refuse(self._fit)
+        elif self.cfg.train.memory_budget_gb is not None:
+            raise ConfigError(
+                f"train.memory_budget_gb={self.cfg.train.memory_budget_gb:g} needs an estimate of the memory, and "
+                f"there is none for model={self.cfg.model.name}: set train.activation_checkpointing"
+            )
+
+    @property
+    def settled(self) -> Config:
+        """The config with what train.memory_budget_gb determines."""
+        return self.cfg if self._fit is None else self._fit.cfg
 
     def before_model(self, shapes: ModelShapes | None) -> None:
         """Refuse a run that does not fit with these ``shapes``, and warn if it is close.
@@ -70,6 +87,12 @@ class MemoryCheck:
             ConfigError: it does not fit.
         """
         self.before_data(shapes)
+        if (budget := self.cfg.train.memory_budget_gb) is not None and self._fit is not None:
+            chosen, need = self.settled.train.activation_checkpointing, self._fit.need.total / 1e9
+            LOGGER.info(
+                "train.memory_budget_gb=%g: train.activation_checkpointing=%s, and each rank needs about %.2f GB",
+                budget, chosen, need, extra=FIRST_RANK,
+            )  # fmt: skip
         if self._fit is not None and not self._fit.fits(self.room):
             off = f"estimates are up to {TOLERANCE - 1:.0%} off"
             LOGGER.warning("memory may run out: %s (%s)", self._compared(self._fit), off, extra=FIRST_RANK)

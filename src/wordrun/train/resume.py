@@ -29,8 +29,9 @@ FREE = {
     "train": {
         "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
         "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "compile_scope",
-        "activation_checkpointing", "device", "check_memory", "timeout_s", "hang_s", "checkpoint_interval",
-        "keep_checkpoints", "save_best", "best_metric", "best_mode", "async_save", "on_save_error", "on_nonfinite",
+        "activation_checkpointing", "activation_offload", "memory_budget_gb", "device", "check_memory", "timeout_s",
+        "hang_s", "checkpoint_interval", "keep_checkpoints", "save_best", "best_metric", "best_mode", "async_save",
+        "on_save_error", "on_nonfinite",
         "resume", "init_from", "deterministic",
     },
     "backend": None, "tracker": None, "profiler": None, "hooks": None, "metrics": None,

@@ -122,7 +122,9 @@ class Trainer(Training):
         # A checkpoint of LoRA has no frozen weights.
         weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
-        spec = backend.BackendSpec(settled, world, self.layout, self.task.make_model, make_optimizer, weights)
+        spec = backend.BackendSpec(
+            self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights
+        )
         with self.memory.explained():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)

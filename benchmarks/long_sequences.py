@@ -1,0 +1,218 @@
+"""Long sequences on several ranks: the memory of a block, the longest sequence that fits, and the cost.
+
+    python benchmarks/long_sequences.py                                 # the longest sequence that fits, by layout
+    launch -n 4 python benchmarks/long_sequences.py --part block        # peak of a block on 4 ranks against one
+    launch -n 4 python benchmarks/long_sequences.py --part step         # peak of a step on 4 ranks against the plan
+    launch -n 4 python benchmarks/long_sequences.py --part cost         # time of a block at the same tokens per rank
+
+All at GPT-2's shapes. ``block`` and ``step`` count the bytes that torch allocates, in fp32 on CPUs, with weights and
+their gradients already there; other programs on the machine do not change these. ``cost`` needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from wordrun import checks, compose
+from wordrun.config import Config
+from wordrun.errors import ConfigError
+from wordrun.plan.memory import memory
+from wordrun.plan.shapes import shapes_of
+from wordrun.plan.strategy import Strategy
+
+GOAL = 0.35
+"""Most of one rank's memory that a block may need on each of four ranks."""
+VOCAB = 50257
+RESERVE = 0.1
+"""Fraction of a device that stays free, as in ``wordrun plan``."""
+KINDS = ("heads", "gather", "ring")
+LAYOUTS: dict[str, Callable[[int], list[str]]] = {
+    "DDP": lambda n: ["train.backend=DDP"],
+    "FSDP": lambda n: ["train.backend=FSDP"],
+    "TP": lambda n: ["train.backend=TP", f"backend.tp={n}"],
+    "FSDP, cp": lambda n: ["train.backend=FSDP", f"backend.cp={n}"],
+}
+
+
+def gpt2(tokens: int, *words: str) -> Config:
+    """Return the config of GPT-2 with sequences of ``tokens``, one per micro-step."""
+    return compose([
+        "data=sample", "model=gpt2", f"model.block_size={tokens}", "model.batch_size=1", "model.dropout=0",
+        "tracker=jsonl", *words,
+    ])  # fmt: skip
+
+
+def table(room: float, step: int) -> None:
+    """Print the longest sequence, a multiple of ``step`` tokens, with which a rank needs at most ``room`` bytes."""
+    counts = (1, 2, 4)
+    print(f"| layout | recomputed | {' | '.join(f'{n} ranks' if n > 1 else 'one rank' for n in counts)} |")
+    print(f"|---|---|{'---|' * len(counts)}")
+    for name, words_of in LAYOUTS.items():
+        for kind in ("none", "selective", "full"):
+            found = [longest(words_of(n), n, kind, room, step) for n in counts]
+            print(f"| {name} | {kind} | {' | '.join(f'{tokens:,}' if tokens else '-' for tokens in found)} |")
+
+
+def longest(words: list[str], ranks: int, kind: str, room: float, step: int) -> int:
+    """Return the longest sequence that fits on ``ranks`` accelerators in bf16; 0: the layout does not exist."""
+    try:
+        cfg = gpt2(step, *words, f"train.activation_checkpointing={kind}", "train.dtype=bf16")
+        at = checks.check(cfg, ranks)
+    except ConfigError:
+        return 0
+
+    def fits(tokens: int) -> bool:
+        longer = replace(cfg, model=replace(cfg.transformer, block_size=tokens))
+        model = shapes_of(longer.model, VOCAB)
+        return memory(model, Strategy("", longer, at), kind).total <= room
+
+    low, high = 0, 1
+    while fits(high * step):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def block(args: argparse.Namespace, world: Any) -> None:
+    """Print the peak of one block's passes over ``args.tokens``, on one rank and on all."""
+    passes = block_passes(args.tokens, None) if world.rank == 0 else None
+    alone = peak_of(passes) if passes else 0
+    del passes
+    for kind in KINDS:
+        mine = peak_of(block_passes(args.tokens, kind))
+        most = all_most(mine)
+        if world.rank == 0:
+            print(
+                f"{kind}: {most / 2**20:.0f} MiB on each of {world.size} ranks, {alone / 2**20:.0f} on one: "
+                f"{most / alone:.3f} (goal on 4 ranks: {GOAL})",
+                flush=True,
+            )
+
+
+def block_passes(tokens: int, kind: str | None) -> Callable[[], None]:
+    """Return what runs a block forward and backward on this rank's part of ``tokens``; without ``kind``, on all."""
+    import torch
+    import torch.distributed as td
+
+    from wordrun import model as models
+    from wordrun.model.context import Context
+
+    cfg = gpt2(tokens, "model.n_layer=1")
+    built = models.build(cfg.transformer, VOCAB)
+    layer: Any = next(iter(built.blocks.children()))
+    context = Context(td.group.WORLD, kind) if kind else None
+    x = torch.randn(1, tokens // (context.size if context else 1), cfg.transformer.n_embd)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def run() -> None:
+        inputs = x.clone().requires_grad_()
+        outputs = layer(inputs, context=context) if context else layer(inputs)
+        outputs.backward(torch.ones_like(outputs))
+
+    return run
+
+
+def step(args: argparse.Namespace, world: Any) -> None:
+    """Print the peak of an optimizer step with cp over all ranks, beside the plan's."""
+    import torch
+
+    from wordrun import backend
+    from wordrun.backend.stopwatch import Stopwatch
+    from wordrun.data.batch import Batch
+    from wordrun.model import meta_model
+    from wordrun.registry import part_of
+
+    words = [*LAYOUTS["FSDP, cp"](world.size), f"model.n_layer={args.layers}", "train.dtype=fp32", "train.device=cpu"]
+    cfg = gpt2(args.tokens, *words)
+    at = checks.check(cfg, world.size)
+    optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
+    spec = backend.BackendSpec(cfg, world, at, partial(meta_model, cfg.transformer, VOCAB), optimizer)
+    made = backend.build(spec)
+    tokens = torch.randint(VOCAB, (1, args.tokens + 1), generator=torch.Generator().manual_seed(0))
+    batches = [Batch(tokens[:, :-1], tokens[:, 1:])]
+    made.train_step(batches, 1e-4, Stopwatch(made.device))  # allocates the optimizer's state
+    most = all_most(peak_of(lambda: made.train_step(batches, 1e-4, Stopwatch(made.device))))
+    made.close()
+    if world.rank == 0:
+        need = memory(shapes_of(cfg.model, VOCAB), Strategy("", cfg, at, on_cpu=True), "none")
+        planned = need.total - need.parameters - need.optimizer
+        print(
+            f"a step of {args.layers} layers at {args.tokens:,} tokens on {world.size} ranks: {most / 2**20:.0f} MiB "
+            f"measured beside weights and optimizer state, {planned / 2**20:.0f} planned: {most / planned:.2f}",
+            flush=True,
+        )
+
+
+def cost(args: argparse.Namespace, world: Any) -> None:
+    """Print the time of a block's passes on all ranks, and of one rank with as many tokens as each of these has."""
+    import torch.distributed as td
+
+    part, alone = args.tokens // world.size, 0.0
+    if world.rank == 0:
+        alone = seconds(block_passes(part, None))
+    td.barrier()
+    for kind in KINDS:
+        taken = seconds(block_passes(args.tokens, kind))
+        if world.rank == 0:
+            print(
+                f"{kind}: {taken:.2f} s for {args.tokens:,} tokens on {world.size} ranks, {alone:.2f} s for {part:,} "
+                f"on one: {taken / alone:.2f} times",
+                flush=True,
+            )
+
+
+def seconds(passes: Callable[[], None], repeats: int = 3) -> float:
+    """Return the median time of ``passes``."""
+    times = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        passes()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
+
+
+def peak_of(passes: Callable[[], Any]) -> int:
+    """Return the most bytes that ``passes`` had allocated at one time."""
+    from memory_peak import peak
+
+    return peak(passes)
+
+
+def all_most(size: int) -> int:
+    """Return the largest ``size`` of all ranks."""
+    import torch
+    import torch.distributed as td
+
+    most = torch.tensor(size)
+    td.all_reduce(most, td.ReduceOp.MAX)
+    return int(most)
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("table", "block", "step", "cost"), default="table")
+    parser.add_argument("--tokens", type=int, default=16384, help="length of a sequence")
+    parser.add_argument("--layers", type=int, default=4, help="of the model in --part step")
+    parser.add_argument("--gib", type=float, default=24, help="memory of a device, for the table")
+    args = parser.parse_args()
+    if args.part == "table":
+        table(args.gib * (1 - RESERVE) * 2**30, 1024)
+        return
+    from wordrun import dist
+
+    with dist.session(device="cpu", hang_s=0) as world:
+        {"block": block, "step": step, "cost": cost}[args.part](args, world)
+
+
+if __name__ == "__main__":
+    main()
