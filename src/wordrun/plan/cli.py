@@ -96,7 +96,7 @@ def command(overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
     if advice.best is None:
         return []
     chosen = list(advice.best.strategy.overrides)
-    if advice.checkpointing != cfg.train.activation_checkpointing:
+    if advice.checkpointing != cfg.train.activation_checkpointing and cfg.train.memory_budget_gb is None:
         chosen.append(f"train.activation_checkpointing={advice.checkpointing}")
     replaced = {"train.backend", *(override.partition("=")[0] for override in chosen)}
     if "train.global_batch_size" in replaced:
