@@ -243,10 +243,17 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
             f"backend.ep={at.ep} is not available in a pipeline: use backend.ep=1, or train.backend=FSDP with "
             "backend.ep, which divides the experts as well"
         )
-    if at.ep > 1 and cfg.train.activation_checkpointing == "selective":
+    train = cfg.train
+    if at.ep > 1 and "selective" in train.activation_checkpointing:
         yield (
-            f"train.activation_checkpointing=selective with backend.ep={at.ep}: the backward pass gathers experts "
-            "where the forward pass did not, which torch refuses; use train.activation_checkpointing=full"
+            f"train.activation_checkpointing={train.activation_checkpointing} with backend.ep={at.ep}: the backward pass "
+            "gathers experts where the forward pass did not, which torch refuses; use "
+            "train.activation_checkpointing=full"
+        )
+    if at.ep > 1 and train.memory_budget_gb is not None:
+        yield (
+            f"train.memory_budget_gb={train.memory_budget_gb:g} may choose selective checkpointing, which backend.ep="
+            f"{at.ep} does not allow: set train.activation_checkpointing=full, or none, instead"
         )
     if at.ep > 1 and isinstance(cfg.optimizer, config.MuonConfig):
         yield (
