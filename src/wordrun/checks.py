@@ -246,8 +246,8 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
     train = cfg.train
     if at.ep > 1 and "selective" in train.activation_checkpointing:
         yield (
-            f"train.activation_checkpointing={train.activation_checkpointing} with backend.ep={at.ep}: the backward pass "
-            "gathers experts where the forward pass did not, which torch refuses; use "
+            f"train.activation_checkpointing={train.activation_checkpointing} with backend.ep={at.ep}: the backward "
+            "pass gathers experts where the forward pass did not, which torch refuses; use "
             "train.activation_checkpointing=full"
         )
     if at.ep > 1 and train.memory_budget_gb is not None:
