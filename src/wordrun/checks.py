@@ -49,7 +49,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
 def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
     """Return how ``backend`` lays out ``ranks`` ranks, ``per_node`` to a node; islands are its outermost copies."""
     if not isinstance(backend, DilocoConfig):
-        return resolve(ranks, per_node, backend.axes())
+        return _with_experts(backend, resolve(ranks, per_node, backend.axes()))
     islands = backend.count(ranks, per_node)
     each, inside = ranks // islands, backend.inside()
     if each == 1 and isinstance(inside, FSDPConfig):
@@ -62,6 +62,18 @@ def layout(backend: config.BackendConfig, ranks: int, per_node: int) -> Layout:
     except ConfigError as error:
         raise ConfigError(f"inside each island of {each} ranks: {backend.of_inner(str(error))}") from None
     return replace(at, replicate=at.replicate * islands, islands=islands)
+
+
+def _with_experts(backend: config.BackendConfig, at: Layout) -> Layout:
+    """Return ``at`` with the ranks among which the experts are divided."""
+    ep = max(1, backend.experts_over)
+    if at.shards % ep:
+        fits = " or ".join(str(n) for n in range(1, at.shards + 1) if at.shards % n == 0)
+        raise ConfigError(
+            f"backend.ep={ep} does not divide the {at.shards} ranks of backend.shard x backend.cp, among which experts "
+            f"are divided: use backend.ep={fits}"
+        )
+    return replace(at, ep=ep)
 
 
 def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
@@ -149,12 +161,12 @@ def _check_ramp(cfg: Config, per_micro_step: int) -> Iterator[str]:
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     """Check the model and the batch against the layout of the ranks."""
-    wanted = {"cp": at.cp > 1, "tp": at.tp > 1, "pp": cfg.backend.pipeline}
+    wanted = {"cp": at.cp > 1, "tp": at.tp > 1, "pp": cfg.backend.pipeline, "ep": at.ep > 1}
     missing = [axis for axis, is_wanted in wanted.items() if is_wanted and axis not in cfg.model.divides]
     for axis in missing:
         what = {
             "cp": "its sequences can be divided among", "tp": "its matrices can be divided among",
-            "pp": "its layers can be divided into stages for",
+            "pp": "its layers can be divided into stages for", "ep": "experts can be divided among",
         }[axis]  # fmt: skip
         yield (
             f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
@@ -165,6 +177,8 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
             f"model.lora_rank={cfg.lora_rank}: additions are not split over tensor-parallel ranks or pipeline "
             "stages: use train.backend=DDP, or FSDP if the model does not fit"
         )
+    if isinstance(cfg.model, config.MoEConfig):
+        yield from _check_experts(cfg, cfg.model, at)
     if isinstance(cfg.backend, FSDPConfig):
         yield from _check_tensor(cfg.model, at.tp)
         yield from _check_sharding(cfg, cfg.backend, at)
@@ -237,6 +251,54 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
                 f"backend.cp_attention={kind} never has: use {without}, or backend.cp_attention=heads with a "
                 "number of heads that backend.cp x backend.tp divides"
             )
+
+
+def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator[str]:
+    """Check that experts divide evenly over the expert-parallel ranks, and what works with them."""
+    if model.n_experts % at.ep:
+        fits = " or ".join(str(n) for n in range(1, at.shards + 1) if at.shards % n == model.n_experts % n == 0)
+        yield (
+            f"model.n_experts={model.n_experts} is not divisible by backend.ep={at.ep}: use backend.ep={fits}, or "
+            f"model.n_experts={math.ceil(model.n_experts / at.ep) * at.ep}"
+        )
+    if cfg.backend.own_engine:
+        yield no_experts(model)
+    if at.ep > 1 and cfg.backend.pipeline:
+        yield (
+            f"backend.ep={at.ep} is not available in a pipeline: use backend.ep=1, or train.backend=FSDP with "
+            "backend.ep, which divides the experts as well"
+        )
+    train = cfg.train
+    if at.ep > 1 and "selective" in train.activation_checkpointing:
+        yield (
+            f"train.activation_checkpointing={train.activation_checkpointing} with backend.ep={at.ep}: the backward "
+            "pass gathers experts where the forward pass did not, which torch refuses; use "
+            "train.activation_checkpointing=full"
+        )
+    if at.ep > 1 and train.memory_budget_gb is not None:
+        yield (
+            f"train.memory_budget_gb={train.memory_budget_gb:g} may choose selective checkpointing, which backend.ep="
+            f"{at.ep} does not allow: set train.activation_checkpointing=full, or none, instead"
+        )
+    if at.ep > 1 and isinstance(cfg.optimizer, config.MuonConfig):
+        yield (
+            f"optimizer=muon needs whole matrices, and backend.ep={at.ep} divides them among other ranks than the rest "
+            "of the model: use backend.ep=1, or optimizer=adamw"
+        )
+    for is_conflict, what in ((cfg.backend.pipeline, "a pipeline, which has"), (at.cp > 1, "backend.cp, which leaves")):
+        if model.balance_loss and is_conflict:
+            yield (
+                f"model.balance_loss={model.balance_loss:g} is a loss of whole sequences in every block, and not "
+                f"available with {what} only parts of them on a rank: use model.balance_loss=0 with model.balance_rate"
+            )
+
+
+def no_experts(model: config.MoEConfig) -> str:
+    """Return why ``model`` does not train with DeepSpeed."""
+    return (
+        f"model={model.name}: DeepSpeed's engine does not balance the load of experts after a step: use "
+        "train.backend=FSDP or DDP"
+    )
 
 
 def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:

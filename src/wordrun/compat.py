@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PRODUCTS = (
-    "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
 CPU_SHARES_HEADS = torch.__version__ >= "2.9"

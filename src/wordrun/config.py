@@ -134,6 +134,10 @@ class TransformerConfig(TextModelConfig):
         """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
 
+    def active_share(self) -> float:
+        """Return the share of its experts that a token uses."""
+        return 1.0
+
     def layers_with_values(self) -> set[int]:
         """Return the numbers of the blocks with value embeddings."""
         return set()
@@ -257,6 +261,57 @@ class LlamaConfig(TransformerConfig):
     def norm_weights(self) -> bool:
         """Whether norms have weights."""
         return True
+
+
+@dataclass
+class MoEConfig(LlamaConfig):
+    """A LLaMA-style transformer with a mixture of experts in each block, as Qwen3-MoE and Mixtral."""
+
+    divides: ClassVar[tuple[str, ...]] = ("cp", "pp", "ep")
+
+    name: str = "moe_debug"
+    """Name of the preset; part of the run directory."""
+    n_hidden: int = 128
+    """Hidden size of each expert."""
+    n_experts: int = 8
+    """Number of experts in each block."""
+    n_active: int = 2
+    """Number of experts that each token goes to."""
+    n_shared: int = 0
+    """Number of further experts that all tokens go to."""
+    router: str = "softmax"
+    """How the router's outputs become scores: softmax (Mixtral, Qwen3-MoE) or sigmoid (DeepSeek-V3)."""
+    normalize_weights: bool = True
+    """Whether the weights of a token's experts sum to 1."""
+    balance_rate: float = 0.001
+    """By how much the bias of each expert moves after an optimizer step, to balance the load without a loss (Wang et
+    al. 2024); 0: the biases stay as they are."""
+    balance_loss: float = 0.0
+    """Coefficient of a balance loss for each sequence, as in DeepSeek-V3, whose gradient is added to that of the loss;
+    0: none."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from positive("model", self, "n_experts", "n_active")
+        yield from not_negative("model", self, "n_shared", "balance_rate", "balance_loss")
+        yield from one_of("model.router", self.router, ["softmax", "sigmoid"])
+        if self.n_active > self.n_experts > 0:
+            yield (
+                f"model.n_active={self.n_active} is more than model.n_experts={self.n_experts}: use "
+                f"model.n_active={self.n_experts} or fewer"
+            )
+        if self.lora_rank:
+            yield (
+                f"model.lora_rank={self.lora_rank}: LoRA has no additions for experts; train all weights, or a model "
+                "without experts"
+            )
+        if self.mup:
+            yield "model.mup=true does not cover a mixture of experts: use model.mup=false, or a model without experts"
+
+    def active_share(self) -> float:
+        """Return the share of its experts that a token uses."""
+        return self.n_active / self.n_experts
 
 
 @dataclass
@@ -561,6 +616,11 @@ class BackendConfig(Section):
         return {"replicate": -1}
 
     @property
+    def experts_over(self) -> int:
+        """Number of ranks among which the experts of a mixture are divided."""
+        return 1
+
+    @property
     def zero_bubble(self) -> bool:
         """Whether a pipeline computes gradients of weights later than those of activations."""
         return False
@@ -620,6 +680,8 @@ class FSDPConfig(BackendConfig):
     """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads), gather (all gather
     keys and values), ring (keys and values travel, for the least memory); auto: heads if their number allows it, or
     ring."""
+    ep: int = 1
+    """Expert-parallel ranks: the number among which the experts of a mixture are divided; part of shard x cp."""
     tp: int | None = 1
     """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
     reshard_after_forward: bool = True
@@ -637,10 +699,16 @@ class FSDPConfig(BackendConfig):
         yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
         yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather", "ring"])
         yield from not_negative("backend", self, "prefetch")
+        yield from positive("backend", self, "ep")
 
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout."""
         return {"replicate": self.replicate, "shard": self.shard, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def experts_over(self) -> int:
+        """Number of ranks among which the experts of a mixture are divided."""
+        return self.ep
 
     @property
     def zero_bubble(self) -> bool:
@@ -812,10 +880,10 @@ class DilocoConfig(BackendConfig):
             yield str(error)
             return
         yield from (self.of_inner(problem) for problem in inside.problems())
-        if isinstance(inside, FSDPConfig) and (inside.tp, inside.cp) != (1, 1):
+        if isinstance(inside, FSDPConfig) and (inside.tp, inside.cp, inside.ep) != (1, 1, 1):
             yield (
-                f"backend.inner_options={{tp: {inside.tp}, cp: {inside.cp}}}: the islands of train.backend=diloco have "
-                "no tensor or context parallelism: use replicate and shard only"
+                f"backend.inner_options={{tp: {inside.tp}, cp: {inside.cp}, ep: {inside.ep}}}: the islands of "
+                "train.backend=diloco have no tensor, context or expert parallelism: use replicate and shard only"
             )
 
     def conflicts(self, cfg: Config) -> Iterable[str]:

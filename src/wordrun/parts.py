@@ -4,6 +4,7 @@ from wordrun.registry import register
 
 register("model", "gpt", "wordrun.config:GPTConfig", "wordrun.model.gpt:GPT")
 register("model", "llama", "wordrun.config:LlamaConfig", "wordrun.model.llama:Llama")
+register("model", "moe", "wordrun.config:MoEConfig", "wordrun.model.moe:MixtureOfExperts")
 register("model", "modern", "wordrun.config:ModernConfig", "wordrun.model.modern:Modern")
 register("model", "convnet", "wordrun.config_images:ConvNetConfig", "wordrun.model.images:ConvNet")
 register("model", "resnet", "wordrun.config_images:ResNetConfig", "wordrun.model.images:ResNet")

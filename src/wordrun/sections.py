@@ -33,7 +33,8 @@ class ModelConfig(Section):
     task: ClassVar[str] = EXAMPLES
     """The task that the model is for; that of the data must be the same."""
     divides: ClassVar[tuple[str, ...]] = ()
-    """How the model can be divided besides by examples: tp (its matrices), pp (its layers)."""
+    """How the model can be divided besides by examples: cp (its sequences), tp (its matrices), pp (its layers), ep (its
+    experts)."""
 
     name: str = "model"
     """Name of the preset; part of the run directory."""

@@ -23,6 +23,7 @@ SMALL = [
 ]  # fmt: skip
 GPT = ["model.bias=true"]
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56"]
+MOE = ["model=moe_debug", "model.n_kv_head=2", "model.n_hidden=24", "train.backend=FSDP"]
 MODERN = ["model=modern", "model.n_hidden=56", "model.ngram_rows=[30,20]", "model.value_layers=[0,3]"]
 # wordrun refuses these with an older torch, as test_compat.py shows.
 ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
@@ -41,6 +42,7 @@ RUNS = {
     ],
     4: [
         [*LLAMA, "train.backend=FSDP", "backend.replicate=2"],
+        [*MOE, "backend.ep=2"],
         [*GPT, "train.backend=FSDP", "backend.tp=2", "backend.reshard_after_forward=false"],
     ],
     8: [[*GPT, "train.backend=3D", f"backend.tp={TP}"]],

@@ -88,7 +88,7 @@ def save_run() -> SaveRun:
                 p.mul_(8) if p.dim() > 1 else p.add_(torch.linspace(-0.3, 0.3, len(p)))
         draft = folders.Draft(run, step)
         draft.begin(tokenizer.to_json())
-        own = [shards.shard_of(f"model.{name}", p) for name, p in model.named_parameters()]
+        own = [shards.shard_of(f"model.{name}", p) for name, p in model.weights()]
         shards.write(draft.path, own)
         shards.write_index(draft.path)
         draft.publish({

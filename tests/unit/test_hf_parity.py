@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from wordrun import model as models
-from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
-from wordrun.errors import ConfigError
+from wordrun.config import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
+from wordrun.errors import ConfigError, UserError
+from wordrun.model import pretrained
 from wordrun.model.huggingface import huggingface_config, match, to_huggingface, to_ours
 
 V = 61
@@ -145,3 +149,41 @@ def test_weights_of_another_model_are_refused(written: TransformerConfig, read: 
     with pytest.raises(ConfigError) as caught:
         from_huggingface(file, read)
     assert says in str(caught.value)
+
+
+EXPERTS = MoEConfig(**SHAPES, n_kv_head=2, qk_norm=True, n_hidden=24, n_experts=6, n_active=2, norm_eps=1e-6)
+
+
+@pytest.mark.parametrize("cfg", [EXPERTS, replace(EXPERTS, head_size=24, normalize_weights=False)], ids=["", "options"])
+@torch.no_grad()
+def test_experts_in_files_of_transformers(cfg: MoEConfig, tmp_path: Path) -> None:
+    """Its model joins matrices that its files have separately, so files are compared, in both directions."""
+    torch.manual_seed(0)
+    options = transformers.AutoConfig.for_model(**huggingface_config(cfg, V))
+    theirs = transformers.AutoModelForCausalLM.from_config(options).eval()
+    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    for p in theirs.parameters():
+        p.add_(torch.empty_like(p).normal_(std=0.15))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = models.build(replace(cfg, name="qwen3_30b_a3b"), V).eval()
+    weights = pretrained.open_weights(tmp_path / "theirs", cfg, V)
+    assert ours.load_state_dict(dict(weights), strict=False).unexpected_keys == []
+    tokens = torch.randint(V, (2, cfg.block_size), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/config.json").write_text(json.dumps(huggingface_config(cfg, V)))
+    save_file(to_huggingface(ours.state_dict(), cfg), tmp_path / "ours/model.safetensors", {"format": "pt"})
+    again, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(loading.values())
+    assert again.eval()(tokens).logits.equal(expected)
+
+
+def test_what_qwen3_moe_lacks_is_not_exported() -> None:
+    model = models.build(EXPERTS, V)
+    model.routers[0].bias[1] = 0.001
+    with pytest.raises(UserError, match=r"no biases for the router.* trained with model\.balance_rate=0"):
+        to_huggingface(model.state_dict(), EXPERTS)
+    with pytest.raises(UserError, match=r"trained with model\.qk_norm=true model\.n_shared=0"):
+        huggingface_config(replace(EXPERTS, qk_norm=False, n_shared=1), V)

@@ -109,7 +109,8 @@ def two_steps(figures: Meter, clock: Clock) -> dict[str, float]:
 
 
 def test_a_line_has_the_names_of_the_legend(alone: Clock) -> None:
-    assert {*two_steps(meter(), alone), "val_loss", "val_NAME"} == set(LEGEND)
+    of_others = {"val_loss", "val_NAME", "expert_load", "expert_load_max"}
+    assert {*two_steps(meter(), alone), *of_others} == set(LEGEND)
 
 
 def test_rates_fit_each_other(alone: Clock) -> None:

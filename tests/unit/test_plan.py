@@ -26,6 +26,7 @@ from wordrun.config import (
     GPTConfig,
     LlamaConfig,
     ModernConfig,
+    MoEConfig,
     OptimizerConfig,
     TransformerConfig,
 )
@@ -55,6 +56,7 @@ SHAPES: dict[str, TransformerConfig] = {
     ),
     "deep llama": LlamaConfig(n_layer=6, n_head=2, n_embd=64, n_hidden=176, block_size=256, batch_size=2, dropout=0.1),
     "modern": ModernConfig(n_layer=3, n_head=4, n_embd=128, block_size=128, batch_size=4, ngram_rows=[500]),
+    "experts": MoEConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128, batch_size=4, n_shared=1),
 }  # fmt: skip
 
 
@@ -147,7 +149,19 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nano", "gpt2", "gpt2_xl", "llama_debug", "llama3_8b", "llama3_1b", "qwen3_0_6b", "gemma3_1b", "modern"]
+    "name",
+    [
+        "nano",
+        "gpt2",
+        "gpt2_xl",
+        "llama_debug",
+        "llama3_8b",
+        "llama3_1b",
+        "qwen3_0_6b",
+        "gemma3_1b",
+        "modern",
+        "moe_debug",
+    ],
 )
 def test_parameters_are_those_of_the_model(name: str) -> None:
     cfg = compose([f"model={name}"])
@@ -164,7 +178,8 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [["model=nano"], ["model=nano", "model.bias=true"], ["model=gpt2"], ["model=llama_debug"], ["model=llama3_1b"],
-     ["model=qwen3_0_6b"], ["model=gemma3_1b"]],
+     ["model=qwen3_0_6b"], ["model=gemma3_1b"],
+     ["model=qwen3_30b_a3b"], ["model=moe_debug"]],
     ids=" ".join,
 )  # fmt: skip
 def test_shapes_by_arithmetic_are_those_of_the_model(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
 from wordrun.checks import context_attention
 from wordrun.config import FSDPConfig
-from wordrun.dist.mesh import AXES
+from wordrun.dist.mesh import AXES, EXPERT_AXES
 from wordrun.model import Transformer
 from wordrun.model.context import Context
 
@@ -40,7 +40,11 @@ class FSDPBackend(NativeBackend):
         self.options = options
         shape = spec.layout.of_parameters.shape
         self.mesh = spec.mesh or init_device_mesh(spec.device.type, shape, mesh_dim_names=AXES)
-        splitter = split.Splitter(spec, self.mesh, options)
+        self.experts_mesh = None
+        if spec.layout.ep > 1:
+            at = spec.layout.of_experts
+            self.experts_mesh = init_device_mesh(spec.device.type, at, mesh_dim_names=EXPERT_AXES)
+        splitter = split.Splitter(spec, self.mesh, options, self.experts_mesh)
         self.sharded = splitter.sharded
         super().__init__(spec, [splitter.build(layers) for layers in stages])
         self.context = self._context(spec)
@@ -99,7 +103,7 @@ class FSDPBackend(NativeBackend):
 
     def total_norm(self) -> Tensor:
         """Return the gradient norm of the full model."""
-        return split.total_norm(self.gradients(), self.mesh, self.device)
+        return split.total_norm(self.gradients(), self.mesh, self.device, self.experts_mesh)
 
     def holders(self) -> Any:
         """Return the process group of the ranks along shard and tp or, if there are none, along replicate."""

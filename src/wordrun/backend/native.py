@@ -18,7 +18,7 @@ from wordrun import compat
 from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked
 from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.transforms import compile_rest
+from wordrun.backend.transforms import compile_module, compile_rest
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
@@ -97,6 +97,8 @@ class NativeBackend:
         self.complete_gradients()
         clock.lap("communication")
         self._average_buffers()
+        for part in self.parts:
+            part.complete_step(self._add_up)
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
         for call in self.on_gradients:
@@ -183,9 +185,16 @@ class NativeBackend:
     @torch.no_grad()
     def _average_buffers(self) -> None:
         """Average buffers that depend on each rank's data, such as BatchNorm's running statistics."""
+        if not all(part.averages_buffers for part in self.parts):
+            return
         buffers = [buffer for _, buffer in self.buffers() if buffer.is_floating_point()]
         for group in self.buffer_groups() if buffers else ():
             average(buffers, group)
+
+    def _add_up(self, tensor: Tensor) -> None:
+        """Add up ``tensor`` over the ranks that hold the same buffers, in place."""
+        for group in self.buffer_groups():
+            dist.all_reduce(tensor, group=group)
 
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
         """Return this rank's shards of trained parameters and persistent buffers, by their names in a checkpoint."""
@@ -312,7 +321,7 @@ class NativeBackend:
             if on:
                 compile_rest(part, self.compile_scope)
                 for block in blocks:
-                    block.compile()
+                    compile_module(block)
                 continue
             part.compile_loss(on=False)
             for module in (part, *blocks):

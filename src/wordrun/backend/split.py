@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from wordrun.backend.base import BackendSpec
@@ -21,6 +22,8 @@ from wordrun.backend.transforms import prepare_block, prepare_rest
 from wordrun.config import FSDPConfig
 from wordrun.errors import ConfigError
 from wordrun.model import Model
+from wordrun.model.exchange import Exchange
+from wordrun.model.moe import Experts
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Splitter:
     spec: BackendSpec
     mesh: DeviceMesh
     options: FSDPConfig
+    experts_mesh: DeviceMesh | None = None
+    """The mesh of the experts, if ranks divide them."""
 
     @property
     def sharded(self) -> bool:
@@ -58,9 +63,12 @@ class Splitter:
         for at, (key, block) in enumerate(model.blocks.named_children()):
             self._fill(model, block, f"blocks.{key}.")
             self._split(block, inside)
+            if self.experts_mesh is not None:
+                for experts in [module for module in block.modules() if isinstance(module, Experts)]:
+                    self._divide(experts, self.experts_mesh)
             prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg)
             if self.sharded:
-                self._shard(block)
+                self._shard(block, self.mesh)
         for name, child in model.named_children():
             if child is not model.blocks:
                 self._fill(model, child, f"{name}.")
@@ -70,7 +78,7 @@ class Splitter:
         model.tie()  # splitting untied the parameters
         prepare_rest(model, spec.cfg)
         if self.sharded:
-            self._shard(model)
+            self._shard(model, self.mesh)
             self._prefetch([block for block in model.blocks.children() if isinstance(block, FSDPModule)])
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]
@@ -85,9 +93,17 @@ class Splitter:
             # Every rank has drawn the same values and keeps its own shard, so nothing has to be sent.
             parallelize_module(module, self.mesh["tp"], plan, src_data_rank=None)
 
-    def _shard(self, module: nn.Module) -> None:
+    def _divide(self, experts: Experts, mesh: DeviceMesh) -> None:
+        """Keep this rank's experts, sharded over the ranks that have the same ones."""
+        for layer in (experts.gate, experts.up, experts.proj):
+            mine = distribute_tensor(layer.weight.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+            layer.weight = nn.Parameter(mine)
+        experts.divide_experts(Exchange(mesh.get_group("ep"), mesh["ep"].size()))
+        self._shard(experts, mesh, "expert_shard")
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, axis: str = "shard") -> None:
         spec, options = self.spec, self.options
-        mesh = self.mesh["replicate", "shard"] if spec.layout.replicate > 1 else self.mesh["shard"]
+        mesh = mesh["replicate", axis] if spec.layout.replicate > 1 else mesh[axis]
         precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
         if spec.dtype != torch.float32:
             precision = MixedPrecisionPolicy(spec.dtype, TORCH_DTYPES[options.reduce_dtype])
@@ -99,11 +115,12 @@ class Splitter:
             module.set_force_sum_reduction_for_comms(True)  # gloo in torch 2.8 sums instead of averaging
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
-        """Make each block prefetch the parameters of the next blocks, in both passes."""
+        """Make each block prefetch the parameters of the next blocks, with their experts, in both passes."""
         ahead = self.options.prefetch
+        units = [[unit for unit in block.modules() if isinstance(unit, FSDPModule)] for block in blocks]  # type: ignore[attr-defined]
         for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+            block.set_modules_to_forward_prefetch([*chain(*units[i + 1 : i + 1 + ahead])])
+            block.set_modules_to_backward_prefetch([*chain(*units[max(0, i - ahead) : i][::-1])])
 
 
 def check_shared(model: Model) -> None:
@@ -130,13 +147,16 @@ def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+def total_norm(
+    gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torch.device, experts_mesh: DeviceMesh | None = None
+) -> torch.Tensor:
     """Return the gradient norm of the full model, the same on every rank.
 
     Args:
         gradients: this rank's shards; each gradient is included by one pipeline stage only.
         mesh: mesh of all ranks.
         device: device used for communication.
+        experts_mesh: mesh of the experts, if ranks divide them.
     """
     shards: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -147,12 +167,14 @@ def total_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torc
         shards.setdefault(axes, []).append(local(gradient))
     total = torch.zeros((), device=device)
     # In the same order on every rank, even where some of these kinds are missing.
-    for axes in (("shard", "tp"), ("shard",), ("tp",), ()):
+    of_experts = [("expert_shard", "ep")] if experts_mesh else []
+    for axes in (*of_experts, ("shard", "tp"), ("shard",), ("tp",), ()):
+        over = experts_mesh if axes in of_experts and experts_mesh else mesh
         # Of no tensors, torch's norm is on the CPU, and copying it would wait for the device.
         squares = nn.utils.get_total_norm(shards[axes]).to(device) ** 2 if axes in shards else torch.zeros_like(total)
         for axis in axes:
-            if mesh[axis].size() > 1:
-                dist.all_reduce(squares, group=mesh.get_group(axis))
+            if over[axis].size() > 1:
+                dist.all_reduce(squares, group=over.get_group(axis))
         total += squares
     if mesh["pp"].size() > 1:
         dist.all_reduce(total, group=mesh.get_group("pp"))

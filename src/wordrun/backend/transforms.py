@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
@@ -31,9 +31,15 @@ def compile_rest(model: Model, scope: str) -> None:
     """Compile what is outside the blocks or, if ``scope`` is "model", the complete ``model``."""
     model.compile_loss()
     if scope == "model":
-        for name in model.uncompiled:
-            setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
-        model.compile()
+        compile_module(model)
+
+
+def compile_module(module: nn.Module) -> None:
+    """Compile ``module``, except for what the modules in it want to leave uncompiled."""
+    for each in module.modules():
+        if hasattr(each, "leave_uncompiled"):
+            each.leave_uncompiled()  # type: ignore[operator]
+    module.compile()
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:
@@ -47,7 +53,7 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
     if cfg.train.activation_offload:
         block.forward = offloaded(block.forward, block)
     if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
-        block.compile()  # per block: they are alike, so torch compiles only one
+        compile_module(block)  # per block: they are alike, so torch compiles only one
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -15,6 +15,8 @@ from wordrun.errors import ConfigError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """Outermost first."""
+EXPERT_AXES = ("pp", "replicate", "expert_shard", "ep", "tp")
+"""The axes along which the parameters of experts are divided; ep is part of shard and cp."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Layout:
     """Ranks over which each matrix product is split."""
     islands: int = 1
     """Groups of copies that take steps by themselves: consecutive parts of the replicate axis."""
+    ep: int = 1
+    """Of the ranks along shard and cp, those among which the experts are divided; not an axis of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,12 +64,24 @@ class Layout:
         return replace(self, replicate=self.replicate // self.islands, islands=1)
 
     @property
+    def expert_shard(self) -> int:
+        """Number of ranks over which the parameters of the same experts are sharded."""
+        return self.shards // self.ep
+
+    @property
+    def of_experts(self) -> tuple[int, ...]:
+        """The sizes in the order of ``EXPERT_AXES``: the same ranks as the parameters of experts see them."""
+        return tuple(getattr(self, axis) for axis in EXPERT_AXES)
+
+    @property
     def dp(self) -> int:
         """Number of data-parallel ranks."""
         return self.replicate * self.shard
 
     def stride(self, axis: str) -> int:
-        """Return the difference in rank of neighbours along ``axis``."""
+        """Return the difference in rank of neighbours along ``axis``, also of ``EXPERT_AXES``."""
+        if axis in ("expert_shard", "ep"):
+            return self.tp * (self.ep if axis == "expert_shard" else 1)
         return math.prod(self.shape[AXES.index(axis) + 1 :])
 
     def index(self, rank: int, axis: str) -> int:
@@ -84,7 +100,8 @@ class Layout:
         return range(first, first + size * stride, stride)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        axes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        return f"{axes}, ep {self.ep}" if self.ep > 1 else axes
 
 
 def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:

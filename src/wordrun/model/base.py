@@ -69,6 +69,8 @@ class Model(nn.Module):
 
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one; a model without them is sharded as a whole."""
+    averages_buffers = True
+    """Whether persistent buffers of floating-point numbers depend on a rank's data, to be averaged after each step."""
     compiled_loss = False
     """Whether to compute the loss by a compiled function, if the model has one."""
     uncompiled: tuple[str, ...] = ()
@@ -113,6 +115,23 @@ class Model(nn.Module):
             outputs: what ``forward`` returned when ``losses`` called it.
         """
         return {}
+
+    def complete_step(self, add_up: Callable[[Tensor], None]) -> None:
+        """Use what the passes of a step have counted; every rank calls this once, after the last backward pass.
+
+        Args:
+            add_up: adds up a tensor over all ranks with the same parts of the model, in place.
+        """
+
+    def loads(self) -> Tensor | None:
+        """Return the load of each expert in the last step relative to the mean of its block, (blocks, experts); None:
+        there are no experts."""
+        return None
+
+    def leave_uncompiled(self) -> None:
+        """Prepare for being compiled as a whole; any module that is compiled may have this method."""
+        for name in self.uncompiled:
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
     def logits_at(self, tokens: Tensor, at: int, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the logits (B, V) at position ``at`` of ``tokens`` (B, T), for models of text.
@@ -168,6 +187,10 @@ class Model(nn.Module):
         yield from self.named_parameters()
         persistent = self.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in persistent)
+
+    def num_active_parameters(self) -> int:
+        """Return the number of parameters that each example uses."""
+        return self.num_parameters()
 
     def num_parameters(self) -> int:
         """Return the number of parameters; shared ones count once."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig, value_text
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig, value_text
 from wordrun.errors import UserError
-from wordrun.model import lora, meta_model
+from wordrun.model import experts, lora, meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 
 GPT2_NAMES = {
@@ -35,6 +35,10 @@ GEMMA_NAMES = {
     **LLAMA_NAMES, "post_norm_1": "post_attention_layernorm",
     "norm_2": "pre_feedforward_layernorm", "post_norm_2": "post_feedforward_layernorm",
 }  # fmt: skip
+MOE_NAMES = LLAMA_NAMES | {
+    "mlp.router": "mlp.gate", "mlp.experts.gate": "mlp.experts.gate_proj", "mlp.experts.up": "mlp.experts.up_proj",
+    "mlp.experts.proj": "mlp.experts.down_proj",
+}  # fmt: skip
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
 
@@ -52,8 +56,14 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: TransformerConfig) -> dict[
 
     GPT2LMHeadModel always has biases; any that our model lacks are set to 0.
     """
-    result = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in state.items():
+        if name.endswith(experts.BIAS):
+            experts.check_bias(tensor)
+            continue
+        if ".experts." in name and isinstance(cfg, MoEConfig):
+            result |= experts.split(_their_name(name, cfg), tensor, cfg.n_experts)
+            continue
         result[_their_name(name, cfg)] = _to_theirs(name, tensor, cfg)
         if isinstance(cfg, GPTConfig) and not cfg.bias and ("blocks." in name or name == "norm.weight"):
             bias = name.removesuffix("weight") + "bias"
@@ -86,7 +96,8 @@ def match(
         copy = found.setdefault("lm_head.weight", embedding)
         if copy != embedding and not theirs[copy].equal(theirs[embedding]):
             problems.append(f"lm_head.weight is not the embedding in the checkpoint, but it is in model={cfg.name}")
-    wanted = {_their_name(name, cfg): (name, ours) for name, ours in model.state_dict().items()}
+    state = {name: ours for name, ours in model.state_dict().items() if not name.endswith(experts.BIAS)}
+    wanted = {_their_name(name, cfg): (name, ours) for name, ours in state.items()}
     problems += [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - found.keys()]
     problems += [f"the checkpoint has {name}, but model={cfg.name} does not" for name in found.keys() - wanted.keys()]
     names = {}
@@ -145,6 +156,15 @@ def _describe_gemma(cfg: LlamaConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _describe_moe(cfg: MoEConfig) -> dict[str, Any]:
+    return {
+        **_describe_llama(cfg), "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": cfg.n_hidden, "num_experts": cfg.n_experts, "num_experts_per_tok": cfg.n_active,
+        "norm_topk_prob": cfg.normalize_weights, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "router_aux_loss_coef": cfg.balance_loss,
+    }  # fmt: skip
+
+
 def adapter(additions: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return LoRA's additions as peft's adapter_config.json and adapter_model.safetensors hold them.
 
@@ -184,6 +204,7 @@ class Architecture:
 ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
     GPTConfig: Architecture(GPT2_NAMES, _describe_gpt2, transposed=True),
     LlamaConfig: Architecture(LLAMA_NAMES, _describe_llama),
+    MoEConfig: Architecture(MOE_NAMES, _describe_moe),
 }
 GEMMA = Architecture(GEMMA_NAMES, _describe_gemma, norm_offset=1.0)
 _GEMMA_PARTS = frozenset({"qk_norm", "gate", "post_norm", "embed_scale"})
@@ -237,6 +258,17 @@ def architecture(cfg: TransformerConfig) -> Architecture:
         cfg_type: type[TransformerConfig] = LlamaConfig
     else:
         cfg_type = type(cfg)
+    if isinstance(cfg, MoEConfig):
+        theirs = {
+            "qk_norm": True, "qkv_bias": False, "n_shared": 0, "router": "softmax", "gate": "silu", "window": None,
+            "post_norm": False, "embed_scale": False,
+        }  # fmt: skip
+        words = [f"model.{key}={value_text(value)}" for key, value in theirs.items() if getattr(cfg, key) != value]
+        if words:
+            raise UserError(
+                f"transformers' Qwen3-MoE is not model={cfg.name}: form=checkpoint exports it, and to transformers "
+                f"only a model trained with {' '.join(words)}"
+            )
     if isinstance(cfg, LlamaConfig):
         kind = family(cfg)
         if kind is None:

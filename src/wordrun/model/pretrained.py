@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig, value_text
+from wordrun.config import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig, value_text
 from wordrun.errors import ConfigError, UserError, first_line, unpickling_problem
-from wordrun.model import mup
+from wordrun.model import experts, mup
 from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 
 KINDS = {
     "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),
     "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"), "qwen2": (LlamaConfig, "Qwen2.5", "llama_debug"),
+    "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"),
     "mistral": (LlamaConfig, "Mistral", "mistral_7b"), "gemma3_text": (LlamaConfig, "Gemma 3", "gemma3_1b"),
 }  # fmt: skip
 """transformers' model types mapped to our options class, a display name and a preset."""
@@ -81,7 +82,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
         ConfigError: the weights belong to a different model; the message lists all differences.
         UserError: there are no weights, or a file is damaged.
     """
-    files, shapes = open_files(folder)
+    files, shapes = experts.join(*open_files(folder))
     described = replace(cfg, vocab_size=cfg.vocab_size or vocab_size)
     problems: list[str] = []
     words: list[str] = []
@@ -176,19 +177,31 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     shared = facts.get("num_key_value_heads") or n_head
     model = facts["model_type"]
     head_size = facts.get("head_dim") or (128 if model == "qwen3" else width // n_head)
-    cfg = LlamaConfig(
+    options_of: type[LlamaConfig] = LlamaConfig
+    mixture: dict[str, Any] = {}
+    if model == "qwen3_moe":
+        options_of = MoEConfig
+        mixture = {
+            "n_experts": facts.get("num_local_experts") or facts["num_experts"],  # transformers 5, and older versions
+            "n_active": facts["num_experts_per_tok"],
+            "normalize_weights": facts.get("norm_topk_prob", False),
+        }  # fmt: skip
+    cfg = options_of(
         n_layer=facts["num_hidden_layers"], n_head=n_head, n_kv_head=None if shared == n_head else shared,
-        head_size=None if head_size * n_head == width else head_size, qk_norm=model == "qwen3",
+        head_size=None if head_size * n_head == width else head_size, qk_norm=model in ("qwen3", "qwen3_moe"),
         qkv_bias=model == "qwen2", n_embd=width, window=facts.get("sliding_window") if model == "mistral" else None,
-        n_hidden=facts["intermediate_size"], vocab_size=facts["vocab_size"],
+        n_hidden=facts["moe_intermediate_size" if mixture else "intermediate_size"], vocab_size=facts["vocab_size"],
         block_size=facts.get("max_position_embeddings", 2048), rope_theta=theta, rope_factor=factor,
         norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
+        **mixture,
     )  # fmt: skip
     only: dict[str, Any] = {
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "use_sliding_window": False,
+        **({"decoder_sparse_step": 1} if mixture else {}),
+        **({"mlp_only_layers": []} if facts.get("mlp_only_layers") else {}),
     }
     return cfg, only | ({name: unknown} if unknown else {})
 
@@ -248,9 +261,12 @@ def differences(
     """
     _, name, preset = KINDS[kind]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
-    free = ("name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", *mup.FIELDS)
+    free = (
+        "name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", *mup.FIELDS,
+        "balance_rate", "balance_loss",
+    )  # fmt: skip
     for option in free:
-        del options[option]
+        options.pop(option, None)
     if type(described) is not type(cfg):
         words = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]
         return [f"{folder} holds a {name}, which model={cfg.name} is not"], words

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig, checkpointing_of
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig, checkpointing_of
 from wordrun.kernels import CHUNK, LARGE, keeps_weights
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
@@ -74,6 +74,7 @@ def _gpt(cfg: GPTConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
 
 @saved_tensors.register(LlamaConfig)
 @saved_tensors.register(ModernConfig)
+@saved_tensors.register(MoEConfig)
 def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     C, width, hidden = cfg.n_embd, cfg.attention_width(), cfg.n_hidden
     shared = width * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
@@ -86,6 +87,8 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
         *[SavedTensor(hidden)] * 2,  # SiLU of the gate, and its product with up
     ]
     mlp = _two_layers(cfg) if isinstance(cfg, ModernConfig) and cfg.mlp != "swiglu" else gated
+    if isinstance(cfg, MoEConfig):
+        mlp = _experts(cfg)
     # What is added to the residual stream, if a norm needs it for its backward pass.
     added = [SavedTensor(C, matmul=True, needed=cfg.post_norm), *(norm * cfg.post_norm)]
     windows = [SavedTensor(width)] if min(cfg.attention_spans()) < cfg.block_size else []
@@ -104,6 +107,19 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
         *mlp,
         *added,  # the projection
         *_attention(cfg, on_cpu=on_cpu, bf16=bf16),
+    ]
+
+
+def _experts(cfg: MoEConfig) -> list[SavedTensor]:
+    """Return what a mixture of experts saves, if each rank's experts get as many tokens as the rank has."""
+    C, E, K, hidden, shared = cfg.n_embd, cfg.n_experts, cfg.n_active, cfg.n_hidden, cfg.n_shared * cfg.n_hidden
+    return [
+        SavedTensor(C, readers=2 if shared else 1),  # norm output, for the router and the shared expert
+        SavedTensor(E + 12 * K, dtype="fp32"),  # scores, weights, and 64-bit numbers of experts and of tokens
+        SavedTensor(K * C),  # the tokens of each expert
+        *[SavedTensor(K * hidden + shared, matmul=True)] * 2,  # gate and up
+        *[SavedTensor(K * hidden + shared)] * 2,  # SiLU of the gate, and its product with up
+        SavedTensor(K * C, matmul=True),  # the projection, for the weighted sum
     ]
 
 

@@ -91,6 +91,8 @@ class Planner:
         # A plan does not require DeepSpeed to be installed, so check the batch as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
         checks.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
+        if backend.own_engine and isinstance(cfg.model, config.MoEConfig):
+            raise ConfigError(checks.no_experts(cfg.model))
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:
@@ -116,6 +118,9 @@ class Planner:
         single |= {"FSDP, ZeRO-3": FSDPConfig()}
         if self.hardware.nodes > 1 and self.hardware.per_node > 1:
             single |= {"FSDP within nodes": FSDPConfig(replicate=-1, shard=self.hardware.per_node)}
+        if isinstance(self.cfg.model, config.MoEConfig):
+            ranks = math.gcd(self.cfg.model.n_experts, self.hardware.per_node)
+            single |= {"FSDP, experts over a node": FSDPConfig(ep=ranks)} if ranks > 1 else {}
         single |= {"FSDP, offload": FSDPConfig(cpu_offload=True)}
         single |= {f"ZeRO-{stage}": DeepSpeedConfig(stage=stage) for stage in (1, 2, 3)}
         single |= {"ZeRO-2, offload": DeepSpeedConfig(stage=2, offload_optimizer=True)}

@@ -114,6 +114,9 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     buffers = 0.0
     if strategy.compute < FP32:  # autocast keeps a copy of each matrix product's factors
         factors = [each for each in [*model.block * len(model.layers), *model.last] if each.matmul]
+        if checkpointing != "none":  # those of experts are saved for the backward pass instead
+            experts = [each for each in model.block if each.expert]
+            factors = [*experts, *(each for each in factors if not each.expert)]
         buffers += strategy.compute * numel(factors)
     # Else gradients are views of the buckets. One process has no buckets.
     separate = strategy.gas > 1 or not options.gradient_as_bucket_view
@@ -127,16 +130,18 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     )  # fmt: skip
 
 
-def _optimizer_state(strategy: Strategy, shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1) -> float:
+def _optimizer_state(
+    strategy: Strategy, shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1, ep: int = 1
+) -> float:
     """Return the bytes of fp32 optimizer state, and of hooks.ema, for a rank's shards of parameters of ``shapes``."""
-    optimizer, count = strategy.cfg.optimizer, numel(shapes, tp, shard)
+    optimizer, count = strategy.cfg.optimizer, numel(shapes, tp, shard, ep)
     average = FP32 * count if "ema" in strategy.cfg.hooks else 0
     adamw = FP32 * (2 * count + len(shapes))  # two moments, and a step count for each tensor
     if optimizer.name == "adamw":
         return average + adamw
     if isinstance(optimizer, config.MuonConfig):
         hidden = [each for each in shapes if each.hidden]
-        return average + adamw - FP32 * (numel(hidden, tp, shard) + len(hidden))
+        return average + adamw - FP32 * (numel(hidden, tp, shard, ep) + len(hidden))
     if isinstance(optimizer, config.SGDConfig):
         return average + (FP32 * count if optimizer.momentum else 0)
     if isinstance(optimizer, config.LionConfig):
@@ -170,7 +175,7 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, chec
 def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
     """Fully sharded, with one unit per block and one for the rest."""
     at, gas, reshard = strategy.layout, strategy.gas, options.reshard_after_forward
-    root, block = numel(model.outside_blocks(model.layers), at.tp), numel(model.block, at.tp)
+    root, block = numel(model.outside_blocks(model.layers), at.tp), numel(model.block, at.tp, ep=at.ep)
     blocks = len(model.layers)
     # The current unit, the prefetched ones, and the buffer the newest one is copied from.
     gathered = _gathered_size(strategy) * (root + (min(blocks, 2 + options.prefetch) if reshard else blocks) * block)
@@ -238,9 +243,9 @@ def _gathered_size(strategy: Strategy) -> int:
 def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig, stages: Stages) -> dict[str, Any]:
     """Return the bytes of a rank's parameters, gradients and optimizer state, and how much is in host memory."""
     shapes = [each for layers in stages for each in model.stage(layers)]
-    count = numel(shapes, strategy.layout.tp, strategy.layout.shards)
-    size = float(FP32 * count)
-    optimizer = _optimizer_state(strategy, shapes, strategy.layout.tp, strategy.layout.shards)
+    at = strategy.layout
+    size = float(FP32 * numel(shapes, at.tp, at.shards, at.ep))
+    optimizer = _optimizer_state(strategy, shapes, at.tp, at.shards, at.ep)
     states = {"parameters": size, "gradients": size, "optimizer": optimizer}
     return _offload(states, states if options.cpu_offload else (), strategy)
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, MoEConfig, TransformerConfig
 from wordrun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,19 +38,26 @@ class ParameterShape:
     """Whether it has gradients."""
     hidden: bool = False
     """Whether it is a hidden matrix, see ``Model.matrices``."""
+    expert: bool = False
+    """Whether it holds the matrices of all experts, of which a token uses a few."""
 
-    def numel(self, tp: int = 1, shard: int = 1) -> int:
-        """Return the number of elements in the first rank's shard, the largest: torch shards by whole rows."""
+    def numel(self, tp: int = 1, shard: int = 1, ep: int = 1) -> int:
+        """Return the number of elements in the first rank's shard, the largest: torch shards by whole rows.
+
+        Experts are divided among ``ep`` of the ``shard`` ranks first, also where parameters are gathered (``shard=1``).
+        """
         shape = list(self.shape)
+        if self.expert:
+            shape[0], shard = math.ceil(shape[0] / ep), max(1, shard // ep)
         if self.tp_dim is not None:
             shape[self.tp_dim] = math.ceil(shape[self.tp_dim] / tp)
         shape[0] = math.ceil(shape[0] / shard)
         return math.prod(shape)
 
 
-def numel(shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1) -> int:
+def numel(shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1, ep: int = 1) -> int:
     """Return the total number of elements in a rank's shards."""
-    return sum(each.numel(tp, shard) for each in shapes)
+    return sum(each.numel(tp, shard, ep) for each in shapes)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,12 @@ class ModelShapes:
     def parameters(self) -> int:
         """Number of parameters of the complete model; tied ones count once."""
         return numel(self.stage(self.layers))
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that a token uses."""
+        experts = numel([each for each in self.block if each.expert])
+        return self.parameters - round(len(self.layers) * experts * (1 - self.cfg.active_share()))
 
     @property
     def largest_layer(self) -> tuple[str, int]:
@@ -149,6 +162,7 @@ def _gpt(cfg: GPTConfig, V: int) -> ModelShapes:
     return ModelShapes(cfg, V, first, [*norm, *attention, *norm, *mlp], [*norm, *head], tied=head)
 
 
+@known_shapes.register(MoEConfig)
 @known_shapes.register(LlamaConfig)
 def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
     C, width, hidden, norm = cfg.n_embd, cfg.attention_width(), cfg.n_hidden, [ParameterShape((cfg.n_embd,))]
@@ -157,9 +171,20 @@ def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
     attention = [each for rows in (width, shared, shared) for each in _linear(rows, C, 0, cfg.qkv_bias)]
     attention += [*_linear(C, width, 1), *([ParameterShape((head_size,))] * 2 if cfg.qk_norm else [])]
     mlp = [*_linear(hidden, C, 0), *_linear(hidden, C, 0), *_linear(C, hidden, 1)]
+    if isinstance(cfg, MoEConfig):
+        mlp = _experts(cfg)
     head = [_head(V, C)]
     block = [*norm, *attention, *norm, *mlp, *(norm * 2 if cfg.post_norm else [])]
     return ModelShapes(cfg, V, [ParameterShape((V, C), 0)], block, [*norm, *head], tied=head if cfg.tie else [])
+
+
+def _experts(cfg: MoEConfig) -> list[ParameterShape]:
+    """Return the router, the experts and the shared expert of a block, which tensor parallelism does not divide."""
+    C, E, shared = cfg.n_embd, cfg.n_experts, cfg.n_shared * cfg.n_hidden
+    sizes = [(E * cfg.n_hidden, C), (E * cfg.n_hidden, C), (E * C, cfg.n_hidden)]
+    experts = [ParameterShape(size, matmul=True, hidden=True, expert=True) for size in sizes]
+    gated = [ParameterShape(size, matmul=True, hidden=True) for size in ((shared, C), (shared, C), (C, shared))]
+    return [ParameterShape((E, C)), *experts, *(gated if shared else [])]
 
 
 def _linear(outputs: int, inputs: int, tp_dim: int, bias: bool = False) -> list[ParameterShape]:
@@ -184,7 +209,7 @@ def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[Par
             shapes.append(
                 ParameterShape(
                     tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad,
-                    f"{path}.{name}" in matrices,
+                    f"{path}.{name}" in matrices, ".experts." in path,
                 )
             )  # fmt: skip
     return shapes

@@ -43,6 +43,7 @@ def as_json(report: Report) -> str:
     content = {
         "model": planner.cfg.model.name,
         "parameters": planner.model.parameters,
+        "active_parameters": planner.model.active_parameters,
         "largest_layer": {"name": name, "parameters": layer},
         "vocabulary": {"size": planner.model.vocab_size, "why": report.vocabulary_source},
         "dtype": planner.cfg.train.dtype,
@@ -61,7 +62,7 @@ def _row(row: Estimate | Unavailable) -> dict[str, Any]:
     return {
         "name": strategy.name,
         "overrides": strategy.overrides,
-        "layout": _layout(strategy),
+        "layout": {**_layout(strategy), "ep": strategy.layout.ep},
         "fits_with": row.fits,
         "bubble": bubble(strategy),
         "seconds_per_step": row.seconds,
@@ -74,9 +75,10 @@ def show(screen: Console, report: Report) -> None:
     planner, advice, hardware = report.planner, report.advice, report.planner.hardware
     model, train = planner.model, planner.cfg.train
     name, layer = model.largest_layer
+    active = f", {_count(model.active_parameters)} of them active," if model.cfg.active_share() < 1 else ""
     screen.print(
-        f"{planner.cfg.model.name}: {_count(model.parameters)} parameters in {model.cfg.n_layer} blocks; the largest "
-        f"layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
+        f"{planner.cfg.model.name}: {_count(model.parameters)} parameters{active} in {model.cfg.n_layer} blocks; the "
+        f"largest layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
     )
     nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.per_node}"
     screen.print(
@@ -117,6 +119,7 @@ def _table(screen: Console, report: Report) -> Table:
         saved = [row.memory[kind].activations for kind in ("none", "selective", "full")]
         figures = [need.parameters, need.gradients, need.optimizer, *saved, need.logits, need.buffers, need.total]
         layout = " x ".join(f"{axis} {n}" for axis, n in _layout(row.strategy).items() if n > 1) or "1"
+        layout += f", ep {row.strategy.layout.ep}" if row.strategy.layout.ep > 1 else ""
         cells = [row.strategy.name, layout, *map(_gib, figures), fits, _gib(need.sent)]
         cells += ["" if row.seconds is None else f"{row.seconds:.3g}", _bubbles(row.strategy)]
         table.add_row(*cells, style=None if row.fits == configured else "dim")

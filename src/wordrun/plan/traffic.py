@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from wordrun.checks import context_attention
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
+from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, MoEConfig, PPConfig
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel
 from wordrun.plan.strategy import FP32, Strategy, on_island, stages_of
 
@@ -73,6 +73,7 @@ def _fsdp(options: FSDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: 
         *_sharding(model, strategy, options, stages, gathers, sums),
         *_tensor(model, strategy, stages),
         *context_traffic(model, strategy, stages),
+        *_experts(model, strategy),
     ]
 
 
@@ -123,8 +124,11 @@ def _sharding(
 ) -> list[Traffic]:
     """Return what is sent to gather parameters ``gathers`` times and to average gradients ``sums`` times."""
     at, size = strategy.layout, reduce_size(strategy, options)
-    count = sum(numel(model.stage(layers), at.tp) for layers in stages)
-    block, once = numel(model.block, at.tp), count * ring(1, at.shards)
+    count = sum(numel(model.stage(layers), at.tp, ep=at.ep) for layers in stages)
+    block, once = numel(model.block, at.tp, ep=at.ep), count * ring(1, at.shards)
+    if at.ep > 1:  # experts are gathered by fewer ranks
+        experts = sum(len(layers) for layers in stages) * numel([p for p in model.block if p.expert], ep=at.ep)
+        once -= experts * (ring(1, at.shards) - ring(1, at.expert_shard))
     return [
         Traffic("all_gather", at.shards, once * strategy.compute * gathers, block * strategy.compute),
         Traffic("reduce_scatter", at.shards, once * size * sums, block * size),
@@ -144,6 +148,18 @@ def _tensor(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traf
     size = strategy.tokens * model.cfg.n_embd * strategy.compute
     half = passes / 2 * ring(1, tp) * size * strategy.gas
     return [Traffic("all_gather", tp, half, size), Traffic("reduce_scatter", tp, half, size)]
+
+
+def _experts(model: ModelShapes, strategy: Strategy) -> list[Traffic]:
+    """Return what is sent so that tokens reach their experts and return, and their gradients do, if all get the same.
+
+    A token goes to each of its experts by itself.
+    """
+    at, cfg = strategy.layout, model.cfg
+    if at.ep == 1 or not isinstance(cfg, MoEConfig):
+        return []
+    size = strategy.tokens * cfg.n_active * cfg.n_embd * strategy.compute
+    return [Traffic("all_to_all", at.ep, 4 * strategy.gas * cfg.n_layer * ring(1, at.ep) * size, size)]
 
 
 def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | None = None) -> list[Traffic]:

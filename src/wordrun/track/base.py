@@ -42,6 +42,13 @@ LEGEND = {
     "tps": "tokens per second, all ranks; only for text, like tps_per_gpu and tokens",
     "tps_per_gpu": "tokens per second per rank",
     "mfu": "model FLOPs utilization: achieved share of the devices' peak FLOP/s [%]",
+    "expert_load_max": (
+        "with a mixture of experts: the most tokens that an expert got in this step, relative to the mean of its block"
+    ),
+    "expert_load": (
+        "the same for each expert of each block, as lists on a line of its own in metrics.jsonl; in a pipeline, of the "
+        "blocks of rank 0"
+    ),
     "spike_score": (
         "the highest score of a loss since the previous line: by how many standard deviations it was above the mean of "
         "the 128 steps before"
@@ -97,6 +104,9 @@ class Tracker:
     def log(self, metrics: dict[str, Any]) -> None:
         """Record one line of metrics with its ``step``; metrics that do not apply are None."""
         raise NotImplementedError
+
+    def log_lists(self, metrics: dict[str, Any]) -> None:
+        """Record a line of metrics that are lists, with its ``step``; only metrics.jsonl has them."""
 
     def sample(self, step: int, text: str) -> None:
         """Record a generated text."""

@@ -23,6 +23,10 @@ class JsonlTracker(Tracker):
     def _open(self) -> None:
         self._metrics = (self.run.path / "metrics.jsonl").open("a", encoding="utf-8")
 
+    def log_lists(self, metrics: dict[str, Any]) -> None:
+        """Append one JSON object."""
+        self.log(metrics)
+
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one JSON object; non-finite numbers become null, since JSON has no NaN."""
         try:

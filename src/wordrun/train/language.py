@@ -224,13 +224,14 @@ class LanguageTask(Task):
 
     def facts(self) -> dict[str, Any]:
         """Return the entries of run.json about the data and the model."""
-        corpus = self.corpus
+        corpus, active = self.corpus, self.meta_model.num_active_parameters()
         return {
             "data": {
                 "origin": corpus.origin, "banner": self.banner, "vocab_size": self.vocab_size,
                 "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
             },
             "parameters": self.meta_model.num_parameters(),
+            **({"active_parameters": active} if active < self.meta_model.num_parameters() else {}),
         }  # fmt: skip
 
     def fixed(self) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class Run:
                 self.trackers[name] = tracker  # one by one, because ``finish`` closes them if the next one fails
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
-                    tracker.replay(each_line(self.path))
+                    lines = each_line(self.path)
+                    tracker.replay(line for line in lines if not any(isinstance(each, list) for each in line.values()))
         except Exception as error:
             self.finish({}, f"{type(error).__name__}: {error}")
             raise
@@ -150,6 +151,10 @@ class Run:
                 load_beside()
             metrics = {name: _number(name, value) for name, value in metrics.items()}
         self._each("log", metrics)
+
+    def log_lists(self, metrics: dict[str, Any]) -> None:
+        """Add a line of metrics that are lists of numbers, with its ``step``, to metrics.jsonl alone."""
+        self._each("log_lists", metrics)
 
     def sample(self, step: int, text: str) -> None:
         """Pass a generated text to the trackers."""

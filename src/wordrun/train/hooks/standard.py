@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from wordrun.dist.collectives import all_max
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.runs.metrics import read
 from wordrun.train.checkpoint import SaveError
@@ -43,8 +45,14 @@ class Log(Hook):
         if not (due(state.step, train.log_interval) or state.step in (1, train.max_iters)):
             return
         metrics = trainer.meter.line(state)
+        loads = [found for part in trainer.backend.parts if (found := part.loads()) is not None]
+        if loads:  # in a pipeline, each rank has those of other blocks
+            metrics["expert_load_max"] = all_max(torch.cat(loads).max()).item()
         state.metrics.update(metrics)
         trainer.run.log(metrics)
+        if loads:
+            each = [[round(load, 3) for load in block] for block in torch.cat(loads).tolist()]
+            trainer.run.log_lists({"step": state.step, "expert_load": each})
         begun, since = self._start
         now = time.monotonic()
         left = (now - since) / (state.step - begun) * (train.max_iters - state.step) if state.step > begun + 1 else 0

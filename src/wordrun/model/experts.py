@@ -1,0 +1,62 @@
+"""The weights of experts in Hugging Face's files, which have the matrices of each expert separately."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from wordrun.errors import UserError
+from wordrun.model.base import LazyWeights
+
+ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
+"""The name of a matrix of one expert."""
+BIAS = "router.bias"
+"""What the name of a buffer that only our model has ends in."""
+
+
+def check_bias(bias: Tensor) -> None:
+    """Refuse to export a model whose router's ``bias`` has an effect.
+
+    Raises:
+        UserError: it has.
+    """
+    if not bias.is_meta and bias.any():
+        raise UserError(
+            "transformers' Qwen3-MoE has no biases for the router, which this model has from training with "
+            "model.balance_rate above 0: form=checkpoint exports it, and to transformers only a model trained with "
+            "model.balance_rate=0 and model.balance_loss"
+        )
+
+
+def split(name: str, matrices: Tensor, n_experts: int) -> dict[str, Tensor]:
+    """Return the matrix of each expert by its name in the files, given that of all, and the ``name`` it would have."""
+    module, _, layer = name.partition(".experts.")
+    each = matrices.view(n_experts, -1, matrices.shape[-1]).unbind()
+    return {f"{module}.experts.{i}.{layer}": matrix.contiguous() for i, matrix in enumerate(each)}
+
+
+def join(
+    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
+    """Return transformers' weights and their shapes with the matrices of all experts of a layer below each other."""
+    layers: dict[str, list[tuple[int, str]]] = {}
+    for name in shapes:
+        if found := ONE_EXPERT.fullmatch(name):
+            layers.setdefault(found[1] + found[3], []).append((int(found[2]), name))
+    if not layers:
+        return theirs, dict(shapes)
+    names = {joined: [name for _, name in sorted(found)] for joined, found in layers.items()}
+    rest = {name: shape for name, shape in shapes.items() if not ONE_EXPERT.fullmatch(name)}
+    rows = {joined: sum(shapes[name][0] for name in some) for joined, some in names.items()}
+    readers = {name: partial(theirs.__getitem__, name) for name in rest}
+    joint = {joined: partial(_joined, theirs, some) for joined, some in names.items()}
+    sizes = {joined: torch.Size((rows[joined], *shapes[some[0]][1:])) for joined, some in names.items()}
+    return LazyWeights({**readers, **joint}), rest | sizes
+
+
+def _joined(theirs: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.cat([theirs[name] for name in names])

@@ -1,0 +1,276 @@
+"""Mixture of experts: LLaMA's blocks with many MLPs, of which a router chooses a few for each token.
+
+No token is dropped and no expert has a capacity: tokens are sorted by expert, and each expert takes what it gets.
+
+Shapes: B sequences, T tokens, N = B T, C = n_embd, E experts, K = n_active experts per token, H = n_hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wordrun import compat_experts
+from wordrun.config import MoEConfig
+from wordrun.model.base import Rows
+from wordrun.model.block import Block, TokenBatch
+from wordrun.model.dropout import Dropout
+from wordrun.model.exchange import Exchange, share_of
+from wordrun.model.llama import GATES, MLP, Attention, Llama
+
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
+)
+"""How the router's outputs become scores, by the names that model.router takes."""
+
+
+class Common:
+    """What the blocks of a model have in common."""
+
+    gradient: Tensor | None = None
+    """The gradient of the losses (B,) of the batch whose backward pass is running; None: nobody has asked for it."""
+
+    def __init__(self) -> None:
+        self.routed = MoE.routed
+        """The function, possibly apart from compiled code; the same for all blocks, which share what is compiled."""
+
+    def leave_uncompiled(self) -> None:
+        """Leave ``routed`` as it is in a compiled model."""
+        if self.routed is MoE.routed:  # else it is already
+            self.routed = torch.compiler.disable(MoE.routed)  # type: ignore[no-untyped-call]
+
+
+class _Counted(torch.autograd.Function):
+    """Returns the router's matrix, and adds up what its forward passes have counted when it gets their gradient.
+
+    That happens once for each micro-batch. The forward pass runs twice with activation checkpointing, also runs for
+    evaluations, and pipelines run both passes, except for gradients of weights, only to learn shapes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, total: Tensor, found: list[Tensor]) -> Tensor:
+        """Return ``weight``; ``found`` will be what this forward pass has counted, (E,) like ``total``."""
+        ctx.total, ctx.found = total, found
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient."""
+        ctx.total.add_(ctx.found[0])
+        return gradients[0], None, None
+
+
+class _Balanced(torch.autograd.Function):
+    """Returns its first argument, and adds the balance loss to what is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, balance: Tensor, common: Common) -> Tensor:
+        """Return ``weights``; ``balance`` (B,) is the balance loss of each sequence."""
+        ctx.common = common
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of both: that of the balance loss is that of the sequence's loss."""
+        return gradients[0], ctx.common.gradient, None
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token by its scores, in fp32.
+
+    A bias for each expert is added to the scores to choose, but not to weight the experts (Wang et al. 2024). It moves
+    by a fixed step after each optimizer step: up for experts with less than the mean load, down for the others.
+    """
+
+    bias: Tensor
+    counts: Tensor
+
+    def __init__(self, cfg: MoEConfig, common: Common) -> None:
+        super().__init__()
+        self.cfg, self.common = cfg, common
+        self.weight = nn.Parameter(torch.empty(cfg.n_experts, cfg.n_embd))
+        self.register_buffer("bias", torch.empty(cfg.n_experts, dtype=torch.float32))
+        self.register_buffer("counts", torch.empty(cfg.n_experts, dtype=torch.int64), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Start with equal biases."""
+        self.bias.zero_()
+        self.counts.zero_()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights and the numbers of the experts of each token of ``x`` (B, T, C), both (B, T, K), and how
+        many tokens each expert gets, (E,)."""
+        cfg, weight, counted = self.cfg, self.weight, list[Tensor]()
+        with torch.autocast(x.device.type, enabled=False):
+            if self.training and torch.is_grad_enabled():
+                weight = _Counted.apply(weight, self.counts, counted)  # type: ignore[no-untyped-call]
+            scores = SCORES[cfg.router](F.linear(x.float(), weight.float()))
+            chosen = (scores.detach() + self.bias).topk(cfg.n_active).indices
+            weights = scores.gather(-1, chosen)
+            if cfg.normalize_weights:
+                weights = weights / weights.sum(-1, keepdim=True)
+            # Ones are added rather than counted: bincount would wait for an accelerator.
+            flat = chosen.flatten(1)
+            each = torch.zeros(len(x), cfg.n_experts, dtype=torch.int64, device=x.device)
+            each.scatter_add_(1, flat, torch.ones_like(flat))
+            counts = each.sum(0)
+            counted.append(counts)
+            if cfg.balance_loss and self.training:
+                balance = self._balance(scores, each)
+                weights = _Balanced.apply(weights, balance, self.common)  # type: ignore[no-untyped-call]
+        return weights, chosen, counts
+
+    def _balance(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """Return the balance loss of each sequence, (B,): its coefficient if all experts get the same.
+
+        DeepSeek-V3 (2024), section 2.1.2: the mean over the experts of load x mean score, both relative to their means.
+
+        Args:
+            scores: (B, T, E).
+            counts: tokens of each expert, (B, E).
+        """
+        load = counts / counts.float().mean(-1, keepdim=True)
+        share = (scores / scores.sum(-1, keepdim=True)).mean(1)
+        return self.cfg.balance_loss * (load * share).sum(-1)
+
+
+class Experts(nn.Module):
+    """E MLPs as LLaMA's. Each layer holds the matrices of all experts, below each other, so that ranks can share rows.
+
+    With expert parallelism, a rank has consecutive experts, and ``exchange`` knows the other ranks.
+    """
+
+    exchange: Exchange | None = None
+
+    def __init__(self, cfg: MoEConfig) -> None:
+        super().__init__()
+        self.n_hidden, self.n_embd, self.activation = cfg.n_hidden, cfg.n_embd, GATES[cfg.gate]
+        self.gate = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
+        self.up = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
+        self.proj = nn.Linear(cfg.n_hidden, cfg.n_experts * cfg.n_embd, bias=False)
+
+    def divide_experts(self, exchange: Exchange) -> None:
+        """Work on the tokens of all ranks of ``exchange`` for this rank's experts."""
+        self.exchange = exchange
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Return what the experts make of their tokens, (N, C).
+
+        Args:
+            x: the tokens of the first expert, then those of the second, and so on: (N, C).
+            counts: how many of them each of this rank's experts has.
+        """
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        ranks = self.exchange.size if self.exchange else 1
+        layers = (self.gate, self.up, self.proj)
+        gate, up, proj = (share_of(layer.weight, ranks).to(dtype) for layer in layers)
+        product = compat_experts.grouped_product(x, self.n_hidden, dtype)
+        x = x.to(dtype)
+        hidden = self.activation(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
+        hidden = hidden * product(x, up.view(-1, self.n_hidden, self.n_embd), counts)
+        return product(hidden, proj.view(-1, self.n_embd, self.n_hidden), counts)
+
+
+class MoE(nn.Module):
+    """The weighted sum of each token's experts, and of those that all tokens share."""
+
+    def __init__(self, cfg: MoEConfig, common: Common) -> None:
+        super().__init__()
+        self.common, self.router, self.experts = common, Router(cfg, common), Experts(cfg)
+        self.shared = None
+        if cfg.n_shared:
+            self.shared = MLP(replace(cfg, n_hidden=cfg.n_shared * cfg.n_hidden, dropout=0.0))
+        self.drop = Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token independently; ``x`` and the result are (B, T, C)."""
+        y = self.common.routed(self, x)
+        return self.drop(y if self.shared is None else y + self.shared(x))  # type: ignore[no-any-return]
+
+    def leave_uncompiled(self) -> None:
+        """Compile without ``routed``: sorting takes little time, and the numbers of tokens differ in each step."""
+        self.common.leave_uncompiled()
+
+    def routed(self, x: Tensor) -> Tensor:
+        """Return the weighted sum of the experts that the router chooses, (B, T, C)."""
+        weights, chosen, counts = self.router(x)
+        K = chosen.shape[-1]
+        order = chosen.flatten().argsort(stable=True)
+        tokens = x.flatten(0, 1).index_select(0, order // K)
+        exchange = self.experts.exchange
+        y = exchange(self.experts, tokens, counts) if exchange else self.experts(tokens, counts)
+        y = y.index_select(0, order.argsort()).view(-1, K, y.shape[-1])
+        return torch.bmm(weights.view(-1, 1, K).to(y.dtype), y).view_as(x).to(x.dtype)
+
+
+class MixtureOfExperts(Llama):
+    """LLaMA with a mixture of experts in place of each MLP; with qk_norm and without shared experts, Qwen3-MoE."""
+
+    cfg: MoEConfig
+    averages_buffers = False  # all ranks compute the same biases
+    _loads: Tensor | None = None
+    """How many tokens each expert got in the last step, on all ranks, (blocks, E)."""
+
+    def new_block(self) -> Block:
+        """Return a block."""
+        if "common" not in vars(self):
+            self.common = Common()
+        return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.common))
+
+    @property
+    def routers(self) -> list[Router]:
+        """The routers of the blocks."""
+        return [block.mlp.router for block in self.blocks.values()]  # type: ignore[union-attr,misc]
+
+    def losses(self, batch: TokenBatch) -> Tensor:
+        """Return the mean cross entropy of each sequence in nats per token, (B,).
+
+        The balance loss is not part of it, but its gradient is.
+        """
+        losses = super().losses(batch)
+        if self.cfg.balance_loss and losses.requires_grad:
+            hook = partial(setattr, self.common, "gradient")
+            losses.register_hook(hook)  # type: ignore[no-untyped-call]
+        return losses
+
+    @torch.no_grad()
+    def complete_step(self, add_up: Callable[[Tensor], None]) -> None:
+        """Move the biases by the tokens that each expert got in the step, on all ranks."""
+        routers = self.routers
+        loads = torch.stack([router.counts for router in routers])
+        add_up(loads)
+        for router, load in zip(routers, loads.double(), strict=True):
+            router.bias += self.cfg.balance_rate * torch.sign(load.mean() - load).float()
+            router.counts.zero_()
+        self._loads = loads
+
+    def loads(self) -> Tensor | None:
+        """Return the load of each expert in the last step relative to the mean of its block, (blocks, E)."""
+        return None if self._loads is None else self._loads / self._loads.float().mean(1, keepdim=True)
+
+    def matrices(self) -> dict[str, Rows]:
+        """Return the matrices of the blocks; each expert's is one of its own, and the router's rows are no matrix."""
+        found = {name: rows for name, rows in super().matrices().items() if not name.endswith("router.weight")}
+        return {name: Rows(self.cfg.n_experts) if ".experts." in name else rows for name, rows in found.items()}
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of one token's forward and backward pass: those of its experts only."""
+        router = self.cfg.n_layer * self.cfg.n_embd * self.cfg.n_experts
+        return super().flops_per_token() + 6 * (router - self._idle())
+
+    def num_active_parameters(self) -> int:
+        """Return the number of parameters that each token uses."""
+        return self.num_parameters() - self._idle()
+
+    def _idle(self) -> int:
+        """Return the number of parameters of the experts that a token does not use."""
+        cfg = self.cfg
+        return cfg.n_layer * 3 * cfg.n_embd * cfg.n_hidden * (cfg.n_experts - cfg.n_active)
