@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import wordrun
-from wordrun.checks import layout, stages
+from wordrun.checks import stages
 from wordrun.config import PPConfig
 from wordrun.errors import ConfigError
+from wordrun.layouts import layout
 
 
 def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:

@@ -26,8 +26,8 @@ MODULES = sorted(
 # <- train <- cli, and log <- launch <- cli.
 BASE = {"version", "errors", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {
-    "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "checks",
-    "composer",
+    "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
+    "checks", "composer",
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -55,7 +55,8 @@ MAY_USE: dict[str, set[str]] = {
     "config": {"errors", "sections", "validation", "registry"},
     "ds_config": {"errors", "config"},
     "choices": {"validation", "registry", "config"},
-    "checks": {"errors", "choices", "dist", "config", "ds_config"},
+    "layouts": {"errors", "dist", "config"},
+    "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts"},
     "part_source": {"errors", "project", "registry", "config"},
     "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
     "launch": BASE,

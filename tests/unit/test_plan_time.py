@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wordrun.checks import layout
 from wordrun.composer import compose
 from wordrun.errors import ConfigError
+from wordrun.layouts import layout
 from wordrun.plan import cli
 from wordrun.plan.shapes import shapes_of
 from wordrun.plan.strategy import Strategy

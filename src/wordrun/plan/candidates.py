@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
-from wordrun import checks, config
+from wordrun import checks, config, layouts
 from wordrun.config import BackendConfig, Config, DDPConfig, DeepSpeedConfig, FSDPConfig
 from wordrun.errors import ConfigError, first_line
 from wordrun.plan.memory import Memory, memory
@@ -55,7 +55,7 @@ class Planner:
         configured = cfg.train.activation_checkpointing
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
-        layout = checks.layout(cfg.backend, hardware.devices, hardware.per_node)
+        layout = layouts.layout(cfg.backend, hardware.devices, hardware.per_node)
         self.sequences = cfg.model.batch_size * layout.dp * checks.accumulation(cfg, layout.dp)
 
     def estimate(self, strategy: Strategy) -> Estimate:
@@ -81,7 +81,7 @@ class Planner:
             ConfigError: if the model, the batch or the devices rule it out.
         """
         cfg, hardware = self.cfg, self.hardware
-        at = checks.layout(backend, hardware.devices, hardware.per_node)
+        at = layouts.layout(backend, hardware.devices, hardware.per_node)
         overrides = _overrides(backend)
         sequences = at.dp * cfg.model.batch_size * (cfg.optimizer.gas or 1)
         if sequences != self.sequences and not cfg.train.global_batch_size:

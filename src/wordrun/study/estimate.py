@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wordrun.checks import layout
 from wordrun.config import Config
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch.request import Ranks
+from wordrun.layouts import layout
 from wordrun.log import LOGGER
 from wordrun.plan.cli import vocabulary
 from wordrun.plan.comparison import least_dtype

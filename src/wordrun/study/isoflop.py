@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from wordrun.checks import accumulation, layout
+from wordrun.checks import accumulation
 from wordrun.composer import compose
 from wordrun.config import Config, TransformerConfig
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.layouts import layout
 from wordrun.plan.cli import vocabulary
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wordrun import checks
+from wordrun import layouts
 from wordrun.composer import compose
 from wordrun.config import Config
 from wordrun.errors import ConfigError, UserError, first_line, nearest
@@ -144,7 +144,7 @@ def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> tuple[
         ConfigError: the run is impossible with these ranks.
     """
     cfg = compose([*overrides, "train.global_batch_size=null"])
-    dp = checks.layout(cfg.backend, ranks.np, ranks.ppn).dp
+    dp = layouts.layout(cfg.backend, ranks.np, ranks.ppn).dp
     if sequences % dp:
         raise ConfigError(f"train.global_batch_size={sequences} cannot be divided by {dp} data-parallel ranks")
     share = sequences // dp
