@@ -22,6 +22,7 @@ from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import UserError
+from wordrun.errors import ConfigError
 from wordrun.model import Model
 from wordrun.registry import part_of
 
@@ -153,6 +154,21 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release everything that uses the process group, which is destroyed next; no step can follow."""
+
+
+def require_shards(folder: Path, facts: Mapping[str, Any], islands: int) -> None:
+    """Raise a ConfigError unless the ranks of ``islands`` islands can continue the checkpoint ``folder``."""
+    if facts["kind"] == "deepspeed":
+        raise ConfigError(
+            f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
+            f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
+        )
+    if facts.get("between") and facts["islands"] != islands:
+        raise ConfigError(
+            f"{folder} was saved between two exchanges of {facts['islands']} islands, which have weights of their own: "
+            f"resume with train.backend=diloco backend.islands={facts['islands']}, or from a checkpoint of a step that "
+            f"ends with an exchange, or start from its outer weights with train.init_from={folder}"
+        )
 
 
 def checked(losses: Tensor, model: Model, device: torch.device) -> Tensor:

@@ -39,8 +39,6 @@ class Islands(NativeBackend):
     """The backend of a rank's island, with the weights that all islands share (the outer weights)."""
 
     options_of_islands: DilocoConfig
-    islands: int
-    """Number of islands."""
     island: int
     """This rank's."""
     across: Any
@@ -172,8 +170,7 @@ class Islands(NativeBackend):
         At a step at which all weights were exchanged, the number of islands may be another: an island then takes the
         optimizer state of the one with its number modulo the number of islands in the checkpoint.
         """
-        saved = facts.get("islands", 1)
-        found = index.load(folder) if saved == self.islands else super().stored(folder, facts)
+        saved, found = facts.get("islands", 1), index.load(folder)
         if saved not in (1, self.islands):
             LOGGER.info("the checkpoint has the optimizer states of %d islands, for %d here", saved, self.islands)
         prefix = f"island.{self.island % saved}."

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun import compat
-from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked
+from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked, require_shards
 from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.transforms import compile_module, compile_rest
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
-from wordrun.errors import ConfigError
 from wordrun.model import LossesOf, Model
 
 
@@ -33,6 +32,8 @@ class NativeBackend:
         spec: config, ranks, and factories of the model and the optimizer.
         parts: this rank's part of the model, on its device and initialised.
     """
+
+    islands = 1
 
     def __init__(self, spec: BackendSpec, parts: Sequence[Model]) -> None:
         self.device, self.dtype = spec.device, spec.dtype
@@ -259,11 +260,7 @@ class NativeBackend:
         bring: Bring | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Read this rank's shards and its ``own`` tensors."""
-        if facts["kind"] == "deepspeed":
-            raise ConfigError(
-                f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
-                f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
-            )
+        require_shards(folder, facts, self.islands)
         stored = self.stored(folder, facts)
         restored = Restored(self.optimizer, self.named_parameters(), stored, self.unpadded_rows)
         mine = {name: stored[name].empty() for name in own if name in stored}
@@ -291,12 +288,6 @@ class NativeBackend:
 
     def stored(self, folder: Path, facts: dict[str, Any]) -> dict[str, StoredTensor]:
         """Return the tensors in the checkpoint ``folder`` by the names under which this rank reads them."""
-        if facts.get("between"):
-            raise ConfigError(
-                f"{folder} was saved between two exchanges of {facts['islands']} islands, which have weights of their "
-                f"own: resume with train.backend=diloco backend.islands={facts['islands']}, or from a checkpoint of a "
-                f"step that ends with an exchange, or start from its outer weights with train.init_from={folder}"
-            )
         return index.load(folder)
 
     def _rows_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
