@@ -156,7 +156,7 @@ def soak(home: Path, runs: int, seed: int, steps: int, *, memory: bool = False) 
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
     told = []
     for i in range(runs):
-        victims = (*VICTIMS, NODE) if memory else VICTIMS
+        victims = (NODE, *VICTIMS) if memory else VICTIMS
         victim, moment = victims[i % len(victims)], MOMENTS[(i // len(victims) + i) % len(MOMENTS)]
         told.append(disturb(command(home / "run", text, steps, memory=memory), home / "run", victim, moment, dice))
         print(f"{i + 1}/{runs}: {told[-1]}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -20,6 +21,9 @@ def test_five_kills_leave_no_trace(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_with_checkpoints_in_memory_even_a_lost_node_leaves_no_trace(tmp_path: Path) -> None:
-    told = soak.soak(tmp_path, runs=4, seed=6, steps=80, memory=True)
-    assert "killed a node (1)" in told[-1]
-    assert "memory" in soak.sources(tmp_path / "run")
+    told = soak.soak(tmp_path, runs=2, seed=6, steps=50, memory=True)
+    assert "killed a node (1) while training" in told[0]
+    assert "killed a rank (1) while saving" in told[1]
+    # The second kill takes no memory with it: at most two intervals of 2 steps are lost, and on the disk every 20th is.
+    step = json.loads((tmp_path / "run" / "run.json").read_text())["resumed_from"]["step"]
+    assert step >= int(told[1].partition("after step ")[2].partition(" ")[0].partition(":")[0]) - 4
