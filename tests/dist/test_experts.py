@@ -77,10 +77,13 @@ def compare(name: str) -> None:
     reference, first = f"{name.partition('-')[0]}-one", 3 if name.endswith("resumed") else 0
     ours, theirs = figures(name, first), figures(reference, first)
     assert len(ours["loss"]) == 6 - first
-    for key, tolerance in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3), ("expert_load_max", 1e-6)):
+    for key, tolerance in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3)):
         assert ours[key] == pytest.approx(theirs[key], rel=tolerance), f"{name}: {key}"
-    if not name.endswith("pp"):  # where rank 0 has the first block only
-        assert ours["expert_load"] == theirs["expert_load"]
+    # Rounding may send a token elsewhere if two experts have the same score: that is 1/64 or 1/96 of a load.
+    assert ours["expert_load_max"] == pytest.approx(theirs["expert_load_max"], abs=0.04)
+    for load, expected in zip(ours["expert_load"], theirs["expert_load"], strict=True):
+        for block, other in zip(load, expected, strict=not name.endswith("pp")):  # rank 0 has the first block there
+            assert block == pytest.approx(other, abs=0.04)
     last, their_last = ((Path(run) / "samples.txt").read_text().rpartition("---")[2] for run in (name, reference))
     assert last == their_last
 
