@@ -21,8 +21,7 @@ from wordrun.checkpoint.shards import TensorShard
 from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.errors import UserError
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, UserError
 from wordrun.model import Model
 from wordrun.registry import part_of
 
