@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -95,15 +96,13 @@ def trained(ranks: Any, n: int, runs: dict[str, list[str]]) -> dict[str, list[fl
 
 def on_ranks(ranks: Any) -> dict[str, dict[str, bool]]:
     """Return which layouts each family has, after comparing those with one process."""
-    runs, refused = {}, []
+    runs = {}
     for family, model in FAMILIES.items():
         for layout, words in LAYOUTS.items():
             key = f"{family}: {layout}"
-            try:
+            with contextlib.suppress(ConfigError):  # refused
                 check(compose([*SMALL, *model, *batch(words)], ranks=4), 4)
                 runs[key] = [*SMALL, *model, *batch(words)]
-            except ConfigError:
-                refused.append(key)
     whole = ["train.backend=DDP", "model.batch_size=4"]
     one = {family: [*SMALL, *model, *whole] for family, model in FAMILIES.items()}
     lora = {f"{family}: LoRA": [*SMALL, *model, *whole, *LAYOUTS["LoRA"][1:]] for family, model in FAMILIES.items()}
