@@ -277,7 +277,9 @@ def _gather(kv: Tensor, context: Context) -> list[tuple[int, Tensor]]:
 
 def _gather_gradients(kv: Tensor, context: Context, of_part: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Return the gradient of this rank's ``kv``: the sum of what all ranks compute by ``of_part``, in fp32."""
-    gradients = torch.stack([of_part(source, part) for source, part in _gather(kv, context)])
+    gradients = kv.new_empty(context.size, *kv.shape, dtype=torch.float32)
+    for source, part in _gather(kv, context):
+        gradients[source] = of_part(source, part)
     total = torch.empty_like(gradients[0])
     compat_context.reduce_scatter_single(total, gradients.flatten(0, 1), group=context.group)
     return total
