@@ -74,7 +74,7 @@ with dist.session(device="cpu") as world:
         made = backend.build(backend.BackendSpec(cfg, world, layout, model, optimizer))
         mine = tokens.chunk(layout.dp)[layout.dp_index(world.rank)]
         batch = Batch(mine[:, :-1], mine[:, 1:])
-        first = made.train_step([batch], 1e-2, Stopwatch(made.device)).loss
+        first = made.train_step([batch], 3e-2, Stopwatch(made.device)).loss
         losses = all_mean(torch.stack([first, made.losses(batch).mean()])).tolist()
         made.close()
         if world.rank == 0:

@@ -85,8 +85,8 @@ def test_every_group_and_option_can_be_reached() -> None:
 
 def test_parts_of_the_users_own_are_offered(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "mine.yaml").write_text("")
-    assert found("wordrun model=mi") == ["model=mine"]
+    (tmp_path / "conf" / "model" / "own.yaml").write_text("")
+    assert found("wordrun model=ow") == ["model=own"]
 
 
 def test_a_part_that_cannot_be_imported_offers_nothing(tmp_path: Path, command: Command) -> None:

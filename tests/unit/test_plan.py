@@ -107,7 +107,7 @@ def test_the_plan_divides_sequences_if_nothing_else_fits() -> None:
     assert found.advice.best is not None
     assert found.advice.best.strategy.name == "FSDP, cp"
     assert found.advice.best.strategy.layout.cp == 2
-    assert "context parallelism divides each over 2 ranks" in " ".join(found.advice.why)
+    assert "context parallelism divides each, of 131,072 tokens, over 2 ranks" in " ".join(found.advice.why)
     assert "backend.cp=2" in found.command
     assert "FSDP, cp" not in [row.strategy.name for row in plan(long).rows if isinstance(row, Estimate)]
 
@@ -390,8 +390,16 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
 
 
 def test_a_batch_that_suits_no_strategy() -> None:
-    found = advice("model=gpt3_13b", "plan.devices=16", "train.backend=3D", "backend.pp=4", "backend.tp=4")
+    layout = ("train.backend=3D", "backend.pp=4", "backend.tp=4")
+    found = advice("model=gpt3_13b", "model.block_size=2047", "plan.devices=16", *layout)  # cp cannot divide it
     assert (found.best, found.why) == (None, ["No strategy can be recommended, for the reasons above."])
+
+
+def test_a_batch_of_one_sequence_is_divided_by_context_parallelism() -> None:
+    found = advice("model=gpt3_13b", "plan.devices=16", "train.backend=3D", "backend.pp=4", "backend.tp=4")
+    assert found.best is not None
+    assert found.best.strategy.layout.cp == 16
+    assert "No strategy that keeps sequences whole works here" in " ".join(found.why)
 
 
 # Options

@@ -81,8 +81,8 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
     if found := pick([DIVIDED]):
         cfg, cp = planner.model.cfg, found[0].strategy.layout.cp
         long = (
-            f"A sequence of {cfg.block_size:,} tokens does not fit either: context parallelism divides each over "
-            f"{cp} ranks."
+            f"No strategy that keeps sequences whole works here: context parallelism divides each, of "
+            f"{cfg.block_size:,} tokens, over {cp} ranks."
         )
         across = ["These ranks span nodes and communicate in every layer."] if cp > hardware.per_node else []
         return advice(found, *why, long, *across)

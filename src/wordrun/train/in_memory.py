@@ -107,7 +107,7 @@ class MemoryCheckpoints(BackgroundSaves):
         try:
             action()
         except (OSError, UserError) as error:
-            problem = f"{self.world.host}: {first_line(error)}"
+            problem = f"{self.world.host}: {error if isinstance(error, UserError) else first_line(error)}"
         return first_text(problem, self.world.device)[1]
 
     def check(self, begin: Callable[[Hold], Save]) -> None:

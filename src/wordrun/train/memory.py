@@ -46,6 +46,7 @@ class MemoryCheck:
                 "train.activation_offload=true moves activations from an accelerator to host memory, and this run is "
                 "on CPUs, where they are already there: omit it, or use train.activation_checkpointing"
             )
+        self.asked = cfg
         self.cfg = replace(cfg, train=replace(cfg.train, dtype=fast_dtype(cfg.train.dtype, self.device)))
         host = (cgroup.memory() or UNLIMITED) / world.local_size
         own = host if self.device.type == "cpu" else _free(self.device, world)
@@ -78,7 +79,10 @@ class MemoryCheck:
     @property
     def settled(self) -> Config:
         """The config with what train.memory_budget_gb determines."""
-        return self.cfg if self._fit is None else self._fit.cfg
+        if self._fit is None:
+            return self.asked
+        chosen = self._fit.cfg.train.activation_checkpointing
+        return replace(self.asked, train=replace(self.asked.train, activation_checkpointing=chosen))
 
     def before_model(self, shapes: ModelShapes | None) -> None:
         """Refuse a run that does not fit with these ``shapes``, and warn if it is close.
