@@ -147,6 +147,10 @@ def test_an_interrupted_point_is_continued_in_its_directory(
     assert "continues the search" in capfd.readouterr().out
     assert [trial.state for trial in study().trials] == [TrialState.RUNNING]
     (Path("point.py")).write_text(POINT.replace("slow or", ""))
+    with Path("s/0/metrics.jsonl").open("a") as file:
+        file.write(
+            '{"step": 1, "val_loss": 1.0}\n' * 2
+        )  # evaluations that were repeated, after more than one checkpoint
     assert run(command, "x=choice(2)", "slow=2", n_trials=1) == 0
     assert [trial.state for trial in study().trials] == [TrialState.FAIL, TrialState.COMPLETE]
     assert study().trials[1].user_attrs["point"] == 0

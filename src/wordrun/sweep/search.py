@@ -258,11 +258,10 @@ class Search:
 
     def report(self, point: Point) -> bool:
         """Report new evaluations of a point to Optuna; return whether it gives the point up."""
-        known = self.reported[point.number]
-        # A continued run repeats the evaluations since its last checkpoint.
-        new = [each for each in point.evaluations(self.options.metric) if each[0] > known]
         hopeless = False
-        for step, value in new:
+        for step, value in point.evaluations(self.options.metric):
+            if step <= self.reported[point.number]:  # also if a continued run has evaluated it again
+                continue
             self.trials[point.number].report(value, step)
             self.reported[point.number] = step
             # A pruner compares evaluations at the same step, and several may be new.
