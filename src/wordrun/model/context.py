@@ -9,7 +9,6 @@ Shapes: B sequences, T tokens on this rank, n ranks, N query heads, M key heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -28,23 +27,23 @@ def pieces(tokens: int, ranks: int, device: torch.device) -> Tensor:
     return torch.cat([early, late.flip(0)], dim=1)
 
 
-@dataclass(frozen=True)
 class Context:
-    """The ranks among which each sequence is divided."""
+    """The ranks among which each sequence is divided.
 
-    group: Any
-    """Their process group."""
-    kind: str
-    """How attention reaches the other ranks' tokens: heads, gather or ring (see ``_attention``)."""
-    compiled: bool = False
-    """Whether the model is compiled. Its attention is not: collectives and the choice of blocks take little time."""
-    attention: Callable[..., Tensor] = field(init=False, repr=False)
-    """``_attention``; see there."""
+    Not a dataclass: with mixed precision, FSDP copies those that a module is called with, to cast their fields.
 
-    def __post_init__(self) -> None:
-        # The decorator would import the compiler in every run.
-        attention = torch.compiler.disable(self._attention) if self.compiled else self._attention  # type: ignore[no-untyped-call]
-        object.__setattr__(self, "attention", attention)
+    Args:
+        group: their process group.
+        kind: how attention reaches the other ranks' tokens: heads, gather or ring (see ``_attention``).
+        compiled: whether the model is compiled. Its attention is not: collectives and the choice of blocks take little
+            time.
+    """
+
+    def __init__(self, group: Any, kind: str, *, compiled: bool = False) -> None:
+        self.group, self.kind = group, kind
+        self.attention: Callable[..., Tensor] = self._attention
+        if compiled:  # else the decorator would import the compiler in every run
+            self.attention = torch.compiler.disable(self._attention)  # type: ignore[no-untyped-call]
 
     @cached_property
     def size(self) -> int:
