@@ -56,6 +56,14 @@ def test_logits_are_those_of_all_tokens_or_of_one(model: Transformer, T: int) ->
     torch.testing.assert_close(model(x, at=0), model(x)[:, 0])
 
 
+def test_initializing_a_part_without_modules_leaves_the_others_as_they_are() -> None:
+    model = models.build(replace(MODERN, ngram_rows=[]), V, seed=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.initialise(1, model.get_submodule("ngrams"), "ngrams.")
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]), name
+
+
 def test_a_later_token_does_not_change_an_earlier_one(model: Transformer) -> None:
     x = tokens()
     changed = x.clone()

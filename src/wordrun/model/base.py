@@ -210,7 +210,7 @@ class Model(nn.Module):
             prefix: prefix of its parameters' names in the full model.
             recurse: include its submodules.
         """
-        module = module or self
+        module = self if module is None else module  # an empty list of modules is false
         for each in module.modules() if recurse else [module]:
             _reset(each)
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), recurse=recurse):

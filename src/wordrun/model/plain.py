@@ -40,7 +40,7 @@ class PlainModel(Model):
         if self._values is None:
             made = self._constructed(seed)
             self._values = dict([*made.named_parameters(), *made.named_buffers()])
-        module = module or self
+        module = self if module is None else module  # an empty list of modules is false
         for tensors in (module.named_parameters, module.named_buffers):
             for name, tensor in tensors(prefix.rstrip("."), recurse):
                 tensor.copy_(self._values[name])
