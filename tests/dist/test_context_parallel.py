@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import together
 from wordrun import compat
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,6 +24,7 @@ MODELS = {
     "gpt": ["model.bias=true"],
     "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40", "data.mask_documents=true"],
     "modern": ["model=modern", "model.n_hidden=48", "model.ngram_rows=[31,15]", "model.value_layers=[1]"],
+    "preset": ["model=modern", "model.n_hidden=48", "model.zero_init=false"],
 }
 TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
 FSDP, PP = ["train.backend=FSDP", "model.batch_size=4"], ["train.backend=PP", "model.batch_size=4", "metrics=[]"]
@@ -34,6 +36,7 @@ TWO = {
     "llama-gather": [*FSDP, "backend.cp=2", "backend.cp_attention=gather"],
     "modern-heads": [*FSDP, "backend.cp=2", "train.activation_checkpointing=selective"],
     "modern-ring": [*FSDP, "backend.cp=2", "backend.cp_attention=ring"],
+    "preset-heads": [*FSDP, "backend.cp=2"],
 }
 FOUR = {
     "gpt-four": [*FSDP, "backend.cp=4"],
@@ -44,31 +47,12 @@ FOUR = {
     "modern-pp": [*PP, "backend.pp=2", "backend.cp=2"],
     "llama-pp": [*PP, "backend.pp=2", "backend.cp=2", "backend.cp_attention=ring"],
 }
-SCRIPT = """
-import json, sys
-import torch
-import wordrun
-from wordrun import compat, dist
-
-compat.cpu_is_fast_at_bf16 = lambda: True  # bf16 is not replaced
-with dist.session() as world:
-    torch.set_num_threads(1)
-    for name, words in json.load(open(sys.argv[1])).items():
-        cfg = wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None
-        with wordrun.Trainer(dist.share(cfg, world), world) as trainer:
-            trainer.train()
-"""
+WITH_BF16 = "compat.cpu_is_fast_at_bf16 = lambda: True"  # so that bf16 is not replaced
 
 
 def train(ranks: Any, n: int, runs: dict[str, list[str]]) -> None:
-    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
-    texts = [f"The dog number {n} sleeps on.\n" * (1 + n % 3) for n in range(300)]
-    Path("documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    Path("script.py").write_text(SCRIPT)
     models = {name: MODELS[name.partition("-")[0]] for name in runs}
-    Path("runs.json").write_text(json.dumps({name: [*SMALL, *models[name], *words] for name, words in runs.items()}))
-    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:6000]
+    together.train(ranks, n, {name: [*SMALL, *models[name], *words] for name, words in runs.items()}, WITH_BF16)
 
 
 def figures(name: str, first: int = 0) -> dict[str, list[float]]:

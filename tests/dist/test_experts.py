@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import together
+
 pytestmark = pytest.mark.timeout(300)
 
 SMALL = [
@@ -40,29 +42,15 @@ FOUR = {
     "loss-resumed": [FSDP, "model.batch_size=1", "train.resume=loss-half"],
     "bias-resumed": [FSDP, "backend.ep=2", "model.batch_size=1", "train.resume=bias-half"],
 }
-SCRIPT = """
-import json, sys
-import torch
-import wordrun
-from wordrun import dist
-
+AOT = """
 whole = torch.compile  # as far as g++, which takes minutes
 torch.compile = lambda call, **options: whole(call, **{**options, "backend": "aot_eager"})
-with dist.session() as world:
-    torch.set_num_threads(1)
-    for name, words in json.load(open(sys.argv[1])).items():
-        cfg = wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None
-        with wordrun.Trainer(dist.share(cfg, world), world) as trainer:
-            trainer.train()
 """
 
 
 def train(ranks: Any, n: int, runs: dict[str, list[str]]) -> None:
-    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
     models = {name: MODELS[name.partition("-")[0]] for name in runs}
-    Path("runs.json").write_text(json.dumps({name: [*SMALL, *models[name], *words] for name, words in runs.items()}))
-    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:6000]
+    together.train(ranks, n, {name: [*SMALL, *models[name], *words] for name, words in runs.items()}, AOT)
 
 
 def figures(name: str, first: int = 0) -> dict[str, list[Any]]:
@@ -90,9 +78,6 @@ def compare(name: str) -> None:
 
 def test_experts_anywhere_learn_as_in_one_process(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    texts = [f"The dog number {n} sleeps on.\n" * (1 + n % 3) for n in range(300)]
-    Path("documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    Path("script.py").write_text(SCRIPT)
     train(ranks, 1, ONE)
     whole = figures("loss-one")
     assert whole["loss"][0] > whole["loss"][-1]

@@ -130,8 +130,8 @@ def test_a_rank_that_hangs_before_it_has_a_trainer(command: Command, tmp_path: P
     words = ["--hang", "1", "-n", "2", "--env", f"PYTHONPATH={tmp_path / 'own'}"]
     done = command("launch", *words, sys.executable, "-m", "wordrun", "data=sample", "train=smoke", "tracker=jsonl")
     assert done.returncode == 124, done.stderr
-    # Both ranks say it where rank 0, which imports torch meanwhile, cannot answer in time.
-    assert "no progress for 5 s: " in done.stdout
+    # Rank 1 says it, too, if rank 0, which imports torch meanwhile, does not answer in time.
+    assert done.stdout.count("no progress for 5 s: ") in (1, 2), done.stdout
     assert re.search(r"rank 1 \([\w.-]+\) is at [\w/.-]+/sitecustomize.py:6 in find_spec", done.stdout), done.stdout
 
 

@@ -238,6 +238,15 @@ def _parts(cfg: LlamaConfig) -> list[str]:
     return [name for name in names if getattr(cfg, name)] + ["gate"] * (cfg.gate != "silu")
 
 
+def _require(cfg: TransformerConfig, options: Mapping[str, Any], problem: str, kind: str) -> None:
+    """Raise a UserError with the ``problem`` unless ``cfg`` has these ``options``, so that it can be a ``kind``."""
+    words = [f"model.{key}={value_text(value)}" for key, value in options.items() if getattr(cfg, key) != value]
+    if words:
+        raise UserError(
+            f"{problem}: form=checkpoint exports it, and as {kind} only a model trained with {' '.join(words)}"
+        )
+
+
 def architecture(cfg: TransformerConfig) -> Architecture:
     """Return the transformers model for the model that ``cfg`` describes.
 
@@ -249,12 +258,7 @@ def architecture(cfg: TransformerConfig) -> Architecture:
             "mlp": "swiglu", "norm_weights": True, "embed_norm": False, "softcap": 0.0, "value_layers": [],
             "ngram_rows": [],
         }  # fmt: skip
-        words = [f"model.{key}={value_text(value)}" for key, value in plain.items() if getattr(cfg, key) != value]
-        if words:
-            raise UserError(
-                f"transformers has no architecture with the parts of model={cfg.name}: form=checkpoint exports it, and "
-                f"as a LLaMA or Qwen3 only a model trained with {' '.join(words)}"
-            )
+        _require(cfg, plain, f"transformers has no architecture with the parts of model={cfg.name}", "a LLaMA or Qwen3")
         cfg_type: type[TransformerConfig] = LlamaConfig
     else:
         cfg_type = type(cfg)
@@ -263,12 +267,7 @@ def architecture(cfg: TransformerConfig) -> Architecture:
             "qk_norm": True, "qkv_bias": False, "n_shared": 0, "router": "softmax", "gate": "silu", "window": None,
             "post_norm": False, "embed_scale": False,
         }  # fmt: skip
-        words = [f"model.{key}={value_text(value)}" for key, value in theirs.items() if getattr(cfg, key) != value]
-        if words:
-            raise UserError(
-                f"transformers' Qwen3-MoE is not model={cfg.name}: form=checkpoint exports it, and to transformers "
-                f"only a model trained with {' '.join(words)}"
-            )
+        _require(cfg, theirs, f"transformers' Qwen3-MoE is not model={cfg.name}", "Qwen3-MoE")
     if isinstance(cfg, LlamaConfig):
         kind = family(cfg)
         if kind is None:

@@ -79,17 +79,21 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
         why.append("There are no ranks to shard it across, but DeepSpeed can keep part of it in host memory.")
         return advice(found, *why)
     if found := pick([DIVIDED]):
-        cfg, cp = planner.model.cfg, found[0].strategy.layout.cp
-        long = (
-            f"No strategy that keeps sequences whole works here: context parallelism divides each, of "
-            f"{cfg.block_size:,} tokens, over {cp} ranks."
-        )
-        across = ["These ranks span nodes and communicate in every layer."] if cp > hardware.per_node else []
-        return advice(found, *why, long, *across)
+        return advice(found, *why, *_divided(planner, found[0].strategy.layout.cp))
     if found := pick(["TP over FSDP"]) or pick(["3D"]) or pick(["PP"]):
         shared = "One layer does not fit either: tensor parallelism splits each layer across a node's ranks."
         return advice(found, *why, shared)
     return Advice(None, kinds[0], [*why, *_remedies(planner, candidates)])
+
+
+def _divided(planner: Planner, cp: int) -> list[str]:
+    """Return why sequences are divided over ``cp`` ranks."""
+    long = (
+        f"No strategy that keeps sequences whole works here: context parallelism divides each, of "
+        f"{planner.model.cfg.block_size:,} tokens, over {cp} ranks."
+    )
+    across = ["These ranks span nodes and communicate in every layer."]
+    return [long, *(across if cp > planner.hardware.per_node else [])]
 
 
 def _remedies(planner: Planner, candidates: Sequence[Estimate]) -> list[str]:

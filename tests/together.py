@@ -1,0 +1,39 @@
+"""Trains several configs on the same ranks, one after the other, on documents that are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SCRIPT = """
+import json, sys
+import torch
+import wordrun
+from wordrun import compat, dist
+
+with dist.session() as world:
+    torch.set_num_threads(1)
+    for name, words in json.load(open(sys.argv[1])).items():
+        cfg = wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None
+        with wordrun.Trainer(dist.share(cfg, world), world) as trainer:
+            trainer.train()
+"""
+
+
+def train(ranks: Any, n: int, runs: Mapping[str, Sequence[str]], before: str = "") -> None:
+    """Train every one of ``runs``, which have data.path=documents.jsonl, on ``n`` ranks; their names are directories.
+
+    Args:
+        ranks: the fixture.
+        n: number of ranks.
+        runs: overrides by name.
+        before: code that the ranks run first, with torch and compat imported.
+    """
+    texts = [f"The dog number {n} sleeps on.\n" * (1 + n % 3) for n in range(300)]
+    Path("documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    Path("script.py").write_text(SCRIPT.replace("with dist", f"{before}\nwith dist", 1))
+    Path("runs.json").write_text(json.dumps(runs))
+    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:6000]
