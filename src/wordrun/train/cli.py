@@ -82,7 +82,7 @@ def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
         from wordrun.train.trainer import Trainer
 
         if is_first:
-            gc.freeze()  # torch stays until the end, where searching it for garbage would take half a second
+            gc.freeze()  # torch stays until the end, so that no garbage collection needs to search it
     try:
         with exit_when_stopped(world):
             trainer = Trainer(cfg, world, handle, command=command)
