@@ -142,6 +142,7 @@ def test_environment_of_two_ranks() -> None:
         "UCX_NET_DEVICES": "lo",
         "FI_TCP_IFACE": "lo",
         "FI_SOCKETS_IFACE": "lo",
+        "HYDRA_IFACE": "lo",
         "ACCELERATE_USE_CPU": "true",
     }
 

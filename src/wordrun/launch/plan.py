@@ -30,8 +30,8 @@ FOR_RANKS = (
 Setting = tuple[str, str]
 # Contains the sitecustomize.py of --hang.
 SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dist", "site")
-# Which network UCX and libfabric's providers for TCP use.
-FOR_MPICH = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE")
+# Which network UCX, libfabric's providers for TCP, and mpiexec's daemons use.
+FOR_MPICH = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE", "HYDRA_IFACE")
 
 
 @dataclass(frozen=True, kw_only=True)
