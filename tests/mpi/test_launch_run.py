@@ -87,27 +87,50 @@ def test_a_dry_run_with_torchrun_says_that_mpi_programs_see_one_rank(command: Co
     assert "(--launcher torchrun; each rank of an MPI program is rank 0 of 1)" in shown
 
 
-# Ranks that have met over MPI, torch's store and gloo, and print where they listen, except at sockets of mpiexec.
+# Ranks that have met, and print where they listen, also at sockets that they have inherited from mpiexec. A socket that
+# listens on all interfaces is bound to one of them a moment later.
 LISTEN = """
-import os, sys
+import os, socket, sys, time
 import torch
 from wordrun.dist import session
-from wordrun.launch.meeting import LISTENING, connections, sockets
-with session() as world:
+from wordrun.launch.meeting import LISTENING, connections
+
+def interfaces():
+    listening = {f"socket:[{inode}]": here for state, here, _, inode in connections() if state == LISTENING}
+    for name in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{name}"
+        here = listening.get(os.readlink(link)) if os.path.lexists(link) else None
+        if here and here.rpartition(":")[0].strip("0"):
+            yield here.rpartition(":")[0]
+        elif here:
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                yield own.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\\0").decode() or "all"
+
+def show():
     torch.distributed.barrier()
-    own = set(sockets(os.getpid())) - set(sockets(os.getppid()))
-    listening = [here for state, here, _, inode in connections() if state == LISTENING and inode in own]
-    at = sorted({here.rpartition(":")[0] for here in listening})
-    sys.stdout.write(f"{world.launcher} {world.rank} listens at {at}\\n")
+    end = time.monotonic() + 20
+    while "all" in (found := set(interfaces())) and time.monotonic() < end:
+        time.sleep(0.05)
+    sys.stdout.write(f"{os.environ['RANK']} listens at {sorted(found)}\\n")
     torch.distributed.barrier()
+
+if sys.argv[1:] == ["wordrun"]:
+    with session():
+        show()
+else:
+    torch.distributed.init_process_group("gloo")
+    show()
+    torch.distributed.destroy_process_group()
 """
 
 
-def test_on_one_machine_ranks_listen_on_loopback_only(command: Command, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("pidfd_getfd")
+@pytest.mark.parametrize("by", ["wordrun", "torch"])
+def test_on_one_machine_all_listen_on_loopback_only(command: Command, tmp_path: Path, by: str) -> None:
     (tmp_path / "listen.py").write_text(LISTEN)
-    done = command(LAUNCH, "-n", "2", "--launcher", "hydra", sys.executable, "listen.py")
+    done = command(LAUNCH, "-n", "2", "--launcher", "hydra", sys.executable, "listen.py", by)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"hydra {rank} listens at ['0100007F']" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} listens at ['0100007F', 'lo']" for rank in range(2)]
 
 
 # A rank that nothing but SIGKILL ends, with a child that is the same, in a session of its own.

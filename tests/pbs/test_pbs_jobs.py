@@ -46,10 +46,10 @@ def test_a_submission_gets_its_nodes_and_keeps_its_site(cluster: Cluster, tmp_pa
 
 def test_ranks_are_warned_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     """PBS sends no warning itself: launch asks qstat when the job ends."""
-    rank = "trap 'touch saved-$RANK; exit 75' USR1; sleep 61.25 & wait"
-    limit = ("--walltime", "0:01:00", "--walltime-margin", "55")
-    job = submit(cluster, "-N", "2", "--ppn", "1", *limit, *HYDRA, "--", "sh", "-c", rank)
-    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 50)
+    rank = "trap 'touch saved-$RANK; exit 75' USR1; sleep 91.25 & wait"
+    limit = ("--walltime", "0:01:30", "--walltime-margin", "70")
+    job = submit(cluster, "--no-freeze", "-N", "2", "--ppn", "1", *limit, *HYDRA, "--", "sh", "-c", rank)
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 80)
     text = next(tmp_path.glob("test.o*")).read_text()
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"], text
     assert "saved: submit this script again to continue" in text
@@ -58,7 +58,9 @@ def test_ranks_are_warned_before_the_time_limit(cluster: Cluster, tmp_path: Path
 
 def test_a_cancelled_job_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """Nor on the other host. (PBS's daemons do not see processes of root, so this job gets no time to save.)"""
-    job = submit(cluster, "-N", "2", "--ppn", "1", *HYDRA, "--", "sh", "-c", "touch ready-$RANK; sleep 61.25")
+    job = submit(
+        cluster, "--no-freeze", "-N", "2", "--ppn", "1", *HYDRA, "--", "sh", "-c", "touch ready-$RANK; sleep 61.25"
+    )
     cluster.wait(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks are ready")
     assert cluster.run("qdel", job).returncode == 0
     cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends")

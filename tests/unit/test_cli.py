@@ -90,8 +90,14 @@ def test_the_help_of_a_group_is_as_wide_as_the_terminal(monkeypatch: pytest.Monk
         assert columns - 10 < max(map(len, printed("--help", "train").splitlines())) <= columns
 
 
-def test_the_help_of_experiments_says_what_each_is() -> None:
-    assert "experiment=quickstart: The run of bin/quickstart" in printed("--help", "experiment")
+def test_the_help_of_experiments_says_what_each_is(tmp_path: Path) -> None:
+    """In whole sentences; a file of the user's own may be found in two ways, and say nothing."""
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults: []\n")
+    shown = printed("--help", "experiment", "--config-dir", "conf")
+    assert "experiment=quickstart: The run of bin/quickstart" in shown
+    assert all(text.endswith(".") for text in shown.strip().split("\n\n") if ": " in text), shown
+    assert re.findall("^experiment=mine.*", shown, re.MULTILINE) == ["experiment=mine"]
 
 
 def test_help_shows_the_values_of_the_command_line() -> None:
@@ -174,6 +180,7 @@ def test_a_file_that_is_not_there_is_a_mistake_in_the_options(
     err = capfd.readouterr().err
     assert len(err.splitlines()) == 1
     assert "nothing" in err
+    assert all(word in err for word in words if word.startswith("train."))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train.max_iter=3"], ["plan", "model=gpt2"]])

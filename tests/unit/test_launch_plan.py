@@ -142,8 +142,17 @@ def test_environment_of_two_ranks() -> None:
         "UCX_NET_DEVICES": "lo",
         "FI_TCP_IFACE": "lo",
         "FI_SOCKETS_IFACE": "lo",
+        "HYDRA_IFACE": "lo",
         "ACCELERATE_USE_CPU": "true",
     }
+
+
+def test_daemons_on_another_host_are_not_sent_to_loopback() -> None:
+    assert plan("hydra").env["HYDRA_IFACE"] == "lo"
+    for changed in ({"hostfile": "hosts"}, {"launcher_args": ("-hosts", "other")}):
+        options = Options(np=2, command=("x",), **changed)
+        found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {})
+        assert "HYDRA_IFACE" not in found.env
 
 
 def test_what_the_user_exported_is_kept() -> None:

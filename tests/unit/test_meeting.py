@@ -36,14 +36,18 @@ for line in sys.stdin:
         kept += [file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)]
     elif verb == "listen":
         kept.append(socket.create_server(("127.0.0.1", 0)))
+    elif verb == "listen to all":
+        kept.append(socket.create_server(("", 0)))
     elif verb == "connect":
         kept.append(socket.create_connection(("127.0.0.1", value)))
     elif verb == "accept":
         kept.append(kept[-1].accept()[0])
     elif verb == "leave":
         kept.pop().close()
-    port = kept[-1].getsockname()[1] if kept and isinstance(kept[-1], socket.socket) else 0
-    print(port, flush=True)
+    answer = kept[-1].getsockname()[1] if kept and isinstance(kept[-1], socket.socket) else 0
+    if verb == "bound":
+        answer = int(bool(kept[-1].getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)))
+    print(answer, flush=True)
 """
 Tell = Callable[..., int]
 
@@ -76,6 +80,7 @@ def watching(launcher: str = "pals", *, local: bool = False) -> Meeting:
     plan = SimpleNamespace(
         ranks=SimpleNamespace(np=2), launcher=SimpleNamespace(name=launcher), env={"MASTER_PORT": "1"},
         hosts=("n1",), decided=SimpleNamespace(launch_id=f"test-{os.getpid()}"), job=SimpleNamespace(is_local=local),
+        options=SimpleNamespace(hostfile=None, launcher_args=()),
     )  # fmt: skip
     return Meeting(plan, os.getpid())  # type: ignore[arg-type]
 
@@ -152,3 +157,49 @@ def test_a_numeric_master_addr_is_where_the_store_listens(nodes: int) -> None:
     listening = [here for state, here, _, _ in connections() if state == LISTENING]
     at = [int(end.split(":")[0], 16) for end in listening if int(end.split(":")[1], 16) == store.port]
     assert at == [int.from_bytes(socket.inet_aton(address), sys.byteorder)]
+
+
+def here_alone(port: int, **changed: Any) -> Meeting:
+    """Return the watch of a launch on this machine, whose ranks meet at ``port``."""
+    meeting = watching(local=True)
+    vars(meeting.plan).update({"env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, **changed})
+    return meeting
+
+
+@pytest.mark.usefixtures("pidfd_getfd")
+def test_where_ranks_of_one_machine_meet_is_closed_to_other_hosts(tell: Tell) -> None:
+    """Whatever else a rank listens for stays open, and a launcher's daemons connect to it before there are ranks."""
+    with socket.create_server(("", 0)) as launchers, socket.create_server(("127.0.0.1", 0)) as local:
+        before = here_alone(1)
+        before.sample()
+        assert not bound(launchers)
+        port = tell(0, "listen to all")
+        tell(1, "listen to all")
+        meeting = here_alone(port)
+        meeting.sample()
+        meeting.sample()
+        assert (bound(launchers), bound(local)) == (True, False)
+        assert (tell(0, "bound"), tell(1, "bound")) == (1, 0)
+        socket.create_connection(("127.0.0.1", port)).close()
+
+
+@pytest.mark.usefixtures("pidfd_getfd")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"job": SimpleNamespace(is_local=False)},
+        {"options": SimpleNamespace(hostfile="hosts", launcher_args=())},
+        {"options": SimpleNamespace(hostfile=None, launcher_args=("-hosts", "other"))},
+        {"env": {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}},
+    ],
+    ids=["in a job", "host file", "arguments of the launcher", "address of the user's"],
+)
+def test_ranks_that_other_hosts_may_have_to_reach_are_not_closed_to_them(tell: Tell, changed: dict[str, Any]) -> None:
+    with socket.create_server(("", 0)) as launchers:
+        tell(0, "listen to all")
+        here_alone(1, **changed).sample()
+        assert not bound(launchers)
+
+
+def bound(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16))

@@ -119,7 +119,8 @@ def test_a_sequence_that_cannot_be_divided_is_not() -> None:
 
 
 def test_nothing_fits() -> None:
-    assert "does not fit with model.batch_size=1 either" in fit("model.n_embd=4096").remedies(Room(2**20))[0]
+    assert "a smaller model (model.n_layer, model.n_embd)" in fit("model.n_embd=4096").remedies(Room(2**20))[0]
+    assert "a smaller model (model.depth)" in fit("model=modern", "model.depth=8").remedies(Room(2**20))[0]
 
 
 def test_only_what_cannot_fit_is_refused() -> None:

@@ -146,7 +146,10 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
     loopback = next((name for name in decided.interfaces if name in ("lo", "lo0")), "")
     if request.ranks.nodes == 1 and request.ranks.np > 1 and loopback:
         # The others are for MPICH; in a scheduler's job they would hide the fabric from UCX and libfabric.
-        for name in ("GLOO_SOCKET_IFNAME", *(FOR_MPICH if request.job.is_local else ())):
+        networks = ["GLOO_SOCKET_IFNAME", *(FOR_MPICH if request.job.is_local else ())]
+        if request.job.is_local and not (request.options.hostfile or request.options.launcher_args):
+            networks.append("HYDRA_IFACE")  # where mpiexec's daemons reach it; those may name another host
+        for name in networks:
             if name not in env:
                 yield name, (loopback, "single host: no other host can connect to the ranks")
     if request.ranks.np > 1 and not request.devices and "ACCELERATE_USE_CPU" not in env:

@@ -87,9 +87,10 @@ class Fit:
         if found:
             return found[:1]
         batch = "fewer sequences per step, " if self.cfg.backend.pipeline else ""
+        sizes = "model.depth" if getattr(self.cfg.model, "depth", None) else "model.n_layer, model.n_embd"
         return [
-            f"It does not fit with model.batch_size=1 either: use {batch}a smaller model (model.n_layer, "
-            "model.n_embd), shorter sequences (model.block_size), or more ranks with train.backend=FSDP."
+            f"It does not fit with model.batch_size=1 either: use {batch}a smaller model ({sizes}), shorter sequences "
+            "(model.block_size), or more ranks with train.backend=FSDP."
         ]
 
     def _largest_batch(self, room: Room) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +94,10 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path], names: bo
         yield "\n".join(f"  {name:<12} {meaning}" for name, meaning in LEGEND.items())
     group, _, chosen = group.partition("=")
     if group == EXPERIMENT:
-        found = (file for folder in (_wordruns(), *folders) for file in (folder / group).glob(f"{chosen or '*'}.yaml"))
-        for file in sorted(found):
-            lines = file.read_text(encoding="utf-8").splitlines()
-            about = next((line for line in lines if not line.startswith("# @")), "")
-            yield textwrap.fill(f"{group}={file.stem}: {about.removeprefix('# ')}", help_width())
+        where = dict.fromkeys(folder.resolve() for folder in (_wordruns(), *folders))
+        for file in sorted(file for folder in where for file in (folder / group).glob(f"{chosen or '*'}.yaml")):
+            about = _first_comment(file)
+            yield textwrap.fill(f"{group}={file.stem}{': ' * bool(about)}{about}", help_width(), break_on_hyphens=False)
         return
     group = group.removeprefix("train.")  # a backend is chosen by train.backend=NAME
     if group not in SECTIONS:
@@ -110,6 +111,12 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path], names: bo
         for name, part in schemas(group).items():
             schema = part.options
             yield "\n".join([f"{group}=[{name}]: {schema.__doc__}", *describe(schema(), f"{group}.{name}.", width=35)])
+
+
+def _first_comment(file: Path) -> str:
+    """Return the comment at the beginning of a config file, up to its first indented line, which is an example."""
+    lines = (line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("# @"))
+    return " ".join(line[2:] for line in takewhile(lambda line: re.match(r"# \S", line), lines))
 
 
 def _wordruns() -> Path:

@@ -87,7 +87,11 @@ class Task:
         if source is None:
             return None
         # One rank verifies all files, and chooses an intact checkpoint for all.
-        saved = find(dist.share(find(Path(source)).folder if world.rank == 0 else None, world), check=False)
+        try:
+            folder = find(Path(source)).folder if world.rank == 0 else None
+        except ConfigError as error:
+            raise ConfigError(f"train.init_from={source}: {error}") from None
+        saved = find(dist.share(folder, world), check=False)
         theirs = {name: p.shape for name, p in saved.meta_model().weights()}
         ours = {name: p.shape for name, p in self.initial_model.weights()}
         different = [
