@@ -16,8 +16,8 @@ from wordrun.launch import cli
 if TYPE_CHECKING:
     from conftest import Command
 
-DOCS = Path(__file__).parents[2] / "docs"
-PACKAGE = DOCS.parent / "src/wordrun"
+ROOT = Path(__file__).parents[2]
+DOCS, PACKAGE, README = ROOT / "docs", ROOT / "src/wordrun", (ROOT / "README.md").read_text()
 SOURCES = {
     ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file.read_text()
     for file in PACKAGE.rglob("*.py")
@@ -101,3 +101,20 @@ def test_a_module_that_is_run_by_its_name_is_found(command: Command) -> None:
 def test_launch_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--site", "nowhere", "true"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "launch: more: docs/launch.md#sites"
+
+
+def test_readme_shows_what_it_claims() -> None:
+    """In the table of comparisons, each row names a test or a measurement; all of it is on the first screen."""
+    start = README[: README.index("\n## Examples")]
+    assert len(start.splitlines()) <= 50
+    rows = re.findall(r"^\| (?!If|---|.*---)(.*) \|$", start.split("shown by |")[1], re.MULTILINE)
+    assert len(rows) == 4
+    for row in rows:
+        shown = re.findall(r"\]\(([^)]+)\)", row.split(" | ")[2])
+        assert shown
+        assert [path for path in shown if not re.match("tests/|benchmarks/", path) or not (ROOT / path).exists()] == []
+
+
+def test_links_of_readme_exist() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) if not (ROOT / link).exists()]
+    assert links == []
