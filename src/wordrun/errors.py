@@ -139,6 +139,7 @@ PAGES = {
     "wordrun.train.hooks": "train.md#hooks",
     "wordrun.train.in_memory": "checkpoints.md#checkpoints-in-memory",
     "wordrun.train.language": "data.md#tokenizers",
+    "wordrun.train.language._check_reads": "extend.md#a-model",
     "wordrun.train.language.generate": "generate.md#generate",
     "wordrun.train.memory": "plan.md#before-every-run",
     "wordrun.train.memory_resume": "checkpoints.md#checkpoints-in-memory",
