@@ -12,13 +12,13 @@ From MIT's Engaging recipes (fsdp_tp_example.py), whose data is random too. What
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 VOCAB, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE, TP_SIZE, STEPS = 64, 2, 4, 64, 192, 32, 8, 2, 20
-
+VOCAB, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE = 64, 2, 4, 64, 192, 32, 8
+TP_SIZE, STEPS = 2, 20
 
 class Block(nn.Module):
     def __init__(self):
@@ -52,11 +52,11 @@ if device.type != "cpu":
 dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
 rank, world_size = dist.get_rank(), dist.get_world_size()
 tp_size = min(TP_SIZE, world_size)
-mesh = init_device_mesh(device.type, (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
+mesh = dist.init_device_mesh(device.type, (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
 dp, tp = mesh["dp"], mesh["tp"]
 torch.manual_seed(0)
 blocks = [Block() for _ in range(LAYERS)]
-model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
+model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Flatten(0, 1), nn.Linear(WIDTH, VOCAB))
 model.to(device)
 columns = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
 rows = {name: RowwiseParallel() for name in ("out", "down")}
@@ -68,7 +68,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 batch = torch.randint(VOCAB, (BATCH_SIZE, LENGTH + 1))  # the same in each step, to be learned by heart
 own = batch.chunk(dp.size())[dp.get_local_rank()].to(device)
 for step in range(STEPS):
-    loss = cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+    loss = cross_entropy(model(own[:, :-1]), own[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
