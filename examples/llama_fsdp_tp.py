@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-VOCAB, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE, TP_SIZE, STEPS = 64, 2, 4, 64, 192, 32, 8, 2, 20
 VOCAB, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE = 64, 2, 4, 64, 192, 32, 8
 TP_SIZE, STEPS = 2, 20
+
 
 class Block(nn.Module):
     def __init__(self):
