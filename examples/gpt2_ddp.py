@@ -75,6 +75,6 @@ for step in range(STEPS):
     dist.all_reduce(step_loss)
     if step % 10 == 0 and rank == 0:
         print(f"step {step}: loss {step_loss.item() / world_size:.5f}")
-test_loss = next_token_loss(model, test_data.to(device)).item()
-print(f"rank {rank} of {world_size} on {device.type}: test loss {test_loss:.5f}")
+print(f"rank {rank} of {world_size} on {device.type}: test loss {next_token_loss(model, test_data.to(device)):.5f}")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-VOCAB, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE = 64, 2, 4, 64, 192, 32, 8
-TP_SIZE, STEPS = 2, 20
+VOCAB, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE, TP_SIZE, STEPS = 64, 2, 4, 64, 192, 32, 8, 2, 20
 
 
 class Block(nn.Module):
@@ -77,4 +76,5 @@ for step in range(STEPS):
         print(f"step {step}: loss {mean.item():.5f}")
 shape = tuple(model[1].q.weight.to_local().shape)
 print(f"rank {rank} of {world_size} on {device.type}: holds {shape} of the {WIDTH} x {WIDTH} weights of q")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()

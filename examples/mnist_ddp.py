@@ -66,4 +66,5 @@ for epoch in range(EPOCHS):
         optimizer.step()
 after, accuracy = test(model, test_data, device)
 print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()

@@ -72,4 +72,5 @@ after, accuracy = test(model, test_data, device)
 mine = sum(weight.to_local().numel() for weight in model.parameters())
 print(f"rank {rank} holds {mine} of {sum(weight.numel() for weight in model.parameters())} weights")
 print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()
