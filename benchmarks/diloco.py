@@ -104,7 +104,7 @@ def main() -> None:
                 args.json.write_text(json.dumps(found))
         if world.rank == 0:
             base = found["DDP"]
-            print("| run | validation loss | to DDP's | bytes per step | of DDP's |\n|---|---|---|---|---|")
+            print("| run | validation loss | vs. DDP | bytes per step | vs. DDP |\n|---|---|---|---|---|")
             for name, each in found.items():
                 loss, share = each["loss"] / base["loss"] - 1, base["bytes"] / each["bytes"]
                 print(f"| {name} | {each['loss']:.4f} | {loss:+.2%} | {each['bytes']:,.0f} | 1/{share:.1f} |")

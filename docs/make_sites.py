@@ -123,7 +123,7 @@ def knowledge(site: Site) -> Iterator[tuple[str, str]]:
     if site.ranks_per_node:
         yield "ranks per node", str(site.ranks_per_node)
     if site.cores:
-        yield "hardware threads per node", str(site.cores)
+        yield "CPUs per node for ranks, unless the job says", str(site.cores)
     if site.cores_near_device:
         yield "cores of each device's rank", " ".join(f"`{cores}`" for cores in site.cores_near_device)
     if site.srun_args:

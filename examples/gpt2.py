@@ -47,8 +47,7 @@ device = torch.accelerator.current_accelerator() if torch.accelerator.is_availab
 torch.manual_seed(0)
 text = torch.frombuffer(bytearray(sample_text(60_000).encode()), dtype=torch.uint8).long()
 sequences = text.unfold(0, BLOCK + 1, BLOCK)  # of BLOCK + 1 bytes each
-train_data, test_data = sequences[:-32], sequences[-32:]
-micro_batches = train_data.split(MICRO_BATCH_SIZE)
+micro_batches, test_data = sequences[:-32].split(MICRO_BATCH_SIZE), sequences[-32:]
 model = GPT().to(device)
 optimizer = torch.optim.AdamW(model.parameters())
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=STEPS)

@@ -10,7 +10,6 @@ From the Turing Institute's course (Practical MPI). What changes against gpt2.py
 4. all_reduce adds up the losses, since each rank knows only those of its own micro-batches. One rank prints them.
 """
 
-import os
 from contextlib import nullcontext
 from functools import partial
 
@@ -52,14 +51,13 @@ def next_token_loss(model, tokens):
 
 device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 if device.type != "cpu":
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(dist.get_node_local_rank() % torch.accelerator.device_count())
 dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 text = torch.frombuffer(bytearray(sample_text(60_000).encode()), dtype=torch.uint8).long()
 sequences = text.unfold(0, BLOCK + 1, BLOCK)  # of BLOCK + 1 bytes each
-train_data, test_data = sequences[:-32], sequences[-32:]
-micro_batches = train_data.split(MICRO_BATCH_SIZE)
+micro_batches, test_data = sequences[:-32].split(MICRO_BATCH_SIZE), sequences[-32:]
 model = DistributedDataParallel(GPT().to(device))
 optimizer = torch.optim.AdamW(model.parameters())
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=STEPS)
@@ -77,6 +75,6 @@ for step in range(STEPS):
     dist.all_reduce(step_loss)
     if step % 10 == 0 and rank == 0:
         print(f"step {step}: loss {step_loss.item() / world_size:.5f}")
-test_loss = next_token_loss(model, test_data.to(device)).item()
-print(f"rank {rank} of {world_size} on {device.type}: test loss {test_loss:.5f}")
+print(f"rank {rank} of {world_size} on {device.type}: test loss {next_token_loss(model, test_data.to(device)):.5f}")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()

@@ -1,30 +1,22 @@
 """LLaMA blocks under FSDP and tensor parallelism together.
 
-    launch -n 2 python examples/llama_fsdp_tp.py
+    launch -n 4 python examples/llama_fsdp_tp.py
 
 From MIT's Engaging recipes (fsdp_tp_example.py), whose data is random too. What changes against one process:
 
-1. A mesh with two axes. Ranks of a "tp" group are neighbours, which share a node's fast links; "dp" crosses nodes.
-2. parallelize_module divides pairs of matrices over "tp", the first by columns and the second by rows, so that one
-   all-reduce for each pair is enough. Each rank computes some of the attention's heads.
-3. fully_shard divides once more, over "dp", what each rank of a "tp" group holds.
-4. The ranks of a "tp" group read the same sequences, and different "dp" groups different ones.
-
-With two ranks, "dp" has one rank; with -n 4, both axes have two. The losses stay the same.
+1. A mesh with two axes: "tp" between neighbours, which share a node's fast links, and "dp" (with -n 2, a single rank).
+2. parallelize_module divides pairs of matrices over "tp", by columns, then by rows: one all-reduce for each pair.
+3. fully_shard divides over "dp" what each rank of a "tp" group holds. Ranks of a "tp" group read the same sequences.
 """
-
-import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-VOCABULARY, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE = 64, 2, 4, 64, 192, 32, 8
-TP_SIZE, STEPS = 2, 20
+VOCAB, LAYERS, HEADS, WIDTH, HIDDEN, LENGTH, BATCH_SIZE, TP_SIZE, STEPS = 64, 2, 4, 64, 192, 32, 8, 2, 20
 
 
 class Block(nn.Module):
@@ -55,15 +47,15 @@ def rotate(x):
 
 device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 if device.type != "cpu":
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(dist.get_node_local_rank() % torch.accelerator.device_count())
 dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
 rank, world_size = dist.get_rank(), dist.get_world_size()
 tp_size = min(TP_SIZE, world_size)
-mesh = init_device_mesh(device.type, (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
+mesh = dist.init_device_mesh(device.type, (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
 dp, tp = mesh["dp"], mesh["tp"]
 torch.manual_seed(0)
 blocks = [Block() for _ in range(LAYERS)]
-model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Flatten(0, 1), nn.Linear(WIDTH, VOCAB))
 model.to(device)
 columns = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
 rows = {name: RowwiseParallel() for name in ("out", "down")}
@@ -72,10 +64,10 @@ for block in blocks:
     fully_shard(block, mesh=dp)
 fully_shard(model, mesh=dp)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-batch = torch.randint(VOCABULARY, (BATCH_SIZE, LENGTH + 1))  # the same in each step, to be learned by heart
+batch = torch.randint(VOCAB, (BATCH_SIZE, LENGTH + 1))  # the same in each step, to be learned by heart
 own = batch.chunk(dp.size())[dp.get_local_rank()].to(device)
 for step in range(STEPS):
-    loss = cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+    loss = cross_entropy(model(own[:, :-1]), own[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -84,4 +76,5 @@ for step in range(STEPS):
         print(f"step {step}: loss {mean.item():.5f}")
 shape = tuple(model[1].q.weight.to_local().shape)
 print(f"rank {rank} of {world_size} on {device.type}: holds {shape} of the {WIDTH} x {WIDTH} weights of q")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()

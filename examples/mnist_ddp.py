@@ -11,8 +11,6 @@ mnist.py:
 3. DistributedDataParallel averages the gradients of all ranks during backward().
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -49,7 +47,7 @@ def test(model, data, device):
 
 device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 if device.type != "cpu":
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(dist.get_node_local_rank() % torch.accelerator.device_count())
 dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -68,4 +66,5 @@ for epoch in range(EPOCHS):
         optimizer.step()
 after, accuracy = test(model, test_data, device)
 print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()

@@ -4,10 +4,8 @@
 
 ALCF's workshop and the Turing Institute's course explain ZeRO; the program is CMU's. What changes against mnist.py:
 
-1. init_distributed joins the process group, and initialize chooses the device and wraps the model. launch sets the
-   variables that both read. Where there is no accelerator, DeepSpeed has to be told so before it is imported.
-2. A DistributedSampler gives each rank its own part of the images. The batch is divided too, so that any number of
-   ranks takes the same steps.
+1. init_distributed joins the process group, by launch's variables; initialize chooses the device and wraps the model.
+2. A DistributedSampler divides the images among the ranks. The batch is divided too, so the number of steps stays.
 3. ZeRO stage 2 leaves each rank a part of the gradients and of the optimizer's state.
 4. engine.backward(loss) and engine.step() replace backward() of the loss, and step() and zero_grad() of the optimizer.
 """
@@ -23,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from wordrun.compat_deepspeed import quiet_deepspeed
 
 if not torch.accelerator.is_available():
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
 import deepspeed
 
 EPOCHS, BATCH_SIZE = 5, 64  # the batch of all ranks together

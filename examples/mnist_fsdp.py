@@ -11,8 +11,6 @@ From MIT's Engaging recipes. They use FSDP1, which refuses CPUs; fully_shard doe
    before they are needed. During backward(), it averages the gradients and leaves each rank its part.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -49,7 +47,7 @@ def test(model, data, device):
 
 device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 if device.type != "cpu":
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(dist.get_node_local_rank() % torch.accelerator.device_count())
 dist.init_process_group()  # nccl on NVIDIA's GPUs, gloo on CPUs
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -74,4 +72,5 @@ after, accuracy = test(model, test_data, device)
 mine = sum(weight.to_local().numel() for weight in model.parameters())
 print(f"rank {rank} holds {mine} of {sum(weight.numel() for weight in model.parameters())} weights")
 print(f"rank {rank} of {world_size} on {device.type}: loss {before:.5f} -> {after:.5f}, accuracy {accuracy:.3f}")
+dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()

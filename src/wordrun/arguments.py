@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from wordrun.config import Section, value_text
-from wordrun.errors import ConfigError, UserError, nearest, with_page
+from wordrun.errors import ConfigError, UserError, nearest, show
 from wordrun.registry import documentation
 
 Options = TypeVar("Options")
@@ -31,8 +31,7 @@ def run(cls: type[Checked], usage: str, action: Callable[[Checked], None], argv:
             raise ConfigError("\n".join(problems))
         action(options)
     except UserError as error:
-        print(with_page(error), file=sys.stderr)
-        return error.exit_status
+        return show(error)
     return 0
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import ConfigError, UserError, show
 from wordrun.files import absolute
 
 USAGE = """\
@@ -227,8 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("wordrun new takes one folder: wordrun new DIR")
         folder = write(Path(arguments[0]))
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        return show(error)
     except OSError as error:
         print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return UserError.exit_status

@@ -29,6 +29,8 @@ SMALL = (
 )  # fmt: skip
 TESTED = ("launch --doctor",)
 """Commands that the README's tests run, too, and that take long."""
+SKIPPED = ("on a cluster", "on more ranks", "takes minutes")
+"""Comments of lines that are left out."""
 ELSEWHERE = ("git", "pip", "source", "bin/quickstart", "qsub", "sbatch", "salloc", "ssh", "rsync", "squeue", "qstat")
 """Commands that need a network, a scheduler, or another shell."""
 NUMBER = re.compile(r"-?\d+\.\d+")
@@ -65,7 +67,7 @@ def run(line: str, ranks: Command, command: Command) -> str:
     """Run one line of a console block and return what it printed."""
     line, _, comment = line.partition("  #")
     words = shlex.split(line)
-    if words[0] in ELSEWHERE or "not run here" in comment or line.startswith(TESTED):
+    if words[0] in ELSEWHERE or comment.strip() in SKIPPED or line.startswith(TESTED):
         return ""
     on_ranks = words[0] == "launch" and words[1] == "-n" and not words[3].startswith("-")
     words = ["1" if word == "1,2" else word for word in words]  # of a study's --ranks

@@ -38,7 +38,7 @@ def run(command: Command, tmp_path: Path) -> Run:
         line = TABLE[name] if n is None else re.sub(r"-n \d", f"-n {n}", TABLE[name])
         if line not in OUTPUTS:
             done = command(*shlex.split(line), timeout=150)
-            if "\nterminate called without an active exception\nAborted\n" in done.stderr:
+            if done.returncode == 134 and "terminate called without an active exception\n" in done.stderr:
                 # Torch's: while Python ends, a thread of gloo's may still need the interpreter to release a tensor.
                 # The frameworks of these examples leave it no time; wordrun.dist does.
                 done = command(*shlex.split(line), timeout=150)
@@ -69,7 +69,7 @@ def test_the_table_lists_every_example() -> None:
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_examples_say_how_to_run_them_and_where_they_come_from(name: str) -> None:
     text = (EXAMPLES / name).read_text()
-    assert len(text.splitlines()) <= 87
+    assert len(text.splitlines()) <= 80
     docstring = text.split('"""')[1]
     assert f"python examples/{name}\n" in docstring
     assert re.search("CMU|MIT|Turing|JSC|ALCF", docstring)

@@ -137,12 +137,12 @@ def test_quickstart_reuses_the_environment_and_shows_the_result(command: Any, tm
     assert "installing" not in done.stderr
     assert "$ launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in done.stdout
     run, command_line, rest = done.stdout.partition(
-        f"$ wordrun generate run={tmp_path}/run prompt=QUEEN length=200\n\n"
+        f'$ wordrun generate run={tmp_path}/run prompt="QUEEN MARGARET:" length=200\n\n'
     )
     assert "step 4/4  val_loss" in run
     assert command_line
     written, _, end = rest.partition("\nCurve:")
-    assert written.startswith("QUEEN")
+    assert written.startswith("QUEEN MARGARET:")
     assert len(written) > 200
     assert "trained for 4 steps" in done.stderr
     end = f"Curve:{end}"

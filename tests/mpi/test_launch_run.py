@@ -390,6 +390,7 @@ def test_a_run_that_has_saved_can_be_continued(
     again = shlex.join(["launch", *words, "python", str(tmp_path / "script.py")])
     said = "launch: stopped early, with its state saved (exit status 75); to continue:\n"
     said += f"  WORDRUN_RUN_ID={record['run_id']} WORDRUN_RESUME=auto {again}\n"
+    said += "launch: more: docs/jobs.md#exit-status-75\n"
     assert re.sub(r"launch: starting .*\n", "", err) == said
 
 

@@ -72,7 +72,7 @@ def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
     assert "with the parts of model=modern: form=checkpoint exports it, and as a LL" in (
         said := capsys.readouterr().err
     )
-    assert said.endswith(f"only a model trained with {words}\n")
+    assert f"only a model trained with {words}\n" in said
     assert main(["run=modern", "out=folder", "form=checkpoint"]) == 0
     ours = save_run(Path("plain"), "model=modern", *words.split(), text=TEXT)
     assert main(["run=plain", "out=theirs"]) == 0
@@ -123,7 +123,8 @@ def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.Ca
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert main(["run=run", "checkpoint=100"]) == 2
-    assert capsys.readouterr().err == f"{folder} already exists: remove it, or choose another folder with out=DIR\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"{folder} already exists: remove it, or choose another folder with out=DIR\n")
     assert main(["run=run"]) == 0
     assert capsys.readouterr().out == f"{folder.with_name('step-00000200')}\n"
 

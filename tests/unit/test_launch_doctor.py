@@ -203,7 +203,7 @@ def test_a_job_whose_launcher_is_missing(tmp_path: Path) -> None:
     assert lines[-3:] == [f"launcher: {why[0]}", *why[1:]]
     assert refused.returncode == 2
     lines = [line for line in refused.stderr.splitlines() if "passed over" not in line]
-    assert lines == [f"launch: {line}" for line in why]
+    assert lines == [f"launch: {line}" for line in [*why, "more: docs/launch.md#in-a-slurm-or-pbs-job"]]
     assert doctor_says.returncode == 1
     (finding,) = json.loads(doctor_says.stdout)
     assert (finding["check"], finding["state"], finding["remedy"]) == ("launcher", "wrong", "module load cray-pals")

@@ -166,7 +166,8 @@ def test_a_run_that_cannot_fit_is_refused_before_its_data_is_opened(
     words = ["data=text", f"data.path={tmp_path / 'text.txt'}", "tracker=jsonl", "train.device=cpu", option]
     done = command("wordrun", *words)
     assert done.returncode == 2
-    lines = done.stderr.splitlines()
+    *lines, page = done.stderr.splitlines()
+    assert page == "more: docs/plan.md#before-every-run"
     assert re.match(r"not enough memory: this run needs about [\d,]+ GiB on each rank, and .* GiB available$", lines[0])
     assert "  activations " in done.stderr
     assert "python -m wordrun.plan plan.device=cpu plan.devices=1 plan.per_node=1 plan.memory=" in lines[-2]

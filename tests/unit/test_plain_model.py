@@ -225,6 +225,33 @@ def test_a_text_model_trains_counts_tokens_and_generates_the_same_text_from_its_
     assert capsys.readouterr().out.strip("\n") in Path("run/samples.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("words", "unread"),
+    [
+        (["data=sample", "data.mask_documents=true"], "batch.documents"),
+        (["data=pairs", "data.path=pairs.jsonl", "data.mask_documents=false"], "batch.scale"),
+        (["data=pairs", "data.path=pairs.jsonl"], "batch.documents and batch.scale"),
+    ],
+)
+def test_a_text_model_that_does_not_read_what_its_data_need_is_refused(
+    writer: Config, monkeypatch: pytest.MonkeyPatch, words: list[str], unread: str
+) -> None:
+    Path("pairs.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 500)
+    cfg = wordrun.compose(["model=writer", *TEXT[1:], *words, "tokenizer=byte"])
+    with pytest.raises(ConfigError, match=f"Writer.losses does not read {unread}, so its losses would be wrong"):
+        wordrun.Trainer(cfg)
+    assert not Path("run").exists()
+    losses = Writer.losses
+    scale = torch.ones(())
+
+    def reads(self: Writer, batch: Any) -> torch.Tensor:
+        assert batch.documents is None or batch.documents.shape == batch.tokens.shape
+        return losses(self, batch) * (scale if batch.scale is None else batch.scale)
+
+    monkeypatch.setattr(Writer, "losses", reads)
+    assert trained(cfg)[-1]["step"] == 6
+
+
 def test_tensors_that_a_constructor_puts_on_the_cpu_become_meta_tensors(
     writer: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

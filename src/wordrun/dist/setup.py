@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wordrun.dist import mpi, values, watch
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
-from wordrun.errors import UserError, WorldError, with_page
+from wordrun.errors import UserError, WorldError, show, with_page
 from wordrun.log import LOGGER
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def discover_or_exit() -> World:
     try:
         return discover()
     except UserError as error:  # the rank is not known yet
-        print(with_page(error), file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_status) from None
+        raise SystemExit(show(error)) from None
 
 
 def shared_store(world: World, timeout_s: int = 1800) -> Any:
@@ -199,7 +198,9 @@ def guard(world: World) -> Iterator[None]:
         message = f"failed on host {world.host}\n{traceback.format_exc().rstrip()}"
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             what = f"cannot write to {error.filename or 'the run directory'} on {world.host}: {error.strerror}"
-            message = f"{what}. What was written before is intact."
+            message = (
+                f"{what}. What was written before is intact.\nmore: docs/checkpoints.md#when-checkpoints-are-written"
+            )
         _report(world, message)
         abort(world, 1)
 
@@ -232,7 +233,8 @@ def _report(world: World, message: str) -> None:
             _joined.store.set_timeout(timedelta(seconds=5))
             first = _joined.store.add("wordrun/failures", 1) == 1
         except Exception:  # rank 0 hosts the store, and died silently
-            message, first = f"lost contact with rank 0: {message.splitlines()[-1]}", True
+            cause, first = message.partition("\nmore: ")[0].splitlines()[-1], True
+            message = f"lost contact with rank 0: {cause}\nmore: docs/jobs.md#what-happens-when"
             time.sleep(1.0)
         if not first:
             time.sleep(SECONDARY_WAIT_S)

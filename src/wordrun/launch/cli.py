@@ -82,6 +82,9 @@ def _launch(options: Options) -> int:
     say(what)
     if command:
         print(command, file=sys.stderr)  # without the prefix, to be pasted
+    if what:
+        page = "jobs.md#exit-status-75" if status == REQUEUE else "jobs.md#which-run-is-resumed"
+        say(f"more: docs/{page}")
     return status
 
 
@@ -116,7 +119,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         else:
             fault = classify(last, status) or kills.fault(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
             if fault is None or retries == 0:
-                say(kills.refusal if options.retries else "")
+                say(kills.refusal if options.retries else "", "jobs.md#what-a-failure-costs")
                 return status
             retries -= 1
             left_out |= set(map(short, fault.hosts))
@@ -126,7 +129,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "launch has started it again")
             plan = make_plan(options, left_out, same)
         except UserError as error:
-            say(f"cannot launch again: {error}")
+            say(f"cannot launch again: {with_page(error)}")
             return status
 
 
@@ -145,7 +148,7 @@ def _prewarm(options: Options, plan: LaunchPlan) -> int:
     same = Identity(f"{plan.decided.run.run_id}-prewarm", "--prewarm")
     status = run(make_plan(once, same=same)).status
     if status:
-        say(f"--prewarm failed with status {status}")
+        say(f"--prewarm failed with status {status}", "launch.md#in-a-slurm-or-pbs-job")
     return status
 
 

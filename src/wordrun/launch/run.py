@@ -70,13 +70,13 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                 apart = meeting.end()
                 say(output.lost)
                 status = status or int(bool(output.lost))
-                say(apart if status == 0 else "")
+                say(apart if status == 0 else "", "launch.md#any-torch-script")
                 job.explain(status)
                 rank, memory = None, ""
                 if status not in (0, REQUEUE) and not job.stopped_by:
                     rank = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
                     memory = watch.killed_for_memory() or ""
-                    say(memory)
+                    say(memory, "plan.md#before-every-run")
                 lines = [*output.folded, *output.tail.lines()] if keep_lines and not job.stopped_by else []
                 outcome = Outcome(status, rank, memory, lines)
     finally:

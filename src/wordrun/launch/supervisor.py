@@ -39,8 +39,10 @@ POLL_S = 0.25
 ABORTED = re.compile(r"Abort\(\d+\) on node (\d+) ")
 
 
-def say(message: str) -> None:
-    """Print a message from launch on stderr, if anybody reads it."""
+def say(message: str, page: str = "") -> None:
+    """Print a message from launch, and the section of docs/ with more to say, on stderr if anybody reads it."""
+    if message and page:
+        message = f"{message}\nmore: docs/{page}"
     try:
         for line in short_lines(message):
             print(f"launch: {line}", file=sys.stderr, flush=True)
@@ -124,7 +126,7 @@ class Supervisor:
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
             self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
             self.listen()
-            say(self.complaint)
+            say(self.complaint, "launch.md#exit-status-and-signals" if status > 128 else "")
             self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def listen(self) -> None:
@@ -222,7 +224,7 @@ class Supervisor:
         if limit is not None and not self.stopped_by and not self.idle and now - last_output > limit:
             self.idle = True
             self.output.hush()
-            say(f"no output for {limit:g} seconds (--idle-timeout)")
+            say(f"no output for {limit:g} seconds (--idle-timeout)", "jobs.md#a-hang")
             self.show_stacks()
         elif now > self.deadline:
             self.at_deadline()

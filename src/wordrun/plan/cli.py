@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Sequence
 
-from wordrun import log
+from wordrun import errors, log
 from wordrun.arguments import describe, parse
 from wordrun.composer import compose
 from wordrun.config import Config
 from wordrun.devices import VARIANTS
-from wordrun.errors import UserError
 from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Planner
@@ -46,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         report = plan(args.arguments)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    except errors.UserError as error:
+        return errors.show(error)
     if args.json:
         print(show.as_json(report))
     else:

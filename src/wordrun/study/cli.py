@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from wordrun.errors import ConfigError, UserError, nearest
+from wordrun.errors import ConfigError, UserError, nearest, show
 
 STUDIES = {
     "scaling": ("wordrun.study.scaling", "throughput on 1, 2, 4, ... ranks or nodes, under several backends"),
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"unknown study '{name}'{nearest(name, STUDIES)} (studies: {', '.join(STUDIES)})")
         status: int = importlib.import_module(STUDIES[name][0]).main(arguments)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        return show(error)
     return status
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wordrun.errors import REQUEUE, ConfigError, UserError
+from wordrun.errors import REQUEUE, ConfigError, UserError, show
 from wordrun.sweep import places
 from wordrun.sweep.folder import Point, Sweep
 from wordrun.sweep.options import LauncherOptions
@@ -109,5 +109,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = places.find(sweep.options)
         return run(sweep, points, found)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        return show(error)

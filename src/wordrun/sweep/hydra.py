@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.errors import ConfigError, UserError, first_line, show
 from wordrun.sweep import grid
 from wordrun.sweep.options import LauncherOptions, SweeperOptions
 from wordrun.train.cli import flags
@@ -33,8 +33,7 @@ def launch(context: HydraContext, config: DictConfig, options: LauncherOptions, 
     try:
         return grid.launch(folder(config), command(), options, batch, subdirs(context, config))
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        return show(error)
 
 
 def search(context: HydraContext, config: DictConfig, options: SweeperOptions, arguments: Sequence[str]) -> int:
@@ -52,8 +51,7 @@ def search(context: HydraContext, config: DictConfig, options: SweeperOptions, a
             folder(config), command(), launcher_options(config), options, space, fixed, subdirs(context, config)
         )
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        return show(error)
 
 
 def launcher_options(config: DictConfig) -> LauncherOptions:

@@ -28,7 +28,7 @@ from wordrun import dist, log, project
 from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.dist import watch
-from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, with_page
+from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.plan.comparison import refuse_before_torch
 from wordrun.train.help import changed_groups, options_of, overview
 from wordrun.train.hints import own_command
@@ -152,8 +152,7 @@ def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None
         refuse_before_torch(cfg, world)
         return 0, cfg
     except UserError as error:
-        print(with_page(error), file=sys.stderr, flush=True)
-        return error.exit_status, None
+        return show(error), None
 
 
 def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None]) -> int:

@@ -106,7 +106,23 @@ class LanguageTask(Task):
         model, size = self.make_model(), self.cfg.text_model.block_size
         if isinstance(model, Transformer):
             return model.flops_per_token() * size
-        return flops_of(model, Batch(*torch.empty(2, 1, size, dtype=torch.int64, device="meta")))
+        tokens, targets = torch.empty(2, 1, size, dtype=torch.int64, device="meta")
+        batch = _Watched(tokens, targets, eot=0, scale=torch.empty((), device="meta"))
+        flops = flops_of(model, batch)
+        if flops:  # else it cannot be run without values, and may read more than it has come to
+            self._check_reads(type(model).__name__, batch.read)
+        return flops
+
+    def _check_reads(self, model: str, read: set[str]) -> None:
+        """Raise a ConfigError if the data need more than what the method ``losses`` of a plain model has read."""
+        data = self.cfg.text
+        needed = {"documents": data.mask_documents, "scale": data.kind == "pairs"}
+        if unread := [f"batch.{name}" for name, need in needed.items() if need and name not in read]:
+            option = " with data.mask_documents=true" if data.mask_documents else ""
+            raise ConfigError(
+                f"model={self.cfg.model.name} cannot be trained on data={data.name}{option}: {model}.losses does not "
+                f"read {' and '.join(unread)}, so its losses would be wrong; let it read them, or choose other data"
+            )
 
     def _check_vocabulary(self) -> None:
         data, size = self.cfg.data.name, getattr(self.cfg.model, "vocab_size", None) or self.vocab_size
@@ -265,6 +281,22 @@ class LanguageTask(Task):
             LOGGER.warning("no samples: %s", self.no_samples)
         if self.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
+
+
+class _Watched(Batch):
+    """A batch that notes which of its attributes a model reads."""
+
+    @property
+    def read(self) -> set[str]:
+        """The names of the attributes that have been read."""
+        found: set[str] = vars(self).setdefault("_read", set())
+        return found
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute, and note its name."""
+        if name in ("documents", "scale"):
+            self.read.add(name)
+        return super().__getattribute__(name)
 
 
 def _shapes(cfg: Config, vocab_size: int) -> ModelShapes | None:

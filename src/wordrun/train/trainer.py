@@ -319,7 +319,8 @@ class Trainer(Training):
             return
         if error or self.stop_reason:
             level = logging.ERROR if failed else logging.INFO
-            LOGGER.log(level, "%s (at step %d)", error or self.stop_reason, self.step, extra=FIRST_RANK)
+            page = "; more: docs/jobs.md#what-happens-when" if error and not failed else ""
+            LOGGER.log(level, "%s (at step %d)%s", error or self.stop_reason, self.step, page, extra=FIRST_RANK)
         if (loss := self.metrics.get("val_loss")) is not None:
             found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
             others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
