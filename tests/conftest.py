@@ -25,6 +25,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+import cpu_times
 import forked
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,12 @@ hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--cpu-times``."""
+    parser.addoption("--cpu-times", action="store_true", help="show the CPU seconds of tiers, files and tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Start every process with the usual reactions to signals, and with the usual buffering.
 
     Unbuffered, ``print`` writes its arguments one by one, and under a plain mpiexec lines of several ranks mix.
@@ -67,6 +73,8 @@ def pytest_configure() -> None:
     Under nohup, or in the background of a script, we ignore SIGHUP or SIGINT, and so would all that we start. A handler
     does as little, and a started process does not inherit it.
     """
+    if config.option.cpu_times:
+        config.pluginmanager.register(cpu_times)
     os.environ.pop("PYTHONUNBUFFERED", None)
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -166,6 +174,7 @@ def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "undrawn"))  # see there; without it, runs are drawn
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
 
@@ -202,7 +211,7 @@ def command() -> Command:
 def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let processes that the test starts import torchvision, from the folder into which bin/test installs it."""
     if folders := sorted(BIN.parent.glob("torchvision-*[0-9]")):
-        monkeypatch.setenv("PYTHONPATH", str(folders[-1]))
+        monkeypatch.setenv("PYTHONPATH", str(folders[-1]), prepend=os.pathsep)
     elif not importlib.util.find_spec("torchvision"):
         pytest.skip("needs torchvision: bin/test, or pip install 'wordrun[vision]'")
 

@@ -31,14 +31,12 @@ MLP = [
     "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
     "train.global_batch_size=16", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
-BIGRAM = ["model=bigram", "data=sums", "train.sample_tokens=4", *MLP[2:]]
+BIGRAM = ["model=bigram", "data=sums", "tokenizer=alphabet", "train.sample_tokens=4", *MLP[2:]]
 SCRIPT = """
 import json, sys
 import wordrun
 from wordrun import dist
-from wordrun.train import run
 
-run.draw, run.page.write = (lambda *_: []), (lambda path: path)  # nobody looks at the plots
 with dist.session() as world:
     for words in json.loads(sys.argv[1]):
         with wordrun.Trainer(wordrun.compose(words), world) as trainer:
@@ -58,7 +56,7 @@ def page(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
+def test_the_pages_parts_train_and_resume(ranks: Command, command: Command, page: Path) -> None:
     (page / "script.py").write_text(SCRIPT)
     runs = (
         ["train.backend=DDP", "hydra.run.dir=ddp"],
@@ -74,7 +72,9 @@ def test_the_pages_parts_train_and_resume(ranks: Command, page: Path) -> None:
     )
     plain_text = ["model.batch_size=8", "train.backend=FSDP", "hydra.run.dir=bigram"]
     words = [*([*SMALL, *run] for run in runs), *([*MLP, *run] for run in divided), [*BIGRAM, *plain_text]]
-    done = ranks(2, page / "script.py", json.dumps(words))
+    prepared = command("wordrun", "prepare", *SMALL[1:3])  # with processes of its own, which forked ranks must not have
+    assert prepared.returncode == 0, prepared.stderr
+    done = ranks(2, page / "script.py", json.dumps(words), under="fork")
     assert done.returncode == 0, done.stdout + done.stderr
     plain = figures(page / "plain")
     assert len(plain) == 10

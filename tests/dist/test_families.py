@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from wordrun import compat
 from wordrun.checks import check
 from wordrun.composer import compose
+from wordrun.config import Config
 from wordrun.errors import ConfigError, UserError
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,10 +53,10 @@ LAYOUTS = {
     "DeepSpeed": ["train.backend=deepspeed", "backend.stage=2"],
 }
 SCRIPT = """
-import json, sys
+import json, pickle, sys
 from functools import partial
+from pathlib import Path
 import torch
-import wordrun
 from wordrun import backend, dist
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import check
@@ -66,8 +68,7 @@ from wordrun.registry import part_of
 torch.set_num_threads(1)
 tokens = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(0))
 with dist.session(device="cpu") as world:
-    for name, words in json.load(open(sys.argv[1])).items():
-        cfg = dist.share(wordrun.compose(words, ranks=world.size) if world.rank == 0 else None, world)
+    for name, cfg in pickle.loads(Path(sys.argv[1]).read_bytes()).items():
         layout = check(cfg, world.size)
         optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         model = partial(meta_model, cfg.model, 61, multiple=layout.tp)
@@ -82,11 +83,11 @@ with dist.session(device="cpu") as world:
 """
 
 
-def trained(ranks: Any, n: int, runs: dict[str, list[str]]) -> dict[str, list[float]]:
+def trained(ranks: Any, n: int, runs: dict[str, Config]) -> dict[str, list[float]]:
     """Return the losses of a step and of an evaluation after it for each of ``runs`` on ``n`` ranks."""
     Path("script.py").write_text(SCRIPT)
-    Path(f"runs-{n}.json").write_text(json.dumps(runs))
-    done = ranks(n, "script.py", f"runs-{n}.json", under="fork", timeout=250)
+    Path(f"runs-{n}").write_bytes(pickle.dumps(runs))
+    done = ranks(n, "script.py", f"runs-{n}", under="fork", timeout=250)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:6000]
     found: dict[str, list[float]] = {}
     for line in done.stdout.splitlines():
@@ -101,11 +102,14 @@ def on_ranks(ranks: Any) -> dict[str, dict[str, bool]]:
         for layout, words in LAYOUTS.items():
             key = f"{family}: {layout}"
             with contextlib.suppress(ConfigError):  # refused
-                check(compose([*SMALL, *model, *batch(words)], ranks=4), 4)
-                runs[key] = [*SMALL, *model, *batch(words)]
+                cfg = compose([*SMALL, *model, *batch(words)], ranks=4)
+                check(cfg, 4)
+                runs[key] = cfg
     whole = ["train.backend=DDP", "model.batch_size=4"]
-    one = {family: [*SMALL, *model, *whole] for family, model in FAMILIES.items()}
-    lora = {f"{family}: LoRA": [*SMALL, *model, *whole, *LAYOUTS["LoRA"][1:]] for family, model in FAMILIES.items()}
+    one = {family: compose([*SMALL, *model, *whole]) for family, model in FAMILIES.items()}
+    lora = {
+        f"{family}: LoRA": compose([*SMALL, *model, *whole, *LAYOUTS["LoRA"][1:]]) for family, model in FAMILIES.items()
+    }
     alone, found = trained(ranks, 1, one | lora), trained(ranks, 4, runs)
     assert found.keys() == runs.keys()
     for key, losses in found.items():

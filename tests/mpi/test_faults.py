@@ -13,9 +13,10 @@ import soak
 
 
 @pytest.mark.timeout(300)
-def test_five_kills_leave_no_trace(tmp_path: Path) -> None:
-    told = soak.soak(tmp_path, runs=5, seed=5, steps=60)
-    assert len(told) == 5
+def test_three_kills_leave_no_trace(tmp_path: Path) -> None:
+    """A rank while training, all ranks while saving, and launch while starting."""
+    told = soak.soak(tmp_path, runs=3, seed=5, steps=50)
+    assert len(told) == 3
     assert not [each for each in told if "(0)" in each or each.endswith("status 0")], "every kill hit somebody"
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from conftest import Command, Start
 
 SMALL = ["data=sample", "train=smoke", "tracker=jsonl", "model.n_layer=2", "model.n_embd=32", "train.eval_iters=1"]
-WORDRUN = ("launch", "-n", "2", "python", "-m", "wordrun", *SMALL)
+WORDRUN = ("python", "-m", "wordrun", *SMALL)
 LONG = ("train.max_iters=100000", "train.checkpoint_interval=5", "train.eval_interval=0", "optimizer.lr_decay_iters=9")
 
 
@@ -30,14 +30,14 @@ def run_dir(cwd: Path) -> Path:
 
 
 def test_after_the_last_step(command: Command, tmp_path: Path) -> None:
-    done = command(*WORDRUN, "train.max_iters=4")
+    done = command("launch", *WORDRUN, "train.max_iters=4")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = run_dir(tmp_path)
     lines = suggested((folder / "log.txt").read_text(), "next: ")
     assert lines == suggested(done.stdout, "next: ")
     said = [command("sh", "-c", line) for line in lines]
     assert [done.returncode for done in said] == [0, 0, 0], [done.stderr for done in said]
-    assert "trained for 4 steps on 6,144 tokens; validation loss " in said[0].stderr
+    assert "trained for 4 steps on 3,072 tokens; validation loss " in said[0].stderr
     assert (tmp_path / said[1].stdout.strip() / "config.json").exists()
     assert json.loads((folder / "run.json").read_text())["steps"] == 8
 
@@ -53,7 +53,7 @@ def continues(line: str, command: Command, tmp_path: Path) -> None:
 
 
 def test_after_a_signal(start: Start, command: Command, tmp_path: Path) -> None:
-    job = start(*WORDRUN, *LONG)
+    job = start("launch", *WORDRUN, *LONG)
     while not list(tmp_path.glob("outputs/*/*/*/checkpoints/latest")):
         assert job.poll() is None
         time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+
+from wordrun.track.jsonl import read
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -97,17 +100,20 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for library in Path(sys.prefix, "lib").iterdir():  # the mpich package has its libraries there
         if not library.name.startswith("python"):
             (folder / "lib" / library.name).symlink_to(library)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
-    install = ["install", "--quiet", "--no-deps", "--no-compile", "--no-index", "--ignore-installed", str(wheel)]
-    subprocess.run([*pip, *install], check=True, timeout=120)
+    install(folder, wheel)
     return folder
+
+
+def install(environment: Path, *wheels: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
+    options = ["install", "--quiet", "--no-deps", "--no-compile", "--no-index", "--ignore-installed"]
+    subprocess.run([*pip, *options, *map(str, wheels)], check=True, timeout=120)
 
 
 @pytest.fixture
 def installed(environment: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the new environment first in PATH; return its site-packages."""
     monkeypatch.setenv("PATH", f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     (packages,) = environment.glob("lib/python*/site-packages")
     return packages
 
@@ -118,15 +124,38 @@ def test_the_installed_package_is_the_one_that_is_tested(installed: Path, comman
     assert done.stdout.count(f"from '{installed}/") == 3, done.stdout + done.stderr
 
 
-def test_it_trains_on_two_ranks_in_an_empty_folder(installed: Path, command: Command, tmp_path: Path) -> None:
+def test_it_trains_and_reports_in_an_empty_folder(installed: Path, command: Command, tmp_path: Path) -> None:
     small = ["model.n_layer=1", "model.n_embd=16", "train.max_iters=3", "train.eval_iters=1", "train.sample_tokens=4"]
     words = ["data=sample", "train=smoke", *small, "tracker=jsonl", "train.backend=DDP", "hydra.run.dir=run"]
-    done = command("launch", "-n", "2", "wordrun", *words)
+    done = command("wordrun", *words, PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run" / "report.html").stat().st_size > 5000
     told = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert (told["world"]["size"], told["steps"], told["exit_reason"]) == (2, 3, "finished")
+    assert (told["steps"], told["exit_reason"]) == (3, "finished")
     (metadata,) = installed.glob("wordrun-*.dist-info")
     assert metadata.name == f"wordrun-{told['versions']['wordrun']}.dist-info"
+
+
+def test_a_new_project_is_installed_and_trains_beside_it(
+    environment: Path, installed: Path, command: Command, tmp_path: Path
+) -> None:
+    assert command("wordrun", "new", "adder").returncode == 0
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    assert command(*build, "-w", tmp_path, tmp_path / "adder").returncode == 0
+    install(environment, *tmp_path.glob("adder-*.whl"))
+    shutil.rmtree(tmp_path / "adder")
+    where = command("python", "-c", "import adder; print(adder.__file__)").stdout
+    assert where.startswith(str(installed)), where
+    small = ["model.n_layer=1", "model.n_embd=16", "model.block_size=32", "train.eval_iters=2", "train.eval_interval=4"]
+    words = ("launch", "-n", "2", "wordrun", "model=adder", "data=adder", "tracker=jsonl", *small)
+    done = command(*words, "train.max_iters=4", "hydra.run.dir=ddp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = ["train.backend=FSDP", "train.resume=ddp", "train.max_iters=8", "hydra.run.dir=fsdp"]
+    done = command(*words, *again)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ddp, fsdp = ([line["val_loss"] for line in read(tmp_path / name) if "val_loss" in line] for name in ("ddp", "fsdp"))
+    assert fsdp[0] == ddp[0]
+    assert fsdp[1] < ddp[0]
 
 
 def test_hydra_finds_the_plugins(installed: Path, command: Command) -> None:
