@@ -17,6 +17,7 @@ import pytest
 
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.output import Output, Source
+from wordrun.launch.supervisor import STOP_PATIENCE_S
 
 if TYPE_CHECKING:
     from conftest import Command, Start
@@ -58,6 +59,15 @@ touch waiting
 while [ -z "$signalled" ]; do sleep 0.02; done
 shift 2
 PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 "$@"
+"""
+# Has started its rank, and loses Ctrl-C.
+DEAF_MPIEXEC = """#!{python}
+import os, signal, subprocess, sys
+if sys.argv[1] != "-n":
+    sys.exit("HYDRA")  # asked for its version
+signal.signal(signal.SIGINT, lambda *_: None)
+rank = {{"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}}
+sys.exit(subprocess.call(sys.argv[3:], env={{**os.environ, **rank}}, start_new_session=True))
 """
 
 
@@ -256,7 +266,7 @@ def interrupted(job: subprocess.Popen[str], after_s: float) -> tuple[int, list[s
     """Press Ctrl-C and return the exit status and all lines."""
     time.sleep(after_s)
     os.killpg(job.pid, signal.SIGINT)
-    out, err = job.communicate(timeout=25)
+    out, err = job.communicate(timeout=STOP_PATIENCE_S - 1)  # then launch would kill ranks that had not heard of it
     return job.returncode, [*out.splitlines(), *err.splitlines()]
 
 
@@ -274,21 +284,26 @@ def test_ctrl_c_at_any_moment_is_one_line(launcher: str, after_s: float, start: 
     assert early or len(own) == 1, lines
 
 
-def test_ctrl_c_before_the_launcher_starts_a_rank(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mpiexec", "command", "sign"),
+    [(LATE_MPIEXEC, "touch begun", "waiting"), (DEAF_MPIEXEC, "touch begun; exec sleep 100", "begun")],
+    ids=["before it starts a rank", "while it starts ranks"],
+)
+def test_ctrl_c_that_the_launcher_loses(mpiexec: str, command: str, sign: str, start: Start, tmp_path: Path) -> None:
     """Hydra loses a signal that arrives while it starts: its ranks would run, though the user has pressed Ctrl-C."""
     fake = tmp_path / "bin" / "mpiexec"
     fake.parent.mkdir()
-    fake.write_text(LATE_MPIEXEC)
+    fake.write_text(mpiexec.format(python=sys.executable))
     fake.chmod(0o755)
     own_first = "import sys; sys.prefix = '.'; from wordrun.launch.cli import main; sys.exit(main())"
-    words = (sys.executable, "-c", own_first, "--launcher", "hydra", "-n", "2", "touch", tmp_path / "begun")
+    words = (sys.executable, "-c", own_first, "--launcher", "hydra", "-n", "2", "sh", "-c", command)
     job = start(*words, cwd=tmp_path, start_new_session=True)
-    while not (tmp_path / "waiting").exists():
+    while not (tmp_path / sign).exists():
         assert job.poll() is None
         time.sleep(0.02)
     status, lines = interrupted(job, 0.0)
     assert status == 130, lines
-    assert not (tmp_path / "begun").exists()
+    assert (tmp_path / "begun").exists() == (sign == "begun")
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line(start: Start, tmp_path: Path) -> None:
