@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +56,14 @@ if MPI.COMM_WORLD.rank == 1:
 time.sleep(30)
 """
 
+# As the command launch; an interrupt while Python itself starts is none of its business.
+BEGIN = """
+from wordrun import interrupts
+interrupts.end_at_once("interrupted; nothing was started")
+print("begun", flush=True)
+from wordrun.launch.__main__ import main
+raise SystemExit(main())
+"""
 LATE_MPIEXEC = """#!/bin/sh
 [ "$1" = -n ] || exec echo HYDRA  # asked for its version
 trap 'signalled=1' INT
@@ -102,7 +114,7 @@ def test_a_prompt_and_a_bar_do_not_wait_for_the_end_of_their_line(start: Start, 
     while bars.count(b"50%") < 2:
         bars += os.read(job.stderr.fileno(), 1000)
     (tmp_path / "go").touch()
-    assert job.communicate(timeout=30)[0].count("done") == 2
+    assert job.communicate(timeout=90)[0].count("done") == 2
 
 
 @pytest.mark.parametrize(
@@ -171,7 +183,7 @@ def test_output_that_cannot_be_written(streams: dict[str, str | None], code: str
     job = start("launch", "-n", "2", "sh", "-c", code, **files)
     for file in files.values():
         os.close(file)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=90)
     assert job.returncode == status
     assert err is None or "launch: cannot write to stdout: No space left on device\n" in err
 
@@ -185,7 +197,15 @@ def test_a_non_blocking_stdout_loses_nothing() -> None:
     time.sleep(0.5)
     with os.fdopen(reader, "rb") as file:
         assert len(file.read()) == 300_000
-    assert job.wait(timeout=30) == 0
+    assert job.wait(timeout=90) == 0
+
+
+def wait_until_full(pipe: int) -> None:
+    """Wait until a pipe that nobody reads takes no more."""
+    held, full = array.array("i", [0]), fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - select.PIPE_BUF
+    while held[0] < full:
+        time.sleep(0.02)
+        fcntl.ioctl(pipe, termios.FIONREAD, held)
 
 
 def test_a_reader_that_pauses_does_not_hold_signals_up(start: Start) -> None:
@@ -193,18 +213,18 @@ def test_a_reader_that_pauses_does_not_hold_signals_up(start: Start) -> None:
     reader, writer = os.pipe()
     job = start("launch", "-n", "2", "sh", "-c", "yes", stdout=writer)
     os.close(writer)
-    time.sleep(2)
+    wait_until_full(reader)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    assert job.wait(timeout=90) == 128 + signal.SIGTERM
     os.close(reader)
 
 
 def test_a_slow_reader_gets_everything(start: Start) -> None:
     job = start("launch", "-n", "2", "sh", "-c", "seq 100000")
     assert job.stdout
-    time.sleep(2)
+    wait_until_full(job.stdout.fileno())
     assert len(job.stdout.read().splitlines()) == 200_000
-    assert job.wait(timeout=20) == 0
+    assert job.wait(timeout=90) == 0
 
 
 @by_launcher
@@ -274,7 +294,9 @@ def interrupted(job: subprocess.Popen[str], after_s: float) -> tuple[int, list[s
 @pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0])
 def test_ctrl_c_at_any_moment_is_one_line(launcher: str, after_s: float, start: Start) -> None:
     words: Sequence[str] = ("python", "-m", "wordrun.test_dist", "--steps", "1000000", "--no-profile")
-    job = start("launch", "--launcher", launcher, "-n", "2", *words, start_new_session=True)
+    job = start(sys.executable, "-c", BEGIN, "--launcher", launcher, "-n", "2", *words, start_new_session=True)
+    assert job.stdout
+    assert job.stdout.readline() == "begun\n"
     status, lines = interrupted(job, after_s)
     own = [line for line in lines if line.startswith("launch: Ctrl-C: forwarded; ")]
     early = lines == ["interrupted; nothing was started"]
