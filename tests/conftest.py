@@ -31,6 +31,9 @@ import forked
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 TIERS = ("unit", "dist", "mpi", "slurm", "pbs", "gpu")
+# Tests of real processes and schedulers, which depend on the machine's load, are run once more if they fail.
+TRIED_TWICE = ("dist", "mpi", "slurm", "pbs")
+_TIME_LIMIT = pytest.StashKey[Any]()
 # What CI's machines have: none has a GPU or PBS.
 EXPECTED_IN_CI = ("unit", "dist", "mpi", "slurm")
 
@@ -81,14 +84,30 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, lambda number, frame: None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its folder's tier, and skip those that this machine cannot run."""
+    again = config.pluginmanager.hasplugin("rerunfailures") and not config.option.usepdb
     missing = {tier: _missing(tier) for tier in TIERS}
     for item in items:
         tier = item.path.relative_to(ROOT / "tests").parts[0]
         item.add_marker(getattr(pytest.mark, tier))
+        if again and tier in TRIED_TWICE:
+            item.add_marker(pytest.mark.flaky(reruns=1))
         if missing[tier]:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing[tier]}"))
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Keep a test's time limit for its second attempt: pytest-timeout sets one timer, which the first failure ends."""
+    item.stash[_TIME_LIMIT] = settings
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set the timer again for a second attempt."""
+    if getattr(item, "execution_count", 1) > 1 and _TIME_LIMIT in item.stash:
+        item.config.hook.pytest_timeout_set_timer(item=item, settings=item.stash[_TIME_LIMIT])
 
 
 class OneAtATime(LoadFileScheduling):
@@ -108,7 +127,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneAtATime:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which tiers ran."""
+    """Say which tiers ran, and which tests passed or failed only at their second attempt, with the first failure."""
+    if failed := terminalreporter.stats.get("rerun"):
+        terminalreporter.section("tests that failed at their first attempt: each is a bug, please report it")
+        for report in failed:
+            lines = report.longreprtext.splitlines()
+            why = [line for line in lines if line.startswith("E ")] or lines
+            terminalreporter.write_line("\n".join([f"{report.nodeid} ({report.when})", *why[:8]]))
     passed = _passed_by_tier(terminalreporter)
     terminalreporter.section("tiers")
     for tier in TIERS:

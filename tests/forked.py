@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from wordrun.launch.address import free_port
 
 # What a rank imports sooner or later; torch._dynamo by the first optimizer.
 IMPORTS = [
@@ -36,7 +37,10 @@ _server.set_forkserver_preload(IMPORTS)
 
 
 def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run a Python script, or ``-m module``, on ``n`` ranks; the status is the first one that is not 0.
+    """Run a Python script, or ``-m module``, on ``n`` ranks; the status is that of the first rank to fail.
+
+    Ranks that end at almost the same moment, one of them because of the other, may be seen together: then the lowest
+    rank's status counts.
 
     Args:
         n: ranks.
@@ -47,22 +51,20 @@ def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) ->
     Raises:
         subprocess.TimeoutExpired: they had not ended by then.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     files = [Path(f"{name}-of-{n}-ranks.txt").absolute() for name in ("stdout", "stderr")]
     for file in files:
         file.write_text("")
-    told = {"WORDRUN_LAUNCHER": "local", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told = {"WORDRUN_LAUNCHER": "local", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(n):
         mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
         whole = {**env, **told, **{name: str(number) for name, number in mine.items()}}
         ranks.append(_server.Process(target=_rank, args=(list(words), os.getcwd(), whole, files), daemon=True))
         ranks[-1].start()
-    end = time.monotonic() + timeout
+    end, status = time.monotonic() + timeout, 0
     while (living := [rank for rank in ranks if rank.exitcode is None]) and time.monotonic() < end:
         wait([rank.sentinel for rank in living], timeout=end - time.monotonic())
-        if any(rank.exitcode for rank in ranks):
+        if not status and (status := next((rank.exitcode for rank in living if rank.exitcode), 0)):
             end = min(end, time.monotonic() + GRACE_S)
     late = [rank for rank in ranks if rank.exitcode is None]
     for rank in late:
@@ -70,10 +72,9 @@ def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) ->
     for rank in ranks:
         rank.join()
     output, errors = (file.read_text() for file in files)
-    statuses = [rank.exitcode for rank in ranks if rank not in late]
-    if late and not any(statuses):
+    if late and not status:
         raise subprocess.TimeoutExpired(words, timeout, output, errors)
-    return subprocess.CompletedProcess(words, next((s for s in statuses if s), 0), output, errors)
+    return subprocess.CompletedProcess(words, status, output, errors)
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ class Step(Hook):
     def before_step(self, trainer):
         if trainer.step == plan.get("step"):
             trainer.hooks["CheckpointAndMemory"]._in_memory.wait()
+            trainer.checkpoints.wait()
             torch.distributed.barrier()
             die()
 

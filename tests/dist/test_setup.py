@@ -96,7 +96,7 @@ def test_a_port_in_use_is_named(command: Command) -> None:
 def test_a_rank_that_never_comes_is_not_waited_for_beyond_the_limit(command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    done = command(sys.executable, "-c", SETUP, **RANK_0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, timeout=30)
+    done = command(sys.executable, "-c", SETUP, **RANK_0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert done.returncode == 2
     assert "rank 0 of 2" in done.stderr
     assert "1/2 clients joined" in done.stderr
@@ -105,7 +105,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_beyond_the_limit(command: Com
 
 def test_one_process_ignores_what_an_earlier_job_left(command: Command) -> None:
     """A stale MASTER_ADDR makes torch wait for minutes, but a single process needs no address."""
-    done = command(sys.executable, "-c", SETUP, MASTER_ADDR="10.255.255.1", MASTER_PORT="29500", timeout=30)
+    done = command(sys.executable, "-c", SETUP, MASTER_ADDR="10.255.255.1", MASTER_PORT="29500")
     assert done.stdout == "[cpu] [rank 0 of 1] [local rank 0 of 1] [node 0 of 1]\n", done.stderr
     assert done.returncode == 0
 

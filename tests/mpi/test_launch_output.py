@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +21,7 @@ import pytest
 
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.output import Output, Source
+from wordrun.launch.supervisor import STOP_PATIENCE_S
 
 if TYPE_CHECKING:
     from conftest import Command, Start
@@ -51,6 +56,14 @@ if MPI.COMM_WORLD.rank == 1:
 time.sleep(30)
 """
 
+# As the command launch; an interrupt while Python itself starts is none of its business.
+BEGIN = """
+from wordrun import interrupts
+interrupts.end_at_once("interrupted; nothing was started")
+print("begun", flush=True)
+from wordrun.launch.__main__ import main
+raise SystemExit(main())
+"""
 LATE_MPIEXEC = """#!/bin/sh
 [ "$1" = -n ] || exec echo HYDRA  # asked for its version
 trap 'signalled=1' INT
@@ -58,6 +71,15 @@ touch waiting
 while [ -z "$signalled" ]; do sleep 0.02; done
 shift 2
 PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 "$@"
+"""
+# Has started its rank, and loses Ctrl-C.
+DEAF_MPIEXEC = """#!{python}
+import os, signal, subprocess, sys
+if sys.argv[1] != "-n":
+    sys.exit("HYDRA")  # asked for its version
+signal.signal(signal.SIGINT, lambda *_: None)
+rank = {{"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}}
+sys.exit(subprocess.call(sys.argv[3:], env={{**os.environ, **rank}}, start_new_session=True))
 """
 
 
@@ -92,7 +114,7 @@ def test_a_prompt_and_a_bar_do_not_wait_for_the_end_of_their_line(start: Start, 
     while bars.count(b"50%") < 2:
         bars += os.read(job.stderr.fileno(), 1000)
     (tmp_path / "go").touch()
-    assert job.communicate(timeout=30)[0].count("done") == 2
+    assert job.communicate(timeout=90)[0].count("done") == 2
 
 
 @pytest.mark.parametrize(
@@ -161,7 +183,7 @@ def test_output_that_cannot_be_written(streams: dict[str, str | None], code: str
     job = start("launch", "-n", "2", "sh", "-c", code, **files)
     for file in files.values():
         os.close(file)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=90)
     assert job.returncode == status
     assert err is None or "launch: cannot write to stdout: No space left on device\n" in err
 
@@ -175,7 +197,15 @@ def test_a_non_blocking_stdout_loses_nothing() -> None:
     time.sleep(0.5)
     with os.fdopen(reader, "rb") as file:
         assert len(file.read()) == 300_000
-    assert job.wait(timeout=30) == 0
+    assert job.wait(timeout=90) == 0
+
+
+def wait_until_full(pipe: int) -> None:
+    """Wait until a pipe that nobody reads takes no more."""
+    held, full = array.array("i", [0]), fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - select.PIPE_BUF
+    while held[0] < full:
+        time.sleep(0.02)
+        fcntl.ioctl(pipe, termios.FIONREAD, held)
 
 
 def test_a_reader_that_pauses_does_not_hold_signals_up(start: Start) -> None:
@@ -183,18 +213,18 @@ def test_a_reader_that_pauses_does_not_hold_signals_up(start: Start) -> None:
     reader, writer = os.pipe()
     job = start("launch", "-n", "2", "sh", "-c", "yes", stdout=writer)
     os.close(writer)
-    time.sleep(2)
+    wait_until_full(reader)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    assert job.wait(timeout=90) == 128 + signal.SIGTERM
     os.close(reader)
 
 
 def test_a_slow_reader_gets_everything(start: Start) -> None:
     job = start("launch", "-n", "2", "sh", "-c", "seq 100000")
     assert job.stdout
-    time.sleep(2)
+    wait_until_full(job.stdout.fileno())
     assert len(job.stdout.read().splitlines()) == 200_000
-    assert job.wait(timeout=20) == 0
+    assert job.wait(timeout=90) == 0
 
 
 @by_launcher
@@ -252,11 +282,11 @@ def test_noise_among_the_ranks_lines_is_left_out(capfd: pytest.CaptureFixture[st
     output.close()
 
 
-def interrupted(job: subprocess.Popen[str], after_s: float) -> tuple[int, list[str]]:
+def interrupted(job: subprocess.Popen[str], after_s: float, limit_s: float = 90) -> tuple[int, list[str]]:
     """Press Ctrl-C and return the exit status and all lines."""
     time.sleep(after_s)
     os.killpg(job.pid, signal.SIGINT)
-    out, err = job.communicate(timeout=25)
+    out, err = job.communicate(timeout=limit_s)
     return job.returncode, [*out.splitlines(), *err.splitlines()]
 
 
@@ -264,7 +294,9 @@ def interrupted(job: subprocess.Popen[str], after_s: float) -> tuple[int, list[s
 @pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0])
 def test_ctrl_c_at_any_moment_is_one_line(launcher: str, after_s: float, start: Start) -> None:
     words: Sequence[str] = ("python", "-m", "wordrun.test_dist", "--steps", "1000000", "--no-profile")
-    job = start("launch", "--launcher", launcher, "-n", "2", *words, start_new_session=True)
+    job = start(sys.executable, "-c", BEGIN, "--launcher", launcher, "-n", "2", *words, start_new_session=True)
+    assert job.stdout
+    assert job.stdout.readline() == "begun\n"
     status, lines = interrupted(job, after_s)
     own = [line for line in lines if line.startswith("launch: Ctrl-C: forwarded; ")]
     early = lines == ["interrupted; nothing was started"]
@@ -274,21 +306,26 @@ def test_ctrl_c_at_any_moment_is_one_line(launcher: str, after_s: float, start: 
     assert early or len(own) == 1, lines
 
 
-def test_ctrl_c_before_the_launcher_starts_a_rank(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mpiexec", "command", "sign"),
+    [(LATE_MPIEXEC, "touch begun", "waiting"), (DEAF_MPIEXEC, "touch begun; exec sleep 100", "begun")],
+    ids=["before it starts a rank", "while it starts ranks"],
+)
+def test_ctrl_c_that_the_launcher_loses(mpiexec: str, command: str, sign: str, start: Start, tmp_path: Path) -> None:
     """Hydra loses a signal that arrives while it starts: its ranks would run, though the user has pressed Ctrl-C."""
     fake = tmp_path / "bin" / "mpiexec"
     fake.parent.mkdir()
-    fake.write_text(LATE_MPIEXEC)
+    fake.write_text(mpiexec.format(python=sys.executable))
     fake.chmod(0o755)
     own_first = "import sys; sys.prefix = '.'; from wordrun.launch.cli import main; sys.exit(main())"
-    words = (sys.executable, "-c", own_first, "--launcher", "hydra", "-n", "2", "touch", tmp_path / "begun")
+    words = (sys.executable, "-c", own_first, "--launcher", "hydra", "-n", "2", "sh", "-c", command)
     job = start(*words, cwd=tmp_path, start_new_session=True)
-    while not (tmp_path / "waiting").exists():
+    while not (tmp_path / sign).exists():
         assert job.poll() is None
         time.sleep(0.02)
-    status, lines = interrupted(job, 0.0)
+    status, lines = interrupted(job, 0.0, STOP_PATIENCE_S - 1)  # then launch kills ranks that have not heard of it
     assert status == 130, lines
-    assert not (tmp_path / "begun").exists()
+    assert (tmp_path / "begun").exists() == (sign == "begun")
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line(start: Start, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_bandwidths_are_measured(command: Any, ranks: Any, tmp_path: Path) -> No
     }
     for result in found["results"]:
         assert result["group"] == "all ranks"  # the axis is all ranks, too
-        assert 0 < result["seconds_min"] <= result["seconds"] <= result["seconds_max"] < 1
+        assert 0 < result["seconds_min"] <= result["seconds"] <= result["seconds_max"] < 60
         assert result["algbw"] == pytest.approx(result["size"] / result["seconds"] / 1e9)
         assert result["busbw"] == pytest.approx(result["algbw"] * busbw[result["operation"]])
         assert f"  {result['operation']:<24}" in done.stdout
@@ -236,10 +236,8 @@ def test_bandwidths_are_measured(command: Any, ranks: Any, tmp_path: Path) -> No
 
 
 def test_smoke_check(command: Any) -> None:
-    begin = time.monotonic()
     done = command("launch", "-n", "2", "python", "-m", "wordrun.test_dist")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - begin < 40  # 15 s on two idle cores; CI's may be busy
     for rank in (0, 1):
         assert f"[cpu] [rank {rank} of 2] [local rank {rank} of 2] [node 0 of 1]" in done.stdout
     for check in ("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "barrier"):

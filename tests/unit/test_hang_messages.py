@@ -112,7 +112,7 @@ def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(
             assert stacks.user_line(found) == "busy.py:5 in <module>"
             assert os.stat(peer[2]).st_size == 0
             os.kill(process.pid, signal.SIGSTOP)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 90
             while stacks.state(process.pid) != "T" and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert stacks.ask(*peer[1:]) == {}
@@ -142,7 +142,7 @@ def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.Log
                 time.sleep(0.05)
         assert not (tmp_path / "failures").exists()
         os.kill(os.getpid(), signal.SIGQUIT)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while not list(tmp_path.glob("failures/stacks-*.txt")) and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
     one = watch.Watch(World(), tmp_path / "file" / "failures", 0.2)
     try:
         with watch.phase("asleep"), watch.phase("asleep"), caplog.at_level("ERROR", "wordrun"):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 90
             while not caplog.messages and time.monotonic() < deadline:
                 time.sleep(0.05)
     finally:
@@ -172,7 +172,8 @@ import torch
 from wordrun import dist, flight_recorder
 with dist.session(device="cpu"):
     torch.distributed.all_reduce(torch.ones(3, 4))
-    (record,) = flight_recorder.flight_records()
+    while (record := flight_recorder.flight_records()[-1])["pending"]:
+        pass  # another thread of torch's takes note of the end
     ranks = flight_recorder.group_members()[record["group"]]
     print(record["op"], record["size"], record["seq"], record["pending"], ranks)
 """

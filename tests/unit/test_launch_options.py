@@ -19,7 +19,7 @@ LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 
 
 def launch(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([LAUNCH, *words], capture_output=True, text=True, timeout=30, cwd=cwd)
+    return subprocess.run([LAUNCH, *words], capture_output=True, text=True, timeout=90, cwd=cwd)
 
 
 def test_parsing_stops_at_the_command() -> None:

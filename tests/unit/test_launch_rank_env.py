@@ -132,7 +132,8 @@ def test_reports_a_failure_and_only_that(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     assert rank_env(env, "sh", "-c", "exit 3").returncode == 3
     assert re.fullmatch(r"3 \S+\n", (tmp_path / "5").read_text())  # the status and the host
-    assert rank_env(env, "sh", "-c", "kill -KILL $$").returncode == 137
+    killed = rank_env(env, "sh", "-c", "echo its own >&2; kill -KILL $$")
+    assert (killed.returncode, killed.stderr) == (137, "its own\n")  # nothing from the shell that reports
     assert (tmp_path / "5").read_text().startswith("137 ")
 
 

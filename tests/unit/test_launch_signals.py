@@ -53,7 +53,7 @@ def test_ranks_of_a_schedulers_daemon_are_found(tmp_path: Path) -> None:
     rank = f"{code}subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     start = f"setsid {shlex.quote(sys.executable)} -c {shlex.quote(rank)} > pid 2>&1 &"
     subprocess.run(["sh", "-c", start], check=True, env={**os.environ, "WORDRUN_LAUNCH_ID": "7-ab"})
-    told, end = tmp_path / "pid", time.monotonic() + 30
+    told, end = tmp_path / "pid", time.monotonic() + 90
     while not (told.exists() and told.read_text().endswith("\n")) and time.monotonic() < end:
         time.sleep(0.05)
     pid = int(told.read_text())

@@ -612,7 +612,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.001)
         process.kill()
-        process.communicate(timeout=30)  # the output ends with the last process that can write to it
+        process.communicate(timeout=90)  # the output ends with the last process that can write to it
 
 
 @pytest.mark.parametrize("by", ["file", "stdin"])

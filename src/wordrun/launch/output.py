@@ -79,8 +79,7 @@ class Output:
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         noise = [self.noise] * bool(self.noise)
-        # Besides the launcher, the shells of ranks that were stopped say so.
-        own = [r"^(Terminated|Killed)\n", *[f"^({self.own_lines}).*\n"] * bool(self.own_lines)]
+        own = [f"^({self.own_lines}).*\n"] * bool(self.own_lines)
         # In this order: not quiet, quiet.
         self._patterns = [
             re.compile("|".join(some or ["(?!)"]).encode(), re.MULTILINE) for some in (noise, noise + own)

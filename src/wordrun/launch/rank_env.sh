@@ -65,14 +65,15 @@ run() { # in a subshell, where these signals end it: launch writes the file befo
   [ ! -e "$WORDRUN_STATUS_DIR/stopped" ] || exit 130
   exec "$@"
 }
+exec 3>&2 2>/dev/null # or this shell would report a signal that ends its rank ("Killed"), as launch does
 if [ -p "$WORDRUN_STATUS_DIR/$RANK.err" ]; then # pipes of its own, so that lines of different ranks do not mix
-  (run "$@") >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err"
+  (run "$@") >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err" 3>&-
 else
-  (run "$@")
+  (run "$@") 2>&3 3>&-
 fi
 status=$?
 [ "$status" -eq 0 ] && exit 0
-echo "$status ${SLURMD_NODENAME:-$(uname -n)}" 2>/dev/null >"$WORDRUN_STATUS_DIR/$RANK" || exit "$status"
+echo "$status ${SLURMD_NODENAME:-$(uname -n)}" >"$WORDRUN_STATUS_DIR/$RANK" || exit "$status"
 # 75 is not a failure: the rank stopped on request and has saved. Launchers would kill the others; launch does not.
 [ "$status" -eq 75 ] && exit 0
 exit "$status"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import socket
 
-from wordrun.launch.launchers.base import Launcher, mpiexec_command, needs_hosts
+from wordrun.launch import processes
+from wordrun.launch.job import Job, short
+from wordrun.launch.launchers.base import STOPPING, Launcher, mpiexec_command, needs_hosts
 from wordrun.launch.request import Request
 
 
@@ -39,3 +42,15 @@ class Hydra(Launcher):
         if needs_hosts(request):
             where = ("-f", request.hosts_file, *(("-ppn", str(ranks.ppn)) if ranks.even else ()))
         return (self.path, "-n", str(ranks.np), *where, *binding, *options.launcher_args, *mpiexec_command(options))
+
+    def send(self, number: int, pid: int, job: Job, step: str) -> None:
+        """Forward a signal; one that stops the ranks goes straight to them if all are on this machine.
+
+        mpiexec loses a signal that arrives while it starts them. Ranks that start later look for the file ``stopped``.
+        """
+        here = job.is_local and [short(host) for host in job.hosts] == [short(socket.gethostname())]
+        ranks = processes.rank_groups(pid, self.daemons) if here and number in STOPPING else []
+        for group in ranks:
+            processes.send(group, signal.SIGTERM if number == signal.SIGHUP else number, group=True)
+        if not ranks:
+            super().send(number, pid, job, step)
