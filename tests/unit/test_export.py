@@ -31,7 +31,8 @@ MODELS = {
     "gpt without biases": (),
     "gpt": ("model.bias=true", "model.gelu=tanh"),
     "llama": ("model=llama_debug", "model.n_kv_head=1"),
-    "experts": ("model=moe_debug", "model.qk_norm=true", "model.n_shared=0"),
+    "experts of Qwen3": ("model=moe_debug", "model.qk_norm=true", "model.n_shared=0"),
+    "experts of Mixtral": ("model=moe_debug", "model.n_shared=0"),
     "tied llama, larger vocabulary": ("model=llama_debug", "model.tie=true", "model.vocab_size=64"),
 }
 

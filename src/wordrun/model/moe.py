@@ -212,7 +212,7 @@ class MoE(nn.Module):
 
 
 class MixtureOfExperts(Llama):
-    """LLaMA with a mixture of experts in place of each MLP; with qk_norm and without shared experts, Qwen3-MoE."""
+    """LLaMA with a mixture of experts in place of each MLP: without shared experts Mixtral, with qk_norm Qwen3-MoE."""
 
     cfg: MoEConfig
     averages_buffers = False  # all ranks compute the same biases
