@@ -193,8 +193,8 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
         qkv_bias=model == "qwen2", n_embd=width,
         window=facts.get("sliding_window") if model in ("mistral", "mixtral") else None,
         n_hidden=facts["moe_intermediate_size" if model == "qwen3_moe" else "intermediate_size"],
-        vocab_size=facts["vocab_size"], block_size=facts.get("max_position_embeddings", 2048), rope_theta=theta, rope_factor=factor,
-        norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
+        vocab_size=facts["vocab_size"], block_size=facts.get("max_position_embeddings", 2048), rope_theta=theta,
+        rope_factor=factor, norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
         **mixture,
     )  # fmt: skip
     only: dict[str, Any] = {
