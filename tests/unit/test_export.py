@@ -108,6 +108,16 @@ def test_the_tokenizer_is_the_same(save_run: SaveRun) -> None:
         theirs("a character that is not there: Ω")
 
 
+def test_a_tokenizer_that_is_not_qwens_is_loaded_by_its_own_class(
+    save_run: SaveRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(Path("run"), "model=llama_debug", "model.qkv_bias=true", text=TEXT)
+    assert main(["run=run", "out=folder"]) == 0
+    assert "load the tokenizer with transformers.PreTrainedTokenizerFast: " in capsys.readouterr().err
+    tokens = transformers.PreTrainedTokenizerFast.from_pretrained("folder")(TEXT).input_ids
+    assert tokens == CharTokenizer(TEXT).encode(TEXT).tolist()
+
+
 def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (100, 200):
         save_run(Path("run"), step=step)
