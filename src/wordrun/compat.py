@@ -47,6 +47,11 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor)
 
 
+def mesh_axes(tensor: Any) -> tuple[str, ...]:
+    """Return the names of the axes of the mesh over which ``tensor`` is divided; none for a plain tensor."""
+    return tuple(tensor.device_mesh.mesh_dim_names or ()) if is_sharded(tensor) else ()
+
+
 def shard_offset(tensor: Any) -> tuple[int, ...]:
     """Return where this rank's shard of a DTensor begins in the full tensor.
 

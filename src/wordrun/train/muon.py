@@ -107,8 +107,7 @@ class Muon(torch.optim.Optimizer):
         dtype = compute_dtype(self.cfg.precision, device)
         numbers: dict[bool, list[int]] = {}
         for item, p in enumerate(parameters):
-            is_expert = compat.is_sharded(p) and "ep" in (p.device_mesh.mesh_dim_names or ())
-            numbers.setdefault(is_expert, []).append(item)
+            numbers.setdefault("ep" in compat.mesh_axes(p), []).append(item)
         parts = []
         for is_expert, items in numbers.items():
             grids, group = [grid_of(parameters[item], at) for item in items], self.group
