@@ -233,28 +233,6 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
         )
     if cfg.backend.own_engine:
         yield no_experts(model)
-    if at.ep > 1 and cfg.backend.pipeline:
-        yield (
-            f"backend.ep={at.ep} is not available in a pipeline: use backend.ep=1, or train.backend=FSDP with "
-            "backend.ep, which divides the experts as well"
-        )
-    train = cfg.train
-    if at.ep > 1 and "selective" in train.activation_checkpointing:
-        yield (
-            f"train.activation_checkpointing={train.activation_checkpointing} with backend.ep={at.ep}: the backward "
-            "pass gathers experts where the forward pass did not, which torch refuses; use "
-            "train.activation_checkpointing=full"
-        )
-    if at.ep > 1 and train.memory_budget_gb is not None:
-        yield (
-            f"train.memory_budget_gb={train.memory_budget_gb:g} may choose selective checkpointing, which backend.ep="
-            f"{at.ep} does not allow: set train.activation_checkpointing=full, or none, instead"
-        )
-    if at.ep > 1 and isinstance(cfg.optimizer, config.MuonConfig):
-        yield (
-            f"optimizer=muon needs whole matrices, and backend.ep={at.ep} divides them among other ranks than the rest "
-            "of the model: use backend.ep=1, or optimizer=adamw"
-        )
     for is_conflict, what in ((cfg.backend.pipeline, "a pipeline, which has"), (at.cp > 1, "backend.cp, which leaves")):
         if model.balance_loss and is_conflict:
             yield (

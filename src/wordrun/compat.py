@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch.utils import _python_dispatch
 
 from wordrun.errors import ConfigError
 
@@ -44,6 +45,11 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def mesh_axes(tensor: Any) -> tuple[str, ...]:
+    """Return the names of the axes of the mesh over which ``tensor`` is divided; none for a plain tensor."""
+    return tuple(tensor.device_mesh.mesh_dim_names or ()) if is_sharded(tensor) else ()
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:
@@ -197,6 +203,26 @@ def time_collectives(module: Any, timer: Callable[[], contextlib.AbstractContext
     if hasattr(module, "set_custom_all_gather"):
         module.set_custom_all_gather(timed(DefaultAllGather))
         module.set_custom_reduce_scatter(timed(DefaultReduceScatter))
+
+
+def hide_hooks(module: torch.nn.Module) -> None:
+    """Hide what the hooks around the forward pass of ``module`` compute from selective activation checkpointing.
+
+    It expects the second forward pass to call the same operations as the first, but ``fully_shard`` gathers parameters
+    in the hooks of a pass only if it has not prefetched them. Without the name, torch refuses the second pass.
+    """
+    without_modes = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with without_modes():
+                return hook(*args, **kwargs)
+
+        return call
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        hooks.update({key: hidden(hook) for key, hook in hooks.items()})
 
 
 @contextlib.contextmanager

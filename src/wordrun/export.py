@@ -168,6 +168,13 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
         print(f"exported without its tokenizer: {ours.missing}", file=sys.stderr)
         return
     _write_json(folder / "tokenizer.json", tokenizer)
+    normalizer = tokenizer.get("normalizer") or {}
+    if facts["model_type"] == "qwen2" and normalizer.get("type") != "NFC":  # Qwen's own has it
+        print(
+            "load the tokenizer with transformers.PreTrainedTokenizerFast: for models of this type, AutoTokenizer of "
+            "transformers 5 divides text as Qwen's tokenizer does, and not as this one",
+            file=sys.stderr,
+        )
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
         "clean_up_tokenization_spaces": False,  # a space before a comma is part of the text

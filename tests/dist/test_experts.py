@@ -22,8 +22,10 @@ SMALL = [
 ]  # fmt: skip
 MODELS = {
     "loss": ["model.n_shared=1", "model.balance_loss=0.05"],
-    "bias": ["model.n_shared=0", "model.router=sigmoid", "model.n_active=3", "data.mask_documents=true"],
-}
+    "bias": [
+        "model.n_shared=0", "model.router=sigmoid", "model.n_active=3", "data.mask_documents=true", "optimizer=muon",
+    ],
+}  # fmt: skip
 FSDP, HALF = "train.backend=FSDP", ["train.max_iters=3", "train.checkpoint_interval=3"]
 ONE = {f"{name}-one": ["model.batch_size=4"] for name in MODELS}
 TWO = {
@@ -31,13 +33,13 @@ TWO = {
     "loss-ep": [FSDP, "backend.ep=2", "model.batch_size=1"],
     "loss-compiled": [FSDP, "backend.ep=2", "model.batch_size=2", "train.compile=true", "hooks=[ema]"],
     "loss-half": [FSDP, "backend.ep=2", "model.batch_size=2", *HALF],
-    "bias-pp": ["train.backend=PP", "model.batch_size=4"],
 }
 FOUR = {
     "loss-ep4": [FSDP, "backend.ep=4", "model.batch_size=1", "train.activation_checkpointing=full"],
-    "loss-shards": [FSDP, "backend.ep=2", "model.batch_size=1"],
+    "loss-shards": [FSDP, "backend.ep=2", "model.batch_size=1", "train.activation_checkpointing=selective"],
     "loss-replicas": [FSDP, "backend.ep=2", "backend.replicate=2", "model.batch_size=1"],
     "bias-cp": [FSDP, "backend.ep=2", "backend.cp=2", "model.batch_size=2", "backend.reshard_after_forward=false"],
+    "bias-pp": ["train.backend=PP", "backend.pp=2", "backend.shard=2", "backend.ep=2", "model.batch_size=2"],
     "bias-half": [FSDP, "backend.ep=4", "model.batch_size=1", *HALF],
     "loss-resumed": [FSDP, "model.batch_size=1", "train.resume=loss-half"],
     "bias-resumed": [FSDP, "backend.ep=2", "model.batch_size=1", "train.resume=bias-half"],

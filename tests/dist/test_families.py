@@ -29,6 +29,7 @@ GEMMA = [
     *LLAMA, "model.head_size=12", "model.qk_norm=true", "model.post_norm=true", "model.gate=gelu", "model.window=5",
     "model.embed_scale=true", "model.global_every=2", "model.rope_local_theta=1e3", "model.tie=true",
 ]  # fmt: skip
+MIXTRAL = ["model=moe_debug", "model.n_kv_head=2", "model.n_hidden=24", "model.n_experts=4", "model.n_shared=0"]
 FAMILIES = {
     "GPT-2": ["model.bias=true", "model.gelu=tanh"],
     "LLaMA": LLAMA,
@@ -36,6 +37,8 @@ FAMILIES = {
     "Qwen2.5": [*LLAMA, "model.qkv_bias=true", "model.tie=true"],
     "Qwen3": [*LLAMA, "model.head_size=12", "model.qk_norm=true"],
     "Gemma 3": GEMMA,
+    "Mixtral": MIXTRAL,
+    "Qwen3-MoE": [*MIXTRAL, "model.head_size=12", "model.qk_norm=true"],
     "`modern`": [
         "model=modern", "model.n_hidden=48", "model.ngram_rows=[31]", "model.value_layers=[1]", "model.zero_init=false",
     ],
@@ -108,7 +111,9 @@ def on_ranks(ranks: Any) -> dict[str, dict[str, bool]]:
     whole = ["train.backend=DDP", "model.batch_size=4"]
     one = {family: compose([*SMALL, *model, *whole]) for family, model in FAMILIES.items()}
     lora = {
-        f"{family}: LoRA": compose([*SMALL, *model, *whole, *LAYOUTS["LoRA"][1:]]) for family, model in FAMILIES.items()
+        key: compose([*SMALL, *FAMILIES[key.partition(":")[0]], *whole, *LAYOUTS["LoRA"][1:]])
+        for key in runs
+        if key.endswith("LoRA")
     }
     alone, found = trained(ranks, 1, one | lora), trained(ranks, 4, runs)
     assert found.keys() == runs.keys()

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
 
 import wordrun
 from wordrun import backend, compat, compat_deepspeed, dist
@@ -44,6 +45,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (torch.autograd.Variable._execution_engine, "queue_callback", "after_gradients"),
         (_fsdp_collectives, "DefaultAllGather", "time_collectives"),
         (_fsdp_collectives, "DefaultReduceScatter", "time_collectives"),
+        (_python_dispatch, "_disable_current_modes", "hide_hooks"),
         (FSDPModule, "set_custom_reduce_scatter", "time_collectives"),
         *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],

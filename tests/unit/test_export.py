@@ -31,7 +31,8 @@ MODELS = {
     "gpt without biases": (),
     "gpt": ("model.bias=true", "model.gelu=tanh"),
     "llama": ("model=llama_debug", "model.n_kv_head=1"),
-    "experts": ("model=moe_debug", "model.qk_norm=true", "model.n_shared=0"),
+    "experts of Qwen3": ("model=moe_debug", "model.qk_norm=true", "model.n_shared=0"),
+    "experts of Mixtral": ("model=moe_debug", "model.n_shared=0"),
     "tied llama, larger vocabulary": ("model=llama_debug", "model.tie=true", "model.vocab_size=64"),
 }
 
@@ -105,6 +106,16 @@ def test_the_tokenizer_is_the_same(save_run: SaveRun) -> None:
     assert theirs.model_max_length == 8
     with pytest.raises(Exception, match="UNK"):  # the library has no exception class for it
         theirs("a character that is not there: Ω")
+
+
+def test_a_tokenizer_that_is_not_qwens_is_loaded_by_its_own_class(
+    save_run: SaveRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(Path("run"), "model=llama_debug", "model.qkv_bias=true", text=TEXT)
+    assert main(["run=run", "out=folder"]) == 0
+    assert "load the tokenizer with transformers.PreTrainedTokenizerFast: " in capsys.readouterr().err
+    tokens = transformers.PreTrainedTokenizerFast.from_pretrained("folder")(TEXT).input_ids
+    assert tokens == CharTokenizer(TEXT).encode(TEXT).tolist()
 
 
 def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,21 +152,31 @@ def test_weights_of_another_model_are_refused(written: TransformerConfig, read: 
 
 
 EXPERTS = MoEConfig(**SHAPES, n_kv_head=2, qk_norm=True, n_hidden=24, n_experts=6, n_active=2, norm_eps=1e-6)
+MIXTRAL = replace(EXPERTS, qk_norm=False)
+MIXTURES = {
+    "Qwen3Moe": EXPERTS,
+    "Qwen3Moe, options": replace(EXPERTS, head_size=24, normalize_weights=False),
+    "Mixtral": MIXTRAL,
+    "Mixtral, options": replace(MIXTRAL, window=11, n_active=3),
+}
 
 
-@pytest.mark.parametrize("cfg", [EXPERTS, replace(EXPERTS, head_size=24, normalize_weights=False)], ids=["", "options"])
+@pytest.mark.parametrize("name", MIXTURES)
 @torch.no_grad()
-def test_experts_in_files_of_transformers(cfg: MoEConfig, tmp_path: Path) -> None:
+def test_experts_in_files_of_transformers(name: str, tmp_path: Path) -> None:
     """Its model joins matrices that its files have separately, so files are compared, in both directions."""
     torch.manual_seed(0)
+    cfg = MIXTURES[name]
     options = transformers.AutoConfig.for_model(**huggingface_config(cfg, V))
     theirs = transformers.AutoModelForCausalLM.from_config(options).eval()
-    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    assert type(theirs).__name__ == f"{name.partition(',')[0]}ForCausalLM"
     for p in theirs.parameters():
         p.add_(torch.empty_like(p).normal_(std=0.15))
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = models.build(replace(cfg, name="qwen3_30b_a3b"), V).eval()
+    ours = models.build(cfg, V).eval()
     weights = pretrained.open_weights(tmp_path / "theirs", cfg, V)
+    described = pretrained.model_config(tmp_path, pretrained.read_config(tmp_path / "theirs"))
+    assert replace(described, name=cfg.name, vocab_size=None) == cfg
     assert ours.load_state_dict(dict(weights), strict=False).unexpected_keys == []
     tokens = torch.randint(V, (2, cfg.block_size), generator=torch.Generator().manual_seed(0))
     expected = theirs(tokens).logits
@@ -180,10 +190,30 @@ def test_experts_in_files_of_transformers(cfg: MoEConfig, tmp_path: Path) -> Non
     assert again.eval()(tokens).logits.equal(expected)
 
 
-def test_what_qwen3_moe_lacks_is_not_exported() -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "can only be rope_scaling={'rope_type': 'default'}"),
+        ({"hidden_act": "gelu"}, "has hidden_act=gelu, and model=mixtral_8x7b can only be hidden_act=silu"),
+        ({"num_local_experts": None}, "does not say 'num_"),
+        ({"sliding_window": 11}, "has model.window=11, and model=moe_debug has null"),
+    ],
+)
+def test_mixtrals_that_wordrun_does_not_have_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    facts = huggingface_config(MIXTRAL, V) | change
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in facts.items() if value is not None}))
+    save_file(to_huggingface(models.build(MIXTRAL, V).state_dict(), MIXTRAL), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        pretrained.open_weights(tmp_path, MIXTRAL, V)
+    assert says in str(caught.value)
+
+
+def test_what_transformers_mixtures_lack_is_not_exported() -> None:
     model = models.build(EXPERTS, V)
     model.routers[0].bias[1] = 0.001
     with pytest.raises(UserError, match=r"no biases for the router.* trained with model\.balance_rate=0"):
         to_huggingface(model.state_dict(), EXPERTS)
-    with pytest.raises(UserError, match=r"trained with model\.qk_norm=true model\.n_shared=0"):
-        huggingface_config(replace(EXPERTS, qk_norm=False, n_shared=1), V)
+    with pytest.raises(UserError, match=r"as Qwen3-MoE only a model trained with model\.n_shared=0 model\.window=null"):
+        huggingface_config(replace(EXPERTS, n_shared=1, window=11), V)
+    with pytest.raises(UserError, match=r"as Mixtral only a model trained with model\.normalize_weights=true"):
+        huggingface_config(replace(MIXTRAL, normalize_weights=False), V)

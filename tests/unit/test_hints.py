@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wordrun import cli
+from wordrun.composer import compose
 from wordrun.train import hints
-from wordrun.train.hints import next_steps, own_command
+from wordrun.train.hints import has_huggingface_format, next_steps, own_command
 
 if TYPE_CHECKING:
     from conftest import Start
@@ -60,7 +61,7 @@ def test_a_finished_run_is_used_or_trained_further(run: Path) -> None:
     ]  # fmt: skip
     text = next_steps(run, (), 1, 50, finished=True)
     assert text.splitlines()[1:] == ["  wordrun generate run=runs/a", "  wordrun export run=runs/a"]
-    mute = next_steps(run, (), 1, 50, finished=True, own=True, generates=False)
+    mute = next_steps(run, (), 1, 50, finished=True, huggingface=False, generates=False)
     assert mute.splitlines()[1:] == ["  wordrun export run=runs/a form=checkpoint"]
 
 
@@ -148,3 +149,18 @@ def test_an_unfinished_run_is_offered(
     assert cli.main(shlex.split(line)[1:]) == 0
     assert "at step 4" in capsys.readouterr().out
     assert json.loads((folder / "run.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "can"),
+    [
+        ("model=nano", True),
+        ("model=modern", False),
+        ("model=moe_debug model.n_shared=0", False),  # its routers get biases
+        ("model=moe_debug model.n_shared=0 model.balance_rate=0", True),
+        ("model=moe_debug model.balance_rate=0", False),
+        ("model=convnet data=cifar10 data.path=x", False),
+    ],
+)
+def test_an_export_is_suggested_in_a_form_that_the_model_has(words: str, can: bool) -> None:
+    assert has_huggingface_format(compose([*words.split(), "tracker=jsonl"]).model) == can

@@ -44,6 +44,7 @@ from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, in_flight
+from wordrun.train.announce import spread_context
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -519,3 +520,18 @@ def test_an_unknown_optimizer_has_no_estimate() -> None:
     cfg = replace(compose(["data=sample"]), optimizer=OptimizerConfig(name="mine"))
     with pytest.raises(NoEstimateError, match="no estimate for optimizer=mine"):
         memory(shapes_of(cfg.model, 128), Strategy("DDP", cfg, Layout(), on_cpu=True), "none")
+
+
+@pytest.mark.parametrize(("per_node", "fits"), [(4, ""), (8, ""), (2, "backend.cp=2 keeps"), (1, "backend.cp=1 keeps")])
+def test_sequences_across_nodes_are_warned_of_with_what_they_cost(per_node: int, fits: str) -> None:
+    words = ["model=llama_debug", "data=sample", "train.backend=FSDP", "backend.cp=4", "train.dtype=fp32"]
+    cfg = compose([*words, "backend.cp_attention=ring", "model.batch_size=2", "optimizer.gas=1"])
+    said = spread_context(cfg, check(cfg, 4), per_node, lambda: shapes_of(cfg.model, 65))
+    model = cfg.transformer
+    keys_and_values = 2 * (model.n_embd // model.n_head) * model.key_heads()
+    part = 4 * keys_and_values * 2 * model.block_size // 4  # bytes
+    sent = model.n_layer * part * (3 + 3 + 4) / 2**20  # in each pass, and gradients, which return to their rank
+    spread = (
+        f"backend.cp=4 spans nodes, which have {per_node} ranks each: for attention, each rank sends {sent:.1f} MiB"
+    )
+    assert said == (f"{spread} in a step; {fits} the ranks of a sequence on one node" if fits else "")

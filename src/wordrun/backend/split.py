@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import local
 from wordrun.backend.precision import TORCH_DTYPES
@@ -100,6 +101,7 @@ class Splitter:
             layer.weight = nn.Parameter(mine)
         experts.divide_experts(Exchange(mesh.get_group("ep"), mesh["ep"].size()))
         self._shard(experts, mesh, "expert_shard")
+        compat.hide_hooks(experts)
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, axis: str = "shard") -> None:
         spec, options = self.spec, self.options

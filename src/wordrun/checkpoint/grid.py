@@ -63,6 +63,11 @@ class Grid:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
 
+    def first_piece(self) -> Grid:
+        """Return what the first cut leaves to a rank, divided by the other cuts; all ranks need equal pieces."""
+        cut, *rest = self.cuts
+        return Grid(cut.piece(Box((0,) * len(self.shape), self.shape), 0).shape, tuple(rest))
+
     def box(self, rank: int) -> Box:
         """Return the part that ``rank`` holds."""
         box = Box((0,) * len(self.shape), self.shape)

@@ -58,6 +58,8 @@ class Rows:
 
     heads: int = 1
     kinds: int = 1
+    apart: bool = False
+    """Whether the kinds are matrices of their own whatever an optimizer's options say, as those of experts."""
 
 
 class Model(nn.Module):

@@ -98,7 +98,7 @@ class Context:
 
         heads: Ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023), so that each has whole sequences
             of N / n query heads and M / n key heads.
-        gather: Ranks gather all keys and values, for the duration of this call (Llama 3, section 3.3.2).
+        gather: Ranks gather all keys and values (Llama 3, section 3.3.2), those of a few heads at a time.
         ring: Keys and values travel from rank to rank (Ring Attention, Liu et al. 2023), so that no rank ever has
             more than two parts of them.
 
@@ -175,15 +175,15 @@ class _Exchange(torch.autograd.Function):
         q, kv = q.contiguous(), torch.stack([k, v])
         out, lse = torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         visit = _ring if context.kind == "ring" else _gather
-        for source, each in visit(kv, context):
+        for source, heads, each in visit(kv, context):
             block = _Block(context, source, documents, q, scale)
-            rows, columns = block.rows, block.columns
-            new_out, new_lse = block.forward(q[:, :, rows], *each[:, :, :, columns])
-            total = torch.logaddexp(lse[:, :, rows], new_lse)
+            mine, columns = (slice(None), _queries(heads, q, k), block.rows), block.columns
+            new_out, new_lse = block.forward(q[mine], *each[:, :, :, columns])
+            total = torch.logaddexp(lse[mine], new_lse)
             # A row without a key so far has -inf on both sides.
             weight = torch.exp(new_lse - total).nan_to_num(0.0).unsqueeze(-1)
-            out[:, :, rows] = torch.lerp(out[:, :, rows], new_out.float(), weight)
-            lse[:, :, rows] = total
+            out[mine] = torch.lerp(out[mine], new_out.float(), weight)
+            lse[mine] = total
         out = out.type_as(q)
         ctx.save_for_backward(q, kv, out, lse, *([] if documents is None else [documents]))
         ctx.context, ctx.scale = context, scale
@@ -195,14 +195,14 @@ class _Exchange(torch.autograd.Function):
         d_out = gradients[0].contiguous()
         dq = torch.zeros_like(q, dtype=torch.float32)
 
-        def of_part(source: int, each: Tensor) -> Tensor:
-            """Return the gradient of the part of keys and values that ``source`` has, adding to that of the queries."""
+        def of_part(source: int, heads: slice, each: Tensor) -> Tensor:
+            """Return the gradient of keys and values that ``source`` has, adding to that of the queries."""
             block = _Block(context, source, documents[0] if documents else None, q, ctx.scale)
-            rows, columns = block.rows, block.columns
+            mine, columns = (slice(None), _queries(heads, q, kv[0]), block.rows), block.columns
             d_kv = torch.zeros_like(each, dtype=torch.float32)
             k, v = each[:, :, :, columns].unbind()
-            d_rows, dk, dv = block.backward(d_out[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows])
-            dq[:, :, rows] += d_rows
+            d_mine, dk, dv = block.backward(d_out[mine], q[mine], k, v, out[mine], lse[mine])
+            dq[mine] += d_mine
             d_kv[0, :, :, columns], d_kv[1, :, :, columns] = dk, dv
             return d_kv
 
@@ -267,37 +267,63 @@ class _Block:
         return scores
 
 
-def _gather(kv: Tensor, context: Context) -> list[tuple[int, Tensor]]:
-    """Return the parts of all ranks like ``kv``, with the number of the rank."""
-    parts = kv.new_empty(context.size, *kv.shape)
-    compat_context.all_gather_single(parts.flatten(0, 1), kv, group=context.group)
-    return list(enumerate(parts.unbind()))
+def _queries(heads: slice, q: Tensor, k: Tensor) -> slice:
+    """Return the heads of ``q`` that use these ``heads`` of ``k``."""
+    shared = q.shape[1] // k.shape[1]
+    return slice(heads.start * shared, heads.stop * shared)
 
 
-def _gather_gradients(kv: Tensor, context: Context, of_part: Callable[[int, Tensor], Tensor]) -> Tensor:
+Part = Callable[[int, slice, Tensor], Tensor]
+"""Computes the gradient of keys and values, given the rank that they are of, their heads, and themselves."""
+
+
+def _few_heads(kv: Tensor, context: Context) -> Iterator[slice]:
+    """Yield the heads of ``kv``, so few at a time that all ranks' together take as much memory as all heads of one."""
+    count = kv.shape[2]
+    few = max(1, count // context.size)
+    yield from (slice(first, min(first + few, count)) for first in range(0, count, few))
+
+
+def _gathered(kv: Tensor, context: Context, heads: slice) -> tuple[Tensor, ...]:
+    """Return the parts of all ranks like the ``heads`` of ``kv``."""
+    mine = kv[:, :, heads].contiguous()
+    parts = mine.new_empty(context.size, *mine.shape)
+    compat_context.all_gather_single(parts.flatten(0, 1), mine, group=context.group)
+    return parts.unbind()
+
+
+def _gather(kv: Tensor, context: Context) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield the parts of all ranks like ``kv``, with the number of the rank and the heads."""
+    for heads in _few_heads(kv, context):
+        yield from ((source, heads, part) for source, part in enumerate(_gathered(kv, context, heads)))
+
+
+def _gather_gradients(kv: Tensor, context: Context, of_part: Part) -> Tensor:
     """Return the gradient of this rank's ``kv``: the sum of what all ranks compute by ``of_part``, in fp32."""
-    gradients = kv.new_empty(context.size, *kv.shape, dtype=torch.float32)
-    for source, part in _gather(kv, context):
-        gradients[source] = of_part(source, part)
-    total = torch.empty_like(gradients[0])
-    compat_context.reduce_scatter_single(total, gradients.flatten(0, 1), group=context.group)
+    total = torch.empty_like(kv, dtype=torch.float32)
+    for heads in _few_heads(kv, context):
+        parts = _gathered(kv, context, heads)
+        gradients = torch.stack([of_part(source, heads, part) for source, part in enumerate(parts)])
+        mine = torch.empty_like(gradients[0])
+        compat_context.reduce_scatter_single(mine, gradients.flatten(0, 1), group=context.group)
+        total[:, :, heads] = mine
     return total
 
 
-def _ring(kv: Tensor, context: Context) -> Iterator[tuple[int, Tensor]]:
-    """Yield the parts of all ranks like ``kv``, with the number of the rank, as they come by; this rank's first."""
+def _ring(kv: Tensor, context: Context) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield what ``_gather`` does, each with all heads, as they come by; this rank's first."""
     for step in range(context.size):
         arriving = _pass_on(kv, context) if step < context.size - 1 else None
-        yield (context.rank - step) % context.size, kv
+        yield (context.rank - step) % context.size, slice(0, kv.shape[2]), kv
         if arriving:
             kv = arriving()
 
 
-def _ring_gradients(kv: Tensor, context: Context, of_part: Callable[[int, Tensor], Tensor]) -> Tensor:
+def _ring_gradients(kv: Tensor, context: Context, of_part: Part) -> Tensor:
     """Return what ``_gather_gradients`` does; gradients travel with their keys and values, and once more to return."""
     total = torch.zeros_like(kv, dtype=torch.float32)
-    for source, part in _ring(kv, context):
-        total += of_part(source, part)
+    for source, heads, part in _ring(kv, context):
+        total += of_part(source, heads, part)
         total = _pass_on(total, context)()
     return total
 

@@ -26,9 +26,9 @@ def check_bias(bias: Tensor) -> None:
     """
     if not bias.is_meta and bias.any():
         raise UserError(
-            "transformers' Qwen3-MoE has no biases for the router, which this model has from training with "
-            "model.balance_rate above 0: form=checkpoint exports it, and to transformers only a model trained with "
-            "model.balance_rate=0 and model.balance_loss"
+            "transformers' Mixtral and Qwen3-MoE have no biases for the router, which this model has from training "
+            "with model.balance_rate above 0: form=checkpoint exports it, and to transformers only a model trained "
+            "with model.balance_rate=0 and model.balance_loss"
         )
 
 

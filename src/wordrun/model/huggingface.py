@@ -35,9 +35,13 @@ GEMMA_NAMES = {
     **LLAMA_NAMES, "post_norm_1": "post_attention_layernorm",
     "norm_2": "pre_feedforward_layernorm", "post_norm_2": "post_feedforward_layernorm",
 }  # fmt: skip
-MOE_NAMES = LLAMA_NAMES | {
+QWEN3_MOE_NAMES = LLAMA_NAMES | {
     "mlp.router": "mlp.gate", "mlp.experts.gate": "mlp.experts.gate_proj", "mlp.experts.up": "mlp.experts.up_proj",
     "mlp.experts.proj": "mlp.experts.down_proj",
+}  # fmt: skip
+MIXTRAL_NAMES = LLAMA_NAMES | {
+    "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.w3", "mlp.experts.proj": "block_sparse_moe.experts.w2",
 }  # fmt: skip
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
@@ -156,7 +160,15 @@ def _describe_gemma(cfg: LlamaConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _describe_moe(cfg: MoEConfig) -> dict[str, Any]:
+def _describe_mixtral(cfg: MoEConfig) -> dict[str, Any]:
+    return {
+        **_describe_llama(cfg), "model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": cfg.n_experts, "num_experts_per_tok": cfg.n_active, "sliding_window": cfg.window,
+        "router_aux_loss_coef": cfg.balance_loss,
+    }  # fmt: skip
+
+
+def _describe_qwen3_moe(cfg: MoEConfig) -> dict[str, Any]:
     return {
         **_describe_llama(cfg), "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
         "moe_intermediate_size": cfg.n_hidden, "num_experts": cfg.n_experts, "num_experts_per_tok": cfg.n_active,
@@ -204,8 +216,9 @@ class Architecture:
 ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
     GPTConfig: Architecture(GPT2_NAMES, _describe_gpt2, transposed=True),
     LlamaConfig: Architecture(LLAMA_NAMES, _describe_llama),
-    MoEConfig: Architecture(MOE_NAMES, _describe_moe),
+    MoEConfig: Architecture(MIXTRAL_NAMES, _describe_mixtral),
 }
+QWEN3_MOE = Architecture(QWEN3_MOE_NAMES, _describe_qwen3_moe)
 GEMMA = Architecture(GEMMA_NAMES, _describe_gemma, norm_offset=1.0)
 _GEMMA_PARTS = frozenset({"qk_norm", "gate", "post_norm", "embed_scale"})
 FAMILIES = {
@@ -264,21 +277,24 @@ def architecture(cfg: TransformerConfig) -> Architecture:
         cfg_type = type(cfg)
     if isinstance(cfg, MoEConfig):
         theirs = {
-            "qk_norm": True, "qkv_bias": False, "n_shared": 0, "router": "softmax", "gate": "silu", "window": None,
-            "post_norm": False, "embed_scale": False,
+            "qkv_bias": False, "n_shared": 0, "router": "softmax", "gate": "silu", "post_norm": False,
+            "embed_scale": False, **({"window": None} if cfg.qk_norm else {"normalize_weights": True}),
         }  # fmt: skip
-        _require(cfg, theirs, f"transformers' Qwen3-MoE is not model={cfg.name}", "Qwen3-MoE")
+        kind = "Qwen3-MoE" if cfg.qk_norm else "Mixtral"
+        _require(cfg, theirs, f"transformers' {kind} is not model={cfg.name}", kind)
     if isinstance(cfg, LlamaConfig):
-        kind = family(cfg)
-        if kind is None:
+        found = family(cfg)
+        if found is None:
             names = [*_parts(cfg), "head_size", "rope_factor", "global_every", "rope_local_theta"]
             shown = " ".join(f"model.{name}={value_text(getattr(cfg, name))}" for name in names)
             raise UserError(
                 f"transformers has no architecture with {shown} together: form=checkpoint exports it, and there are "
                 f"architectures for the options of {', '.join(CLASSES)}"
             )
-        if kind == "gemma3_text":
+        if found == "gemma3_text":
             return GEMMA
+        if isinstance(cfg, MoEConfig) and cfg.qk_norm:
+            return QWEN3_MOE
     return ARCHITECTURES[cfg_type]
 
 

@@ -212,7 +212,7 @@ class MoE(nn.Module):
 
 
 class MixtureOfExperts(Llama):
-    """LLaMA with a mixture of experts in place of each MLP; with qk_norm and without shared experts, Qwen3-MoE."""
+    """LLaMA with a mixture of experts in place of each MLP: without shared experts Mixtral, with qk_norm Qwen3-MoE."""
 
     cfg: MoEConfig
     averages_buffers = False  # all ranks compute the same biases
@@ -259,7 +259,8 @@ class MixtureOfExperts(Llama):
     def matrices(self) -> dict[str, Rows]:
         """Return the matrices of the blocks; each expert's is one of its own, and the router's rows are no matrix."""
         found = {name: rows for name, rows in super().matrices().items() if not name.endswith("router.weight")}
-        return {name: Rows(self.cfg.n_experts) if ".experts." in name else rows for name, rows in found.items()}
+        experts = Rows(kinds=self.cfg.n_experts, apart=True)
+        return {name: experts if ".experts." in name else rows for name, rows in found.items()}
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of one token's forward and backward pass: those of its experts only."""

@@ -24,7 +24,7 @@ from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
 KINDS = {
     "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),
     "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"), "qwen2": (LlamaConfig, "Qwen2.5", "llama_debug"),
-    "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"),
+    "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"), "mixtral": (MoEConfig, "Mixtral", "mixtral_8x7b"),
     "mistral": (LlamaConfig, "Mistral", "mistral_7b"), "gemma3_text": (LlamaConfig, "Gemma 3", "gemma3_1b"),
 }  # fmt: skip
 """transformers' model types mapped to our options class, a display name and a preset."""
@@ -179,20 +179,22 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     head_size = facts.get("head_dim") or (128 if model == "qwen3" else width // n_head)
     options_of: type[LlamaConfig] = LlamaConfig
     mixture: dict[str, Any] = {}
-    if model == "qwen3_moe":
+    if model in ("qwen3_moe", "mixtral"):
         options_of = MoEConfig
         mixture = {
-            "n_experts": facts.get("num_local_experts") or facts["num_experts"],  # transformers 5, and older versions
+            # Qwen3-MoE's name before transformers 5 is the second.
+            "n_experts": facts.get("num_local_experts") or facts["num_experts"],
             "n_active": facts["num_experts_per_tok"],
-            "normalize_weights": facts.get("norm_topk_prob", False),
+            "normalize_weights": model == "mixtral" or facts.get("norm_topk_prob", False),
         }  # fmt: skip
     cfg = options_of(
         n_layer=facts["num_hidden_layers"], n_head=n_head, n_kv_head=None if shared == n_head else shared,
         head_size=None if head_size * n_head == width else head_size, qk_norm=model in ("qwen3", "qwen3_moe"),
-        qkv_bias=model == "qwen2", n_embd=width, window=facts.get("sliding_window") if model == "mistral" else None,
-        n_hidden=facts["moe_intermediate_size" if mixture else "intermediate_size"], vocab_size=facts["vocab_size"],
-        block_size=facts.get("max_position_embeddings", 2048), rope_theta=theta, rope_factor=factor,
-        norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
+        qkv_bias=model == "qwen2", n_embd=width,
+        window=facts.get("sliding_window") if model in ("mistral", "mixtral") else None,
+        n_hidden=facts["moe_intermediate_size" if model == "qwen3_moe" else "intermediate_size"],
+        vocab_size=facts["vocab_size"], block_size=facts.get("max_position_embeddings", 2048), rope_theta=theta,
+        rope_factor=factor, norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
         **mixture,
     )  # fmt: skip
     only: dict[str, Any] = {
@@ -200,7 +202,7 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
         "attention_bias": False,
         "mlp_bias": False,
         "use_sliding_window": False,
-        **({"decoder_sparse_step": 1} if mixture else {}),
+        **({"decoder_sparse_step": 1} if model == "qwen3_moe" else {}),
         **({"mlp_only_layers": []} if facts.get("mlp_only_layers") else {}),
     }
     return cfg, only | ({name: unknown} if unknown else {})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from wordrun.checks import accumulation
+from wordrun.config import Config
+from wordrun.dist.mesh import Layout
 from wordrun.log import LOGGER
+from wordrun.plan.shapes import ModelShapes
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume
@@ -43,14 +47,8 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
         cfg.model.batch_size, accumulation(cfg, dp),
         "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
     )  # fmt: skip
-    at = trainer.layout
-    if at.cp * at.tp > world.local_size and (shapes := trainer.task.shapes()):
-        sent = sum(each.sent for each in context_traffic(shapes, Strategy("", cfg, at)))
-        LOGGER.warning(
-            "backend.cp=%d spans nodes, which have %d ranks each: for attention, each rank sends %.1f MiB in a step. A "
-            "smaller backend.cp, or backend.tp, keeps the ranks of a sequence on one node",
-            at.cp, world.local_size, sent / 2**20,
-        )  # fmt: skip
+    if warning := spread_context(cfg, trainer.layout, world.local_size, trainer.task.shapes):
+        LOGGER.warning(warning)
     ends = [min(step, cfg.train.max_iters) for step, _ in (*cfg.train.ramp(), (cfg.train.max_iters, 0))]
     micro_steps = sum((end - begin) * accumulation(cfg, dp, begin) for begin, end in pairwise([0, *ends]))
     trainer.task.announce(trainer.examples_of(micro_steps))
@@ -58,3 +56,15 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
     if trainer.start.source is None and (found := resume.unfinished(trainer)):
         again = resume_command(found.path.parents[1], trainer.run.path, trainer.command, world.size)
         LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
+
+
+def spread_context(cfg: Config, at: Layout, per_node: int, shapes: Callable[[], ModelShapes | None]) -> str:
+    """Return a warning if ranks that share a sequence are on several nodes, which have ``per_node`` ranks each."""
+    if at.cp == 1 or at.size <= per_node or per_node % (at.cp * at.tp) == 0 or (model := shapes()) is None:
+        return ""
+    sent = sum(each.sent for each in context_traffic(model, Strategy("", cfg, at)))
+    fits = [n for n in range(1, at.cp) if at.cp % n == 0 and per_node % (n * at.tp) == 0]
+    return (
+        f"backend.cp={at.cp} spans nodes, which have {per_node} ranks each: for attention, each rank sends "
+        f"{sent / 2**20:.1f} MiB in a step; backend.cp={fits[-1]} keeps the ranks of a sequence on one node"
+    )

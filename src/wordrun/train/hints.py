@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wordrun.checkpoint.folder import all_in
+from wordrun.config import ModelConfig, TransformerConfig
+from wordrun.errors import UserError
+from wordrun.registry import part_of
 
 
 def own_command(arguments: Sequence[str]) -> list[str]:
@@ -68,8 +71,8 @@ def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: i
 
 
 def next_steps(
-    run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool, text: bool = True,
-    own: bool = False, generates: bool = True,
+    run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool,
+    huggingface: bool = True, generates: bool = True,
 ) -> str:  # fmt: skip
     """Return what can be done next with the run in ``run_dir``; an empty string if it has no checkpoint.
 
@@ -79,8 +82,7 @@ def next_steps(
         ranks: number of ranks.
         max_iters: train.max_iters.
         finished: whether it has taken all its steps.
-        text: whether it is a language model; others have no Hugging Face format.
-        own: whether the model is from outside wordrun, which has no Hugging Face format either.
+        huggingface: whether the model can be exported in Hugging Face format.
         generates: whether it can generate text.
     """
     checkpoints = all_in(run_dir)
@@ -92,10 +94,23 @@ def next_steps(
     wordrun = shlex.join(_program(command))
     place = shlex.quote(str(relative(run_dir)))
     steps = {"generate text": f"{wordrun} generate run={place}"} if generates else {}
-    steps["export the model"] = f"{wordrun} export run={place}{'' if text and not own else ' form=checkpoint'}"
+    steps["export the model"] = f"{wordrun} export run={place}{'' if huggingface else ' form=checkpoint'}"
     if command:
         steps["train further"] = resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}")
     return "\n  ".join([f"next: {', '.join(steps)}", *steps.values()])
+
+
+def has_huggingface_format(cfg: ModelConfig) -> bool:
+    """Return whether a model that was trained with ``cfg`` can be exported in Hugging Face format."""
+    from wordrun.model.huggingface import architecture
+
+    if not isinstance(cfg, TransformerConfig) or part_of("model", cfg).origin:
+        return False
+    try:
+        architecture(cfg)
+    except UserError:
+        return False
+    return not getattr(cfg, "balance_rate", 0.0)  # there, routers have no biases
 
 
 def _program(command: Sequence[str]) -> Sequence[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ from wordrun.train.orthogonal import cost, divided, joined, orthogonalized
 from wordrun.train.owners import Owners, assign
 
 
+class Part(NamedTuple):
+    """Hidden matrices whose work is divided among the same ranks."""
+
+    items: list[int]
+    """Their numbers."""
+    rows: list[Rows]
+    """How each divides into matrices."""
+    owners: Owners
+
+
 class Muon(torch.optim.Optimizer):
     """Steps hidden matrices by an orthogonalized mean of their gradients, and all other parameters by AdamW.
 
@@ -30,7 +40,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, cfg: MuonConfig, parameters: Named) -> None:
         parameters = parameters if isinstance(parameters, NamedParameters) else NamedParameters(parameters)
         self.cfg, self.group, self.device, self.layout = cfg, parameters.group, parameters.device, parameters.layout
-        self._owners: dict[tuple[int, ...], Owners] = {}
+        self._parts: dict[tuple[int, ...], list[Part]] = {}
         hidden = [(p, parameters.matrices[name]) for name, p in parameters if name in parameters.matrices]
         self.rows = [rows_for(cfg.split, rows) for _, rows in hidden]
         rest = [(name, p) for name, p in parameters if name not in parameters.matrices]
@@ -62,12 +72,22 @@ class Muon(torch.optim.Optimizer):
             compat.step(self.adamw)
             return
         rows = [self.rows[item] for item in chosen]
-        if chosen not in self._owners:
-            self._owners[chosen] = self._assign(parameters, rows)
-        owners = self._owners[chosen]
-        directions = [each.to(owners.device, owners.dtype) for each in self._directions(parameters)]
+        if chosen not in self._parts:
+            self._parts[chosen] = self._assign(parameters, rows)
+        directions = self._directions(parameters)
+        for number, part in enumerate(self._parts[chosen]):
+            some = [[each[item] for item in part.items] for each in (parameters, directions)]
+            self._step_part(part, *some, with_adamw=number == 0)
+
+    def _step_part(
+        self, part: Part, parameters: Sequence[Tensor], directions: Sequence[Tensor], *, with_adamw: bool
+    ) -> None:
+        """Step ``parameters`` by their orthogonalized ``directions``, and AdamW's while the first are on their way."""
+        owners, rows = part.owners, part.rows
+        directions = [each.to(owners.device, owners.dtype) for each in directions]
         gathering = owners.to_owners(0, directions)
-        compat.step(self.adamw)
+        if with_adamw:
+            compat.step(self.adamw)
         under_way: list[Callable[[], dict[int, Tensor]]] = []
         for bucket in range(len(owners.routes)):
             wholes = gathering()
@@ -75,22 +95,38 @@ class Muon(torch.optim.Optimizer):
                 gathering = owners.to_owners(bucket + 1, directions)
             under_way.append(owners.from_owners(bucket, self._orthogonal(wholes, rows)))
             if bucket:  # the next is on its way
-                self._update(parameters, rows, under_way.pop(0)())
-        self._update(parameters, rows, under_way.pop()())
+                self._update(part, parameters, under_way.pop(0)())
+        self._update(part, parameters, under_way.pop()())
 
-    def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> Owners:
-        """Divide the work on ``parameters`` among the ranks that hold them."""
-        device = self.device or parameters[0].device
-        costs = [cost(p.shape, at) for p, at in zip(parameters, rows, strict=True)]
-        grids = [grid_of(p, self.layout) for p in parameters]
-        return assign(grids, costs, self.group, compute_dtype(self.cfg.precision, device), device)
+    def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> list[Part]:
+        """Divide the work on ``parameters`` among the ranks that hold them.
 
-    def _update(self, parameters: Sequence[Tensor], rows: Sequence[Rows], directions: Mapping[int, Tensor]) -> None:
+        The work on an expert is divided among the ranks that have it.
+        """
+        device, at = self.device or parameters[0].device, self.layout
+        dtype = compute_dtype(self.cfg.precision, device)
+        numbers: dict[bool, list[int]] = {}
+        for item, p in enumerate(parameters):
+            numbers.setdefault("ep" in compat.mesh_axes(p), []).append(item)
+        parts = []
+        for is_expert, items in numbers.items():
+            grids, group = [grid_of(parameters[item], at) for item in items], self.group
+            kinds = [rows[item] for item in items]
+            if is_expert:
+                mesh: Any = parameters[items[0]].device_mesh  # type: ignore[attr-defined]
+                group = mesh.get_group("expert_shard") if at.expert_shard > 1 else None
+                grids = [grid.first_piece() for grid in grids]
+                kinds = [replace(each, kinds=each.kinds // at.ep) for each in kinds]
+            costs = [cost(grid.shape, each) for grid, each in zip(grids, kinds, strict=True)]
+            parts.append(Part(items, kinds, assign(grids, costs, group, dtype, device)))
+        return parts
+
+    def _update(self, part: Part, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:
         """Step those of the ``parameters`` that have ``directions``, by number."""
         group = self.param_groups[0]
         for item, direction in directions.items():
             p = parameters[item]
-            factor = step_factor(self.cfg.scale, p.shape, rows[item])
+            factor = step_factor(self.cfg.scale, part.owners.shapes[item], part.rows[item])
             update(local(p), direction, group["lr"], factor, group["weight_decay"], cautious=self.cfg.cautious)
 
     def _directions(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -149,6 +185,8 @@ def iterations(cfg: MuonConfig) -> list[tuple[float, float, float]]:
 
 def rows_for(split: str, rows: Rows) -> Rows:
     """Return how a matrix is divided under the option ``split``."""
+    if rows.apart:
+        return rows
     return {"qkv": rows, "heads": Rows(1, rows.heads * rows.kinds), "none": Rows()}[split]
 
 

@@ -46,9 +46,15 @@ class Lion(torch.optim.Optimizer):
 
 
 def decay_groups(cfg: OptimizerConfig, parameters: Named) -> list[dict[str, Any]]:
-    """Return two groups of parameters: matrices, with weight decay, and vectors, without."""
+    """Return groups of parameters: matrices, with weight decay, and vectors, without.
+
+    Experts on other ranks are a third group: with torch 2.8, operations on several tensors need all on the same mesh.
+    """
     parameters = list(parameters)
-    return [
-        {"params": [p for _, p in parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
+    experts = [p for _, p in parameters if "ep" in compat.mesh_axes(p)]
+    matrices = [p for _, p in parameters if p.dim() >= 2 and "ep" not in compat.mesh_axes(p)]
+    groups = [
+        {"params": matrices, "weight_decay": cfg.weight_decay},
         {"params": [p for _, p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    return [*groups, {"params": experts, "weight_decay": cfg.weight_decay}] if experts else groups

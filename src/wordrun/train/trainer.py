@@ -25,7 +25,7 @@ from wordrun.train.announce import announce, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, explained, note, noted
-from wordrun.train.hints import by_launch, next_steps, relative
+from wordrun.train.hints import by_launch, has_huggingface_format, next_steps, relative
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.memory import CheckpointAndMemory
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
@@ -331,8 +331,8 @@ class Trainer(Training):
         if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
             command = () if self.stop_reason else self.command
             most = self.cfg.train.max_iters
-            is_text, own = self.task.tokenizer_json is not None, bool(part_of("model", self.cfg.model).origin)
-            kind = {"text": is_text, "own": own, "generates": not self.task.no_samples}
+            exports = self.task.tokenizer_json is not None and has_huggingface_format(self.cfg.model)
+            kind = {"huggingface": exports, "generates": not self.task.no_samples}
             if text := next_steps(self.run.path, command, self.world.size, most, finished=not error, **kind):
                 LOGGER.info(text)
 
