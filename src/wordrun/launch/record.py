@@ -104,6 +104,11 @@ class Record:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._write()
 
+    def note(self, **facts: Any) -> None:
+        """Add ``facts`` to the file; raises OSError."""
+        self.content |= facts
+        self._write()
+
     def end(self, status: int, not_shown: Sequence[str] = ()) -> None:
         """Add the end time, the exit status, and the launcher's lines that were not shown, to the file."""
         self.content |= {"end": _now(), "exit_status": status, "not_shown": list(not_shown)}
