@@ -270,6 +270,7 @@ class Guardians:
             self.lost = self._named(node)
         self.say(f"{self._named(node)} {how}")
         self._decide_at = self._answer_by = float("inf")
+        self.output.hush()
         self.close()
 
 

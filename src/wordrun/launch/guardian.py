@@ -253,7 +253,8 @@ def run(command: Sequence[str]) -> None:
             sys.path[:0] = [] if safe else [os.path.dirname(os.path.realpath(command[0]))]
             runpy.run_path(command[0], run_name="__main__")
     except Exception as error:
-        sys.excepthook(type(error), error, _own_frames(error.__traceback__))
+        frames = _own_frames(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
         raise SystemExit(1) from None
 
 
