@@ -39,6 +39,11 @@ def wait():
     while True:
         time.sleep(60)
 
+def follow(other):
+    pid = json.loads(Path(f"{generation}-{other}").read_text())["pid"]
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
+
 exec(sys.argv[1])
 """
 TWO_NODES = ["--hostfile", "hosts", "--launcher-args", "-launcher fork"]
@@ -106,11 +111,11 @@ def test_after_a_kill_all_ranks_start_again(command: Command, where: list[str]) 
 @pytest.mark.parametrize(
     ("act", "status", "message"),
     [
-        ("raise ValueError('no such thing') if rank == 1 else wait()", 1, "rank 1 ended with exit status 1"),
-        ("sys.exit(3) if rank == 1 else wait()", 3, "rank 1 ended with exit status 3"),
+        ("raise ValueError('no such thing') if rank == 1 else follow(1)", 1, "rank 1 ended with exit status 1"),
+        ("sys.exit(3) if rank == 1 else follow(1)", 3, "rank 1 ended with exit status 3"),
         ("sys.exit(75 if rank == 1 else 0)", 75, "stopped early, with its state saved (exit status 75)"),
-        ("die() if rank == 1 else wait()", 137, "rank 1 was killed twice, so launching again would not help"),
-        ("die(signal.SIGABRT) if rank == 1 else wait()", 134, "rank 1 was killed by SIGABRT (exit status 134)"),
+        ("die() if rank == 1 else follow(1)", 137, "rank 1 was killed twice, so launching again would not help"),
+        ("die(signal.SIGABRT) if rank == 1 else follow(1)", 134, "rank 1 was killed by SIGABRT (exit status 134)"),
     ],
 )  # fmt: skip
 def test_what_a_restart_cannot_cure_ends_the_run(command: Command, act: str, status: int, message: str) -> None:
@@ -124,7 +129,7 @@ def test_what_a_restart_cannot_cure_ends_the_run(command: Command, act: str, sta
 
 
 def test_retries_bound_the_restarts(command: Command) -> None:
-    done = command(*ELASTIC, "--retries", "1", "-n", "2", "python", "act.py", "die() if rank == generation else wait()")
+    done = command(*ELASTIC, "--retries", "1", "-n", "2", "python", "act.py", "die() if rank == generation else follow(generation)")
     assert done.returncode == 137
     assert done.stderr.count("restarting the ranks") == 1
     assert "rank 1 was killed by SIGKILL (exit status 137)" in done.stderr
