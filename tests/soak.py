@@ -52,7 +52,7 @@ def command(folder: Path, text: Path, steps: int, *, memory: bool = False, elast
     if elastic:
         words = command(folder, text, steps, memory=True)
         hosts, script = folder.with_suffix(".hosts"), folder.with_suffix(".py")
-        hosts.write_text(f"localhost\n{os.uname().nodename}\n")
+        hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
         script.write_text(RANK)
         return [
             *words[:2], str(elastic), "--elastic", "--retries", "100000", "--hostfile", str(hosts), "--launcher-args",
@@ -322,7 +322,7 @@ def main() -> None:
     home = args.home or Path(tempfile.mkdtemp(prefix="soak-"))
     home.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    steps = args.steps or 20 + 12 * args.runs
+    steps = args.steps or 20 + (6 if args.elastic else 12) * args.runs
     if args.elastic:
         soak_elastic(home, args.runs, args.seed, steps, args.ranks)
     else:

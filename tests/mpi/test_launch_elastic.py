@@ -129,7 +129,8 @@ def test_what_a_restart_cannot_cure_ends_the_run(command: Command, act: str, sta
 
 
 def test_retries_bound_the_restarts(command: Command) -> None:
-    done = command(*ELASTIC, "--retries", "1", "-n", "2", "python", "act.py", "die() if rank == generation else follow(generation)")
+    act = "die() if rank == generation else follow(generation)"
+    done = command(*ELASTIC, "--retries", "1", "-n", "2", "python", "act.py", act)
     assert done.returncode == 137
     assert done.stderr.count("restarting the ranks") == 1
     assert "rank 1 was killed by SIGKILL (exit status 137)" in done.stderr

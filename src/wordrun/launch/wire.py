@@ -21,12 +21,12 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._pending = b""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):  # macOS lacks the first
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not every system has all of these
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, **message: Any) -> None:
         """Send a message; if the other end is gone, ``receive`` will say so."""
