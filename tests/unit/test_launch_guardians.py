@@ -70,11 +70,6 @@ def test_a_sweep_is_refused() -> None:
         plan("-n", "2", "python", "-m", "wordrun", "sweep", "outputs/sweep")
 
 
-def test_no_preimport_needs_elastic() -> None:
-    with pytest.raises(ConfigError, match="--no-preimport goes with --elastic"):
-        parse(["--no-preimport", "python", "train.py"])
-
-
 def test_the_launcher_starts_a_guardian_on_each_node() -> None:
     Path("hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
     made = plan("--launcher", "hydra", "--hostfile", "hosts", "-n", "4", "python", "train.py")

@@ -125,7 +125,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             if fault is None or kills.left == 0:
                 say(kills.refusal if options.retries else "")
                 return status
-            kills.left -= 1
+            kills.start_again()
             left_out |= set(map(short, fault.hosts))
             without = f" without {', '.join(sorted(left_out))}" if left_out else ""
             say(f"{fault.meaning} ({fault.line}): launching again{without}")

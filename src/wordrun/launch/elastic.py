@@ -230,7 +230,7 @@ class Guardians:
             self.memory = outcome.memory
             fault = self.kills.fault(outcome, self.plan.env["WORDRUN_LAUNCH_RECORD"]) if self.kills.left else None
             if fault is not None:
-                self.kills.left -= 1
+                self.kills.start_again()
                 self.say(f"{fault.meaning} ({fault.line}): restarting the ranks")
                 self._end()
                 return

@@ -88,6 +88,10 @@ class Kills:
             return Fault(f"{who} was {what}{at}", detail, ())
         return None
 
+    def start_again(self) -> None:
+        """Count ranks that are started again."""
+        self.left -= 1
+
     def note(self, outcome: Outcome, cause: str, step: int | None) -> None:
         """Remember a fault for run.json."""
         at = time.time() if outcome.at is None else outcome.at

@@ -246,8 +246,6 @@ def parse(words: Sequence[str]) -> Options:
     if problems:
         raise ConfigError("\n".join(problems))
     options = Options(**values, typed=tuple(words[: len(words) - len(rest)]), command=tuple(rest))
-    if options.no_preimport and not options.elastic:
-        raise ConfigError("--no-preimport goes with --elastic")
     if options.elastic and "retries" not in values:
         options = replace(options, retries=ELASTIC_RETRIES)
     if options.json and not (options.dry_run or options.info or options.doctor or options.submit):

@@ -67,7 +67,7 @@ def build(
     starts = _guarded(request) if options.elastic else request
     unset = {name for name in env if is_stale(name) or name in site.unset}
     known = {*site.env, *site.proxies}
-    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
+    exported = [name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset]
     env_set, reasons = environment(request, launcher, env, launcher.variables(starts))
     if options.elastic:
         env_set.pop("WORDRUN_STATUS_DIR", "")  # guardians report over a connection

@@ -162,6 +162,11 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
         f"# devices: {plan.job.devices[0]} ({plan.reasons['devices']})",
         f"# launcher: {launcher} ({plan.launcher.why})",
         *(f"# note: {note}" for note in plan.job.notes),
+        *(
+            [f"# a guardian on each host starts the ranks of: {shlex.join(mask_words(plan.options.command))}"]
+            if plan.options.elastic
+            else []
+        ),
     ]
     if "OMP_NUM_THREADS" not in plan.env:
         lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")
