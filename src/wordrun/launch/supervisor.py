@@ -167,8 +167,12 @@ class Supervisor:
         if number in STOPPING and self.status_dir:
             with contextlib.suppress(OSError):
                 open(os.path.join(self.status_dir, "stopped"), "w").close()
-        if self.guardians and self.guardians.signal(number):
-            return
+        if self.guardians:
+            if number == signal.SIGTERM and SCHEDULERS[self.plan.job.scheduler].is_ending(self.plan.job):
+                return  # the ranks have received theirs
+            if self.guardians.signal(number):
+                return
+            number = signal.SIGTERM if number in STOPPING else number  # no rank has started
         try:
             self.plan.launcher.send(number, self.child.pid, self.plan.job, self.plan.decided.step)
         except (OSError, subprocess.SubprocessError) as error:
