@@ -195,7 +195,8 @@ def test_a_failure_alone_is_reported_as_by_rank_env_sh(head: Head, monkeypatch: 
         head.exits(rank, 0)
     head.hear("leave")
     assert head.reports() == {"2": "7 node1\n"}
-    assert head.head.was_lost() == ""
+    head.head.finish()
+    assert head.head.lost == ""
 
 
 def test_the_answer_to_an_earlier_question_does_not_count(head: Head) -> None:
@@ -221,7 +222,7 @@ def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
             key.data()
     head.nodes[0].socket.settimeout(60)
     assert head.nodes[0].receive() is None
-    assert head.head.was_lost() == "the guardian on node1"
+    assert head.head.lost == "the guardian on node1"
     assert head.said == ["the guardian on node1 has ended"]
 
 
@@ -231,7 +232,8 @@ def test_a_launch_that_is_being_stopped_starts_nothing(head: Head) -> None:
     head.hear("end")
     head.head.stop()
     head.hear("leave")
-    assert not head.head.was_lost()
+    head.head.finish()
+    assert not head.head.lost
 
 
 def test_messages_arrive_whole() -> None:

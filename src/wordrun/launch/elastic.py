@@ -123,12 +123,12 @@ class Guardians:
             connection.close()
         self._links.clear()
 
-    def was_lost(self) -> str:
-        """Return the guardian that was lost before the ranks had ended; to be called when the launcher has ended."""
+    def finish(self) -> None:
+        """Note whether a guardian was lost before the ranks had ended, and close: the launcher has ended."""
         if not self.lost and self.state != "leaving" and self.generation >= 0 and not self.stopping:
             self.lost = self._named(next(iter(self._links), 0))
             self.say(f"{self.lost} has ended")
-        return self.lost
+        self.close()
 
     def _named(self, node: int) -> str:
         return f"the guardian on {self._hosts.get(node, self.plan.hosts[node])}"

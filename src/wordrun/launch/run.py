@@ -80,16 +80,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
                 status = status or int(bool(output.lost))
                 say(apart if status == 0 else "")
                 job.explain(status)
-                rank, memory = None, ""
-                if status not in (0, REQUEUE) and not job.stopped_by:
-                    rank = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
-                    memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
-                    say(memory)
-                lines = [*output.folded, *output.tail.lines()] if keep_lines and not job.stopped_by else []
-                outcome = Outcome(status, rank, memory, lines, at=job.failed_at)
-                if guardians:
-                    outcome = replace(outcome, lost=guardians.was_lost(), uses_mpi=guardians.uses_mpi)
-                    guardians.close()
+                outcome = _outcome(job, status, watch, keep_lines=keep_lines)
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
@@ -99,6 +90,18 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
     return outcome
+
+
+def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool) -> Outcome:
+    """Return how the launch ended with ``status``; say if it was for lack of memory."""
+    rank, memory, guardians = None, "", job.guardians
+    if status not in (0, REQUEUE) and not job.stopped_by:
+        rank = job.failed[0] if job.failed else 0 if job.plan.ranks.np == 1 else None
+        memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
+        say(memory)
+    lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not job.stopped_by else []
+    outcome = Outcome(status, rank, memory, lines, at=job.failed_at)
+    return replace(outcome, lost=guardians.lost, uses_mpi=guardians.uses_mpi) if guardians else outcome
 
 
 def _output(plan: LaunchPlan, status_dir: str) -> Output:
@@ -208,6 +211,8 @@ def _watch(job: Supervisor, arrived: int) -> int:
             job.look()
         if job.returned is None:
             job.look_at_clocks(last_output)
+    if job.guardians:
+        job.guardians.finish()
     processes.end_all(LEFTOVER_PATIENCE_S)
     output.drain()
     output.close(LEFTOVER_PATIENCE_S if job.stopped_by else None)
