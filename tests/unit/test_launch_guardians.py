@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +20,9 @@ from wordrun.launch.parser import parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import make_plan
 from wordrun.launch.wire import VARIABLE, Link
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 
 def plan(*words: str) -> LaunchPlan:
@@ -247,3 +250,16 @@ def test_messages_arrive_whole() -> None:
         theirs.sendall(b"GET / HTTP/1.1\n")
         assert link.receive() is None
         link.close()
+
+
+def test_importing_for_the_ranks_starts_no_threads(command: Command) -> None:
+    """A fork has only the thread that forks; and a device must not be in use either."""
+    program = f"""
+import importlib, os, sys
+for name in ("torch", *{guardian.FOR_WORDRUN!r}):
+    importlib.import_module(name)
+import torch
+print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
+"""
+    done = command(sys.executable, "-c", program, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    assert (done.stdout, done.stderr) == ("1 False\n", "")
