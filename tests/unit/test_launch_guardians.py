@@ -229,6 +229,18 @@ def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
     assert head.said == ["the guardian on node1 has ended"]
 
 
+def test_guardians_that_are_lost_together(head: Head) -> None:
+    """What one selection has found is acted on, though the first loss closes all connections."""
+    head.start()
+    ready = list(head.output.selector.get_map().values())
+    for node in head.nodes:
+        node.close()
+    for key in ready:
+        key.data()
+    assert len(head.said) == 1
+    assert head.head.lost
+
+
 def test_a_launch_that_is_being_stopped_starts_nothing(head: Head) -> None:
     head.start()
     head.exits(3, 137)

@@ -165,9 +165,12 @@ class Guardians:
 
     def _hear(self, node: int) -> None:
         """Act on what a guardian says."""
-        messages = self._links[node].receive()
+        link = self._links.get(node)
+        if link is None:
+            return  # another guardian has been lost at the same moment, and all connections are closed
+        messages = link.receive()
         if messages is None:
-            self.output.selector.unregister(self._links[node].socket)
+            self.output.selector.unregister(link.socket)
             self._links.pop(node).close()
             if self.state != "leaving":
                 self._lose(node, "has ended")

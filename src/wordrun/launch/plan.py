@@ -64,7 +64,7 @@ def build(
         ConfigError: the launcher cannot do what an option asks.
     """
     request = Request(job, options, ranks, decided, site)
-    starts = _guarded(request) if options.elastic else request
+    starts = _guarded(request, launcher) if options.elastic else request
     unset = {name for name in env if is_stale(name) or name in site.unset}
     known = {*site.env, *site.proxies}
     exported = [name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset]
@@ -83,10 +83,11 @@ def build(
     )  # fmt: skip
 
 
-def _guarded(request: Request) -> Request:
+def _guarded(request: Request, launcher: Launcher) -> Request:
     """Return the request for a guardian on each node, which starts the node's ranks; no launcher should bind it."""
     command = (sys.executable, "-m", "wordrun.launch.guardian")
-    options = replace(request.options, command=command, cpu_bind="none" if request.ranks.nodes > 1 else None)
+    bind = None if launcher.name == "local" or launcher.is_step else "none"  # srun gives a step's only task all cores
+    options = replace(request.options, command=command, cpu_bind=bind)
     return replace(request, options=options, ranks=Ranks((1,) * request.ranks.nodes, "a guardian per node"))
 
 
