@@ -2,6 +2,7 @@
 
     python tests/soak.py --runs 30 --seed 0
     python tests/soak.py --runs 30 --seed 0 --memory
+    python tests/soak.py --runs 1000 --seed 0 --elastic
 
 Each run kills one rank, all ranks or ``launch`` itself by SIGKILL, at a random moment of start, training or saving, and
 starts the same command again with ``train.resume=auto``. After the last one the training is left to finish, and its
@@ -9,6 +10,9 @@ losses are compared with those of a training that nobody disturbed: to the bit.
 
 With ``--memory``, the two ranks are on two simulated nodes and keep checkpoints in memory; now and then a node is lost
 with its memory.
+
+With ``--elastic``, guardians start the ranks, 4 on two simulated nodes, and the launch goes on unless it is killed
+itself. Victims are also guardians and all ranks of a node.
 """
 
 from __future__ import annotations
@@ -30,12 +34,31 @@ from typing import Any
 VICTIMS = ("a rank", "all ranks", "launch")
 NODE = "a node"
 MOMENTS = ("training", "saving", "starting")
+ELASTIC_VICTIMS = ("a rank", "a node's ranks", "a guardian", "a rank", "launch", NODE)
 PATIENCE_S = 90
+# A rank that has the memory of its node.
+RANK = """
+import os, sys
+os.environ["WORDRUN_SHM"] = f"{sys.argv.pop(1)}{os.environ['NODE_RANK']}"
+os.makedirs(os.environ["WORDRUN_SHM"], exist_ok=True)
+from wordrun.cli import main
+sys.exit(main())
+"""
 
 
-def command(folder: Path, text: Path, steps: int, *, memory: bool = False) -> list[str]:
-    """Return the command that trains, or goes on."""
+def command(folder: Path, text: Path, steps: int, *, memory: bool = False, elastic: int = 0) -> list[str]:
+    """Return the command that trains, or goes on; ``elastic`` is the number of ranks under guardians."""
     python = [sys.executable]
+    if elastic:
+        words = command(folder, text, steps, memory=True)
+        hosts, script = folder.with_suffix(".hosts"), folder.with_suffix(".py")
+        hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
+        script.write_text(RANK)
+        return [
+            *words[:2], str(elastic), "--elastic", "--retries", "100000", "--hostfile", str(hosts), "--launcher-args",
+            "-launcher fork", "--oversubscribe", sys.executable, str(script), f"{folder.with_suffix('.node')}",
+            *words[words.index("wordrun") + 1 :],
+        ]  # fmt: skip
     if memory:  # each rank gets the memory of its node
         node = folder.with_suffix(".node")
         script = f'export WORDRUN_SHM="{node}$RANK"; mkdir -p "$WORDRUN_SHM"; exec "$@"'
@@ -137,6 +160,122 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     return f"killed {victim} ({len(pids)}) while {moment}, after step {step}{where}: status {status}"
 
 
+def living(folder: Path) -> list[int]:
+    """Return the process IDs of a run's ranks, in order; none if one of them has ended."""
+    try:
+        pids: list[int] = json.loads((folder / "launch.json").read_text()).get("pids", [])
+    except (OSError, ValueError):  # it is being moved
+        return []
+    return pids if all(os.path.exists(f"/proc/{pid}") for pid in pids) else []
+
+
+def parent(pid: int) -> int:
+    """Return the process ID of a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class Elastic:
+    """A training under guardians, in which one fault follows another."""
+
+    def __init__(self, words: list[str], folder: Path, dice: random.Random) -> None:
+        self.words, self.folder, self.dice = words, folder, dice
+        self.process: subprocess.Popen[Any] | None = None
+        self.before: list[int] = []
+        """The ranks that the last fault has ended."""
+        self.struck: dict[int, set[str]] = {}
+        """Whom a fault has hit, by the last step: launch gives up when it is the same twice."""
+
+    def start(self) -> subprocess.Popen[Any]:
+        """Start the command if it does not run."""
+        if self.process is None:
+            with open(self.folder.with_suffix(".out"), "a") as out:
+                self.process = subprocess.Popen(self.words, stdout=out, stderr=out)
+        return self.process
+
+    def strike(self, victim: str, moment: str) -> str:
+        """Wait for the moment in a generation that no fault has hit, kill the victim, and return what happened."""
+        process, folder = self.start(), self.folder
+        wait_for(lambda: (pids := living(folder)) and not {*pids} & {*self.before}, process)
+        target = last_step(folder) + self.dice.randint(1, 6)
+        if moment != "starting":
+            wait_for(lambda: last_step(folder) >= target and (moment == "training" or saving(folder)), process)
+        step, ranks = last_step(folder), living(folder)
+        if not ranks:
+            return f"nobody to kill after step {step}: {'ended' if process.poll() is not None else 'restarting'}"
+        half = len(ranks) // 2
+        node = self.dice.choice((0, 1))
+        of_node = ranks[:half] if node == 0 else ranks[half:]
+        rank = self.dice.randrange(len(ranks))
+        struck = self.struck.setdefault(step, set())
+        name = {"a rank": f"{rank}", "a node's ranks": f"{ranks.index(of_node[0])}"}.get(victim, "guardian")
+        if victim != "launch" and name in struck:
+            return f"left {victim} alone after step {step}, whom a fault has hit there"
+        struck |= (
+            {name} if victim == "a rank" else {*map(str, range(len(ranks)))} if victim == "a node's ranks" else {name}
+        )
+        guardian = [parent(of_node[0])]
+        pids = {"a rank": [ranks[rank]], "a node's ranks": of_node, "a guardian": guardian, "launch": [process.pid],
+                NODE: [*guardian, *of_node]}[victim]  # fmt: skip
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.before = ranks
+        if victim == "launch":
+            process.wait(timeout=30)
+            self.process = None
+        end = time.monotonic() + 60
+        while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
+            if time.monotonic() > end:
+                raise SystemExit(f"ranks are left 60 s after {victim} had been killed")
+            time.sleep(0.01)
+        if victim == NODE:
+            shutil.rmtree(f"{folder.with_suffix('.node')}{node}", ignore_errors=True)
+        return f"killed {victim} ({len(pids)}) while {moment}, after step {step}"
+
+
+def soak_elastic(home: Path, faults: int, seed: int, steps: int, ranks: int = 4) -> list[str]:
+    """Hit a training under guardians ``faults`` times; return what happened, or raise SystemExit if it is wrong."""
+    dice = random.Random(seed)
+    text = home / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
+    run = Elastic(command(home / "run", text, steps, elastic=ranks), home / "run", dice)
+    told: list[str] = []
+    while len(told) < faults:
+        i = len(told)
+        told.append(run.strike(ELASTIC_VICTIMS[i % len(ELASTIC_VICTIMS)], dice.choice(MOMENTS)))
+        print(f"{i + 1}/{faults}: {told[-1]}", flush=True)
+    if run.start().wait(timeout=300):
+        raise SystemExit(f"the run did not survive: {home / 'run.out'}")
+    finish(home / "whole", command(home / "whole", text, steps, elastic=ranks))
+    compare(home, steps)
+    found = json.loads((home / "run" / "run.json").read_text())["recoveries"]
+    seconds = sorted(fault["seconds"] for fault in found if fault["seconds"] is not None)
+    lost = max(fault["last_step"] - fault["resumed_step"] for fault in found if fault["last_step"] is not None)
+    from_memory = sum(fault["source"] == "memory" for fault in found)
+    print(
+        f"{len(found)} recoveries, {from_memory} from memory, at most {lost} steps lost; from the fault to the next "
+        f"step {seconds[len(seconds) // 2]:.1f} s (median), {seconds[int(0.95 * len(seconds))]:.1f} s (95th percentile)"
+    )
+    return told
+
+
+def finish(folder: Path, words: list[str]) -> None:
+    """Let a training run to its end."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"{folder.name} did not finish:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+
+
+def compare(home: Path, steps: int) -> None:
+    """Compare the losses of the training that was disturbed with those of the other, to the bit."""
+    if figures(home / "run") != figures(home / "whole"):
+        raise SystemExit(f"the losses in {home / 'run'} are not those in {home / 'whole'}")
+    if len(figures(home / "run")) != steps:
+        raise SystemExit(f"{home / 'run'} has not one line for each of its {steps} steps")
+    if left := list(home.glob("*.node*/*/*")):
+        raise SystemExit(f"checkpoints are left in memory: {left}")
+
+
 def figures(folder: Path) -> list[tuple[Any, ...]]:
     """Return what does not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -161,19 +300,11 @@ def soak(home: Path, runs: int, seed: int, steps: int, *, memory: bool = False) 
         told.append(disturb(command(home / "run", text, steps, memory=memory), home / "run", victim, moment, dice))
         print(f"{i + 1}/{runs}: {told[-1]}", flush=True)
     for folder in (home / "run", home / "whole"):
-        words = command(folder, text, steps, memory=memory)
-        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise SystemExit(f"{folder.name} did not finish:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
-    if figures(home / "run") != figures(home / "whole"):
-        raise SystemExit(f"the losses in {home / 'run'} are not those in {home / 'whole'}")
-    if len(figures(home / "run")) != steps:
-        raise SystemExit(f"{home / 'run'} has not one line for each of its {steps} steps")
+        finish(folder, command(folder, text, steps, memory=memory))
+    compare(home, steps)
     if memory:
         found = sources(home / "run")
         print(f"resumed from memory {found.count('memory')} times, from disk {found.count('disk')} times")
-        if left := list(home.glob("*.node*/*/*")):
-            raise SystemExit(f"checkpoints are left in memory: {left}")
     return told
 
 
@@ -184,12 +315,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--steps", type=int, default=0, help="of the training (0: enough for all runs)")
     parser.add_argument("--memory", action="store_true", help="with checkpoints in memory, and nodes that are lost")
+    parser.add_argument("--elastic", action="store_true", help="under guardians, on two simulated nodes")
+    parser.add_argument("--ranks", type=int, default=4, help="with --elastic")
     parser.add_argument("--home", type=Path, help="folder to work in (a temporary one)")
     args = parser.parse_args()
     home = args.home or Path(tempfile.mkdtemp(prefix="soak-"))
     home.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    soak(home, args.runs, args.seed, args.steps or 20 + 12 * args.runs, memory=args.memory)
+    steps = args.steps or 20 + (6 if args.elastic else 12) * args.runs
+    if args.elastic:
+        soak_elastic(home, args.runs, args.seed, steps, args.ranks)
+    else:
+        soak(home, args.runs, args.seed, steps, memory=args.memory)
     print(f"{args.runs} runs, the losses are equal to the bit; {time.monotonic() - began:.0f} s in {home}")
 
 

@@ -28,3 +28,10 @@ def test_with_checkpoints_in_memory_even_a_lost_node_leaves_no_trace(tmp_path: P
     # The second kill takes no memory with it: at most two intervals of 2 steps are lost, and on the disk every 20th is.
     step = json.loads((tmp_path / "run" / "run.json").read_text())["resumed_from"]["step"]
     assert step >= int(told[1].partition("after step ")[2].partition(" ")[0].partition(":")[0]) - 4
+
+
+@pytest.mark.timeout(300)
+def test_under_guardians_no_fault_leaves_a_trace(tmp_path: Path) -> None:
+    """Of ranks and guardians; also of launch and nodes by python tests/soak.py --elastic."""
+    told = soak.soak_elastic(tmp_path, faults=4, seed=7, steps=80, ranks=2)
+    assert told[0].startswith("killed a rank")

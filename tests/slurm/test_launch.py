@@ -434,10 +434,12 @@ def test_the_mpi_type_follows_from_the_program_unless_the_user_chooses_it(
     assert ("--mpi=cray_shasta" in command) == bool(args)
 
 
-def test_a_spare_node_takes_the_place_of_one_that_failed(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--retries", "--elastic"])
+def test_a_spare_node_takes_the_place_of_one_that_failed(cluster: Cluster, tmp_path: Path, option: str) -> None:
     rank = tmp_path / "rank.sh"
     rank.write_text("echo $SLURMD_NODENAME >> where$TRIES; [ -e again ] || { touch ready; exec sleep 61; }")
-    words = ("launch", "--retries", "1", "--spare-nodes", "1", "sh", rank)
+    again = ("--retries", "1") if option == "--retries" else (option,)
+    words = ("launch", *again, "--spare-nodes", "1", "sh", rank)
     script = f"{' '.join(map(str, words))} > out 2>&1; echo $? > status"
     job = cluster.start("salloc", "--no-kill", "-N3", "--ntasks-per-node=1", "bash", "-c", script)
     wait_for(job, tmp_path / "where", "n", 2)
@@ -451,3 +453,24 @@ def test_a_spare_node_takes_the_place_of_one_that_failed(cluster: Cluster, tmp_p
     assert len(second) == 2
     assert first[1] not in second
     assert "SLURM lost a node" in text
+
+
+def test_guardians_restart_the_ranks_of_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """In the same step, and with SLURM's variables as ranks of srun have them."""
+    rank = tmp_path / "rank.sh"
+    rank.write_text(
+        'echo "$WORDRUN_GENERATION $SLURM_STEP_ID $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $NODE_RANK '
+        '$SLURM_PROCID/$SLURM_NTASKS $SLURM_LOCALID $SLURM_NODEID $SLURMD_NODENAME"\n'
+        "[ $WORDRUN_GENERATION = 1 ] && exit\n"
+        "[ $RANK = 3 ] && kill -9 $$\n"
+        "sleep 300\n"
+    )
+    got = cluster.run("salloc", "-N2", "--ntasks-per-node=2", "launch", "--elastic", "-N", "2", "-n", "4", "sh", rank)
+    assert got.returncode == 0, got.stderr
+    lines = sorted(line.split() for line in got.stdout.splitlines() if line.startswith("1"))
+    assert [line[2:8] for line in lines] == [
+        [f"{each}/4", f"{each % 2}/2", f"{each // 2}", f"{each}/4", f"{each % 2}", f"{each // 2}"] for each in range(4)
+    ]
+    assert len({line[1] for line in lines}) == 1
+    assert len({line[8] for line in lines}) == 2
+    assert "rank 3 was killed (SIGKILL, not for lack of memory on this host): restarting the ranks" in got.stderr

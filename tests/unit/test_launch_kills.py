@@ -49,6 +49,11 @@ def test_a_training_that_is_killed_goes_on(tmp_path: Path, steps: str, status: i
     )
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if "loss" in line] == [*range(1, 5 if status else 13)]
+    found = json.loads((tmp_path / "run" / "run.json").read_text())["recoveries"]
+    assert [(fault["rank"], fault["cause"], fault["last_step"]) for fault in found] == [
+        (0, "SIGKILL", int(step)) for step in dict.fromkeys(steps.split())
+    ]
+    assert all(fault["source"] == "disk" and fault["resumed_step"] <= fault["last_step"] for fault in found)
     if status:
         assert "launch: rank 0 was killed twice at step 4, so launching again would not help" in done.stderr
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # A rank that fails because another one did waits this long for the launcher to end it, then exits.
 SECONDARY_WAIT_S = 5.0
+GUARDIAN_S = 1.0
 QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
@@ -225,6 +226,8 @@ def _report(world: World, message: str) -> None:
     if world.size == 1:
         print(message, file=sys.stderr, flush=True)
         return
+    if "WORDRUN_GENERATION" in os.environ:
+        time.sleep(GUARDIAN_S)  # if another rank was killed, this one is about to be
     if _joined.store is None:
         # Without a store, no rank knows who failed first. This early, all usually fail alike, so rank 0 reports.
         time.sleep(1.0 if world.rank else 0.0)

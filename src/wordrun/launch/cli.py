@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -102,32 +103,40 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     if options.prewarm and (status := _prewarm(options, plan)) > 128:  # by a signal
         return status
     left_out: frozenset[str] = frozenset()
-    retries, kills = options.retries, Kills()
+    kills = Kills(left=options.retries)
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
     while True:
         begun = time.monotonic()
         if plan.launcher.in_between:
             caveat = f" ({plan.launcher.caveat})" if plan.launcher.caveat else ""
-            say(f"starting {record.size(plan)} with {plan.launcher.name}{caveat}")
-        outcome = run(plan, keep_lines=bool(retries or may_move))
+            by = f"{plan.launcher.name}{caveat}"
+            if options.elastic:
+                by = f"guardians, started by {by}" if plan.ranks.nodes > 1 else "a guardian"
+            say(f"starting {record.size(plan)} with {by}")
+        outcome = run(plan, keep_lines=bool(kills.left or may_move), kills=kills)
         status, last = outcome.status, outcome.last_lines
         met = time.monotonic() - begun > MEETING_S
         if status not in (0, REQUEUE) and may_move and not met and port_taken(last, plan.decided.port):
             may_move = False
             say(f"port {plan.decided.port} was taken in the meantime: launching again with another")
+        elif outcome.uses_mpi:
+            options = replace(options, elastic=False)
+            say("COMMAND calls MPI, so only a launcher can start its ranks: launching again without --elastic")
         else:
             fault = classify(last, status) or kills.fault(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
-            if fault is None or retries == 0:
+            if fault is None or kills.left == 0:
                 say(kills.refusal if options.retries else "", "jobs.md#what-a-failure-costs")
                 return status
-            retries -= 1
+            kills.start_again()
             left_out |= set(map(short, fault.hosts))
             without = f" without {', '.join(sorted(left_out))}" if left_out else ""
             say(f"{fault.meaning} ({fault.line}): launching again{without}")
         try:
             same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "launch has started it again")
             plan = make_plan(options, left_out, same)
+            if kills.faults:
+                plan = replace(plan, env={**plan.env, "WORDRUN_FAULTS": json.dumps(kills.faults)})
         except UserError as error:
             say(f"cannot launch again: {with_page(error)}")
             return status
@@ -143,6 +152,7 @@ def _prewarm(options: Options, plan: LaunchPlan) -> int:
     python = first if re.fullmatch(r"python[\d.]*", os.path.basename(first)) else sys.executable
     once = replace(
         options, np=None, nodes=plan.ranks.nodes, ppn=1, cpu_bind=None, idle_timeout=None, walltime_margin=None,
+        elastic=False,
         command=(python, prewarm.__file__),
     )  # fmt: skip
     same = Identity(f"{plan.decided.run.run_id}-prewarm", "--prewarm")

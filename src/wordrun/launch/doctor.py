@@ -50,7 +50,9 @@ class Finding:
 def main(options: Options) -> int:
     """Run the checks, print the findings, and return 1 if something is wrong."""
     command = (sys.executable, "-m", "wordrun.probe", PREFIX)
-    probe = replace(options, command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None)
+    probe = replace(
+        options, command=command, doctor=False, elastic=False, json=False, idle_timeout=None, walltime_margin=None
+    )
     try:
         plan = make_plan(probe)
     except NoLauncherError as error:

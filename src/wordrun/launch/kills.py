@@ -1,15 +1,18 @@
-"""Ranks that were killed by SIGKILL: whether to launch again."""
+"""Ranks that were killed by a signal: whether to start them again."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from wordrun.launch.tail import Fault
 
-KILLED = 128 + signal.SIGKILL
+KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+"""Signals that end a rank without its program's doing, or at least may not do so again."""
 TAIL_BYTES = 65536
 
 
@@ -24,18 +27,36 @@ class Outcome:
     """The evidence that the kernel killed a rank because memory ran out."""
     last_lines: list[str] = field(default_factory=list)
     """The last lines that the launcher and the ranks printed on stderr, if they passed through launch."""
+    lost: str = ""
+    """The guardian that was lost (--elastic)."""
+    uses_mpi: bool = False
+    """The program calls MPI, so guardians cannot start it."""
+    pid: int | None = None
+    """The process ID of the first rank to fail, if it is known."""
+    at: float | None = None
+    """When it failed, as seconds since the epoch; None: when launch ended."""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal of KILLERS that ended the first rank to fail; if no rank could report one, Hydra returns 9."""
+        number = self.status - 128 if self.failed is not None or self.status != signal.SIGKILL else signal.SIGKILL
+        return next((each for each in KILLERS if each == number), None)
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended the first rank to fail; Hydra's mpiexec then returns 9 if no rank could report."""
-        return self.status == KILLED or (self.failed is None and self.status == signal.SIGKILL)
+        """Whether such a signal ended it."""
+        return self.signal is not None
 
 
 @dataclass
 class Kills:
     """The ranks that were killed so far, each with the step that the run had reached."""
 
-    seen: set[tuple[int | None, int | None]] = field(default_factory=set)
+    left: int = 0
+    """How many times ranks may still be started again."""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """For run.json, the faults after which they were."""
+    seen: set[tuple[int | str | None, int | None]] = field(default_factory=set)
     refusal: str = ""
     """Why another launch would not help."""
 
@@ -47,18 +68,34 @@ class Kills:
             record: path of its launch.json.
         """
         self.refusal = ""
-        if not outcome.killed:
+        if not (outcome.killed or outcome.lost):
             return None
-        who, step = "a rank" if outcome.failed is None else f"rank {outcome.failed}", last_step(record)
-        at = "" if step is None else f" at step {step}"
+        who, step = (
+            outcome.lost or ("a rank" if outcome.failed is None else f"rank {outcome.failed}"),
+            last_step(record),
+        )
+        at, what = "" if step is None else f" at step {step}", "lost" if outcome.lost else "killed"
+        victim = outcome.lost or outcome.failed
         if outcome.memory:
             self.refusal = "launching again would need as much memory"
-        elif (outcome.failed, step) in self.seen:
-            self.refusal = f"{who} was killed twice{at}, so launching again would not help"
+        elif (victim, step) in self.seen:
+            self.refusal = f"{who} was {what} twice{at}, so launching again would not help"
         else:
-            self.seen.add((outcome.failed, step))
-            return Fault(f"{who} was killed{at}", "SIGKILL, not for lack of memory on this host", ())
+            self.seen.add((victim, step))
+            cause = "lost guardian" if outcome.lost else outcome.signal.name if outcome.signal else ""
+            self.note(outcome, cause, step)
+            detail = f"{cause}, not for lack of memory on this host" if cause == "SIGKILL" else cause
+            return Fault(f"{who} was {what}{at}", detail, ())
         return None
+
+    def start_again(self) -> None:
+        """Count ranks that are started again."""
+        self.left -= 1
+
+    def note(self, outcome: Outcome, cause: str, step: int | None) -> None:
+        """Remember a fault for run.json."""
+        at = time.time() if outcome.at is None else outcome.at
+        self.faults.append({"rank": outcome.failed, "pid": outcome.pid, "cause": cause, "last_step": step, "time": at})
 
 
 def last_step(record: str) -> int | None:

@@ -6,7 +6,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -15,6 +15,8 @@ from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers import SCHEDULERS
 
+# How often --elastic restarts ranks, without --retries.
+ELASTIC_RETRIES = 10
 # The launcher gives each rank its own values of these, so a single value for all ranks is always wrong.
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 
@@ -130,6 +132,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "N",
             _count,
         ),
+        Option(
+            ("--elastic",),
+            "elastic",
+            "after a rank is killed, restart the ranks within the job (--retries N: up to N times; default 10)",
+        ),
+        Option(("--no-preimport",), "no_preimport", "with --elastic, import torch in each rank, not once per node"),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _margin),
         Option(("--prewarm",), "prewarm", "first read Python's packages on each node, for slow file systems"),
@@ -238,6 +246,8 @@ def parse(words: Sequence[str]) -> Options:
     if problems:
         raise ConfigError("\n".join(problems))
     options = Options(**values, typed=tuple(words[: len(words) - len(rest)]), command=tuple(rest))
+    if options.elastic and "retries" not in values:
+        options = replace(options, retries=ELASTIC_RETRIES)
     if options.json and not (options.dry_run or options.info or options.doctor or options.submit):
         raise ConfigError("--json goes with --dry-run, --info, --doctor or --submit")
     if not options.submit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,12 +13,13 @@ from wordrun.launch.launchers.base import Launcher
 from wordrun.launch.request import LONGEST, Decided, Options, Ranks, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, fill
+from wordrun.launch.wire import VARIABLE
 
 # Variables that an outer launch sets for its ranks; each launcher lists its own in ``stale``.
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
-    "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S",
+    "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS", VARIABLE,
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
@@ -62,19 +64,31 @@ def build(
         ConfigError: the launcher cannot do what an option asks.
     """
     request = Request(job, options, ranks, decided, site)
+    starts = _guarded(request, launcher) if options.elastic else request
     unset = {name for name in env if is_stale(name) or name in site.unset}
     known = {*site.env, *site.proxies}
-    exported = (name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset)
-    env_set, reasons = environment(request, launcher, env)
-    request = replace(request, env=env_set, exported=tuple(exported))
-    argv = launcher.argv(request)
+    exported = [name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset]
+    env_set, reasons = environment(request, launcher, env, launcher.variables(starts))
+    if options.elastic:
+        env_set.pop("WORDRUN_STATUS_DIR", "")  # guardians report over a connection
+        env_set[VARIABLE] = ""  # known when launch listens
+    request, starts = (replace(each, env=env_set, exported=tuple(exported)) for each in (request, starts))
+    argv = launcher.argv(starts)
     path = request.hosts_file
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
     return LaunchPlan(
         **vars(request), launcher=launcher, argv=argv, env_unset=tuple(sorted(unset - set(env_set))),
         reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
-        files={path: launcher.hosts_text(request)} if is_named else {},
+        files={path: launcher.hosts_text(starts)} if is_named else {},
     )  # fmt: skip
+
+
+def _guarded(request: Request, launcher: Launcher) -> Request:
+    """Return the request for a guardian on each node, which starts the node's ranks; no launcher should bind it."""
+    command = (sys.executable, "-m", "wordrun.launch.guardian")
+    bind = None if launcher.name == "local" or launcher.is_step else "none"  # srun gives a step's only task all cores
+    options = replace(request.options, command=command, cpu_bind=bind)
+    return replace(request, options=options, ranks=Ranks((1,) * request.ranks.nodes, "a guardian per node"))
 
 
 def is_stale(name: str) -> bool:
@@ -92,10 +106,12 @@ def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | N
     return None, f"kept: OMP_NUM_THREADS={given} was exported"
 
 
-def environment(request: Request, launcher: Launcher, env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables to set for every rank, and the reasons for their values."""
+def environment(
+    request: Request, launcher: Launcher, env: Mapping[str, str], of_launcher: Mapping[str, Setting]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables to set for every rank, with ``of_launcher``, and the reasons for their values."""
     site, reasons = request.site, {}
-    settings = {**_meeting(request), **launcher.variables(request), **dict(_convenience(request, launcher, env))}
+    settings = {**_meeting(request), **of_launcher, **dict(_convenience(request, launcher, env))}
     omp, reasons["OMP_NUM_THREADS"] = threads(launcher.cores_per_rank(request), request.job.scheduler, env)
     if omp:
         settings["OMP_NUM_THREADS"] = omp, reasons["OMP_NUM_THREADS"]

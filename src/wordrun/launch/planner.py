@@ -16,6 +16,7 @@ from wordrun.launch import address
 from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import find_command, own_bin
+from wordrun.launch.launchers.local import Alone, Local
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask_words
@@ -46,12 +47,30 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
         CommandError: the command does not exist or cannot be run.
     """
     job, site, ranks = look_around(options, left_out)
-    launcher = choose(options.launcher, ranks.np, os.environ, job, site, options)
+    if options.elastic:
+        _check_elastic(options, ranks)
+    launcher = choose(options.launcher, ranks.nodes if options.elastic else ranks.np, os.environ, job, site, options)
+    if options.elastic and isinstance(launcher, Local):
+        launcher = Alone(why="a single guardian needs no mpiexec")
     if launcher.note:
         job = replace(job, notes=(*job.notes, launcher.note))
     plan = build(job, options, ranks, launcher, _decide(options, job, ranks, site, same), os.environ, site)
     check_command(options.command[0], plan.environment(os.environ).get("PATH", os.defpath))
     return plan
+
+
+def _check_elastic(options: Options, ranks: Ranks) -> None:
+    """Refuse what --elastic cannot do.
+
+    Raises:
+        ConfigError: names the option and the remedy.
+    """
+    if options.cpu_bind:
+        raise ConfigError(f"--cpu-bind {options.cpu_bind}: with --elastic, guardians place the ranks; leave it out")
+    if options.launcher == "torchrun":
+        raise ConfigError("--launcher torchrun: with --elastic, no torchrun is needed; leave it out")
+    if options.sweeps:
+        raise ConfigError("--elastic: a sweep launches its points itself; use it with a command that is one run")
 
 
 def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site, Ranks]:

@@ -104,6 +104,11 @@ class Record:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._write()
 
+    def note(self, **facts: Any) -> None:
+        """Add ``facts`` to the file; raises OSError."""
+        self.content |= facts
+        self._write()
+
     def end(self, status: int, not_shown: Sequence[str] = ()) -> None:
         """Add the end time, the exit status, and the launcher's lines that were not shown, to the file."""
         self.content |= {"end": _now(), "exit_status": status, "not_shown": list(not_shown)}
@@ -157,6 +162,11 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
         f"# devices: {plan.job.devices[0]} ({plan.reasons['devices']})",
         f"# launcher: {launcher} ({plan.launcher.why})",
         *(f"# note: {note}" for note in plan.job.notes),
+        *(
+            [f"# a guardian on each host starts the ranks of: {shlex.join(mask_words(plan.options.command))}"]
+            if plan.options.elastic
+            else []
+        ),
     ]
     if "OMP_NUM_THREADS" not in plan.env:
         lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")

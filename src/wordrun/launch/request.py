@@ -41,6 +41,10 @@ class Options:
     hang: float | None = None
     """Seconds that ranks wait for another one before they say where each is, and the job is stopped."""
     retries: int = 0
+    elastic: bool = False
+    """Let a guardian on each node start the ranks, and start them again when one is killed."""
+    no_preimport: bool = False
+    """Let guardians import nothing for the ranks."""
     spare_nodes: int = 0
     prewarm: bool = False
     """Read the environment's files on each node before the ranks start."""

@@ -11,12 +11,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
+from wordrun.launch.elastic import Guardians
 from wordrun.launch.job import short
-from wordrun.launch.kills import Outcome
+from wordrun.launch.kills import Kills, Outcome
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.meeting import Meeting
 from wordrun.launch.oom import OomWatch
@@ -24,16 +26,18 @@ from wordrun.launch.output import MOST_RANKS, PARTIAL_S, Output, Source
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
+from wordrun.launch.wire import VARIABLE
 
 CANNOT_START = 126
 
 
-def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
+def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = None) -> Outcome:
     """Run ``plan`` to completion and return how it ended.
 
     Args:
         plan: what to start.
         keep_lines: whether to return the last lines that the launcher and the ranks print on stderr.
+        kills: how often guardians may restart the ranks (--elastic).
     """
     idle, margin = plan.options.idle_timeout is not None, plan.options.walltime_margin
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
@@ -49,6 +53,10 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         processes.adopt_orphans()
         watch, outcome = OomWatch(), Outcome(CANNOT_START)
         output = _output(plan, status_dir)
+        guardians = None
+        if plan.options.elastic:
+            guardians = Guardians(plan, kills or Kills(), output, status_dir, record, say)
+            env[VARIABLE] = guardians.contact
         passes = idle or bool(output.pipes or (status_dir and plan.launcher.noise))
         with _signals() as (arrived, ignored):
             try:
@@ -61,10 +69,10 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                     if stream is not None:
                         with stream:
                             output.add(Source(os.dup(stream.fileno()), sink, own=bool(output.pipes)))
-                job = Supervisor(plan, child, status_dir, output)
+                job = Supervisor(plan, child, status_dir, output, guardians)
                 if margin:
                     job.warn_before_end(margin)
-                meeting = Meeting(plan, child.pid)
+                meeting = Meeting(plan, child.pid, known=guardians.known if guardians else None)
                 meeting.begin()
                 status = _watch(job, arrived)
                 apart = meeting.end()
@@ -72,13 +80,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
                 status = status or int(bool(output.lost))
                 say(apart if status == 0 else "", "launch.md#any-torch-script")
                 job.explain(status)
-                rank, memory = None, ""
-                if status not in (0, REQUEUE) and not job.stopped_by:
-                    rank = job.failed[0] if job.failed else 0 if plan.ranks.np == 1 else None
-                    memory = watch.killed_for_memory() or ""
-                    say(memory, "plan.md#before-every-run")
-                lines = [*output.folded, *output.tail.lines()] if keep_lines and not job.stopped_by else []
-                outcome = Outcome(status, rank, memory, lines)
+                outcome = _outcome(job, status, watch, keep_lines=keep_lines)
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
@@ -88,6 +90,18 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False) -> Outcome:
         except OSError as error:
             say(f"cannot complete {record.path}: {error.strerror}")
     return outcome
+
+
+def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool) -> Outcome:
+    """Return how the launch ended with ``status``; say if it was for lack of memory."""
+    rank, memory, guardians = None, "", job.guardians
+    if status not in (0, REQUEUE) and not job.stopped_by:
+        rank = job.failed[0] if job.failed else 0 if job.plan.ranks.np == 1 else None
+        memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
+        say(memory, "plan.md#before-every-run")
+    lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not job.stopped_by else []
+    outcome = Outcome(status, rank, memory, lines, at=job.failed_at)
+    return replace(outcome, lost=guardians.lost, uses_mpi=guardians.uses_mpi) if guardians else outcome
 
 
 def _output(plan: LaunchPlan, status_dir: str) -> Output:
@@ -180,6 +194,8 @@ def _watch(job: Supervisor, arrived: int) -> int:
                 for number in os.read(arrived, 512):
                     if number != signal.SIGCHLD:
                         job.receive(number)
+            elif not isinstance(key.data, Source):
+                key.data()  # a guardian's message
             else:
                 if key.data.sink == 2 or key.data.own:
                     job.look_for_failure()  # before other ranks' output follows the failed rank's
@@ -195,6 +211,8 @@ def _watch(job: Supervisor, arrived: int) -> int:
             job.look()
         if job.returned is None:
             job.look_at_clocks(last_output)
+    if job.guardians:
+        job.guardians.finish()
     processes.end_all(LEFTOVER_PATIENCE_S)
     output.drain()
     output.close(LEFTOVER_PATIENCE_S if job.stopped_by else None)

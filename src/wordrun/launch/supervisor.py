@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from wordrun import stack_requests
 from wordrun.errors import REQUEUE, short_lines
 from wordrun.launch import processes
+from wordrun.launch.elastic import Guardians
 from wordrun.launch.launchers.base import STOPPING
 from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
@@ -58,6 +59,8 @@ class Supervisor:
     child: subprocess.Popen[bytes]
     status_dir: str
     output: Output
+    guardians: Guardians | None = None
+    """Those of --elastic, which started the ranks."""
     returned: int | None = None
     """Exit status of ``child``, once it has ended."""
     interrupts: int = 0
@@ -66,6 +69,8 @@ class Supervisor:
     idle: bool = False
     failed: tuple[int, int] | None = None
     """First rank to report a failure, and its exit status."""
+    failed_at: float | None = None
+    """When it did, in seconds since 1970."""
     saved: bool = False
     """A rank has reported that the run has saved and can be resumed."""
     begun: float = field(default_factory=time.time)
@@ -101,6 +106,8 @@ class Supervisor:
     def look_for_failure(self) -> None:
         """Read the ranks' reports; the first failure starts the clock for the other ranks."""
         self.listen()
+        if self.guardians:
+            self.guardians.look()
         if self.saved or not self.status_dir:
             return
         reports = []
@@ -119,8 +126,8 @@ class Supervisor:
             return
         if not reports or self.failed:
             return
-        _, rank, status, host = min(reports)
-        self.failed = (rank, status)
+        when, rank, status, host = min(reports)
+        self.failed, self.failed_at = (rank, status), when / 1e9
         self.output.hush()
         if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
@@ -162,6 +169,12 @@ class Supervisor:
         if number in STOPPING and self.status_dir:
             with contextlib.suppress(OSError):
                 open(os.path.join(self.status_dir, "stopped"), "w").close()
+        if self.guardians:
+            if number == signal.SIGTERM and SCHEDULERS[self.plan.job.scheduler].is_ending(self.plan.job):
+                return  # the ranks have received theirs
+            if self.guardians.signal(number):
+                return
+            number = signal.SIGTERM if number in STOPPING else number  # no rank has started
         try:
             self.plan.launcher.send(number, self.child.pid, self.plan.job, self.plan.decided.step)
         except (OSError, subprocess.SubprocessError) as error:
@@ -180,6 +193,8 @@ class Supervisor:
         self.interrupts += number == signal.SIGINT
         repeated = self.stopped_by and not self.interrupts
         self.stopped_by = self.stopped_by or number
+        if self.guardians:
+            self.guardians.stop()
         self.output.hush(interrupted=number == signal.SIGINT)
         if repeated or self.interrupts > 2:
             self.kill()
@@ -254,6 +269,9 @@ class Supervisor:
         """
         launcher = self.plan.launcher
         ranks = processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
+        if self.guardians:
+            self.guardians.stop()
+            ranks = self.guardians.ranks_here()
         shown = [_spy(rank) for rank in ranks]
         if any(shown):
             self.give_up()
@@ -267,6 +285,8 @@ class Supervisor:
 
     def give_up(self) -> None:
         """Terminate ranks that outlive a failed one or have been silent for too long."""
+        if self.guardians:
+            self.guardians.stop()
         say("stopping the other ranks" if self.failed or self.saved else "stopping the job")
         self.deliver(signal.SIGTERM)
         self.patience(FAILURE_PATIENCE_S, self.kill)
@@ -274,6 +294,8 @@ class Supervisor:
     def kill(self) -> None:
         """Kill all processes of the job."""
         self.deadline = float("inf")
+        if self.guardians:
+            self.guardians.close()
         if self.plan.launcher.is_step:
             self.deliver(signal.SIGKILL)
         if not self.plan.launcher.keeps_terminal():

@@ -35,6 +35,7 @@ from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, each_line, finite, forget_steps
 from wordrun.track.plots import draw, load_beside
 from wordrun.train.memory_resume import InMemory
+from wordrun.train.recoveries import Recoveries
 from wordrun.version import __version__
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
@@ -80,6 +81,7 @@ class Run:
         """Contents of run.json."""
         self._lock: IO[str] | None = None
         self._logged = False
+        self._recoveries: Recoveries | None = None
 
     def open(self, facts: dict[str, Any], start: Start) -> None:
         """Create the run directory, or take over an existing one to continue from ``start``.
@@ -124,6 +126,9 @@ class Run:
             origin |= {"source": "memory", "memory": start.memory.name} if start.memory else {"source": "disk"}
             link = {name: before[name] for name in LINK if name in before}
             self.record |= {"resumed_from": origin, "earlier": [*before.get("earlier", []), link]}
+        source = self.record.get("resumed_from", {}).get("source")
+        self._recoveries = Recoveries(before.get("recoveries", []) if continues else [], start.step, source)
+        self.record |= {"recoveries": self._recoveries.all} if self._recoveries.all else {}
         self._write_record()
         try:
             # For trackers, a branch is a run of its own, which begins with the history of its origin.
@@ -138,6 +143,11 @@ class Run:
         except Exception as error:
             self.finish({}, f"{type(error).__name__}: {error}")
             raise
+
+    def step_done(self) -> None:
+        """Take note of a step: after a fault, run.json says how long it took to get to the first one."""
+        if self._recoveries and self._recoveries.complete():
+            self._write_record()
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Pass a line of metrics with its ``step`` to the trackers: numbers, also as tensors of one element.

@@ -184,6 +184,7 @@ class Trainer(Training):
                 if not finite.counts(self, self.result):
                     continue
                 self.state.count_step()
+                self.run.step_done()
                 self.meter.add(self.result, lr, self.examples_of(self.gas))
                 self.hooks.call("after_step", self)
                 self.profiler.step()

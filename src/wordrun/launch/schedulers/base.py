@@ -97,6 +97,10 @@ class Scheduler:
         """Return what in a site file already fixes its jobs' ``resource`` (gpu or cpus); empty: nothing."""
         return ""
 
+    def is_ending(self, job: Job) -> bool:
+        """Return whether the scheduler is ending the job, and has sent SIGTERM to the ranks."""
+        return False
+
     def signal_step(self, job: Job, step: str, number: int) -> None:
         """Send a signal to the ranks of a step; raises OSError or SubprocessError on failure."""
         raise NotImplementedError

@@ -118,13 +118,17 @@ class Slurm(Scheduler):
         lines = [line for line in site.submit.get("directives", []) if resource in line and "--constraint" not in line]
         return f"{lines[0]} (submit.directives)" if lines and not any("{devices}" in line for line in lines) else ""
 
+    def is_ending(self, job: Job) -> bool:
+        """Return whether SLURM has sent SIGTERM to all processes of the job's steps."""
+        return _is_ending(job.id)
+
     def signal_step(self, job: Job, step: str, number: int) -> None:
         """Signal the ranks of the step named ``step``.
 
         Signalling srun itself would not do: on SIGTERM it kills the ranks at once. If SLURM is ending the job, it has
         already sent them SIGTERM, and a second one would end them before they have saved.
         """
-        if number == signal.SIGTERM and _is_ending(job.id):
+        if number == signal.SIGTERM and self.is_ending(job):
             return
         for line in _output("squeue", "--noheader", "--steps", "--jobs", job.id, "--format", "%i %j").splitlines():
             number_of_step, _, name = line.partition(" ")

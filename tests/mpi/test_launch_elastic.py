@@ -1,0 +1,203 @@
+"""``launch --elastic``: guardians start the ranks, and start them again when one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command, Start
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+BIN = Path(sys.prefix) / "bin"
+# Without torch, which these ranks do not need.
+ELASTIC = [str(BIN / "launch"), "--elastic", "--no-preimport"]
+# Each rank leaves its variables in a file, waits for those of all ranks, and does what the argument says.
+ACT = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank, generation = int(os.environ["RANK"]), len(json.loads(os.environ.get("WORDRUN_FAULTS", "[]")))
+new = Path(f"{generation}-{rank}.new")
+new.write_text(json.dumps({**os.environ, "pid": os.getpid()}))
+new.rename(f"{generation}-{rank}")
+while len(list(Path().glob(f"{generation}-*[0-9]"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+def wait():
+    while True:
+        time.sleep(60)
+
+def follow(other):
+    pid = json.loads(Path(f"{generation}-{other}").read_text())["pid"]
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
+
+exec(sys.argv[1])
+"""
+TWO_NODES = ["--hostfile", "hosts", "--launcher-args", "-launcher fork"]
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path) -> None:
+    (tmp_path / "act.py").write_text(ACT)
+    (tmp_path / "hosts").write_text(f"localhost\n{os.uname().nodename}\n")
+
+
+def variables(generation: int, ranks: int) -> list[dict[str, str]]:
+    return [json.loads(Path(f"{generation}-{rank}").read_text()) for rank in range(ranks)]
+
+
+def record() -> dict[str, object]:
+    (path,) = Path("state/wordrun/launches").glob("*.json")
+    found: dict[str, object] = json.loads(path.read_text())
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    """Wait until these processes have ended."""
+    end = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def pids(generation: int, ranks: int) -> list[int]:
+    """Wait until all ranks of a generation have started, and return their process IDs."""
+    end = time.monotonic() + 60
+    while len(list(Path().glob(f"{generation}-*[0-9]"))) < ranks:
+        assert time.monotonic() < end, "the ranks have not started"
+        time.sleep(0.01)
+    return [int(each["pid"]) for each in variables(generation, ranks)]
+
+
+@pytest.mark.parametrize("where", [[], TWO_NODES], ids=["one node", "two nodes"])
+def test_after_a_kill_all_ranks_start_again(command: Command, where: list[str]) -> None:
+    act = "die([signal.SIGKILL, signal.SIGSEGV][generation]) if rank == 3 - generation and generation < 2 else None\n"
+    act += "wait() if generation < 2 else print(f'{sys.argv[0]} {__name__} {sys.path[0] == os.getcwd()}')"
+    done = command(*ELASTIC, *where, "-n", "4", "python", "act.py", act, PMI_RANK="7")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "act.py __main__ True\n" * 4
+    assert "rank 3 was killed (SIGKILL, not for lack of memory on this host): restarting the ranks" in done.stderr
+    assert "rank 2 was killed (SIGSEGV): restarting the ranks" in done.stderr
+    nodes = 2 if where else 1
+    for rank, own in enumerate(variables(2, 4)):
+        assert own["LOCAL_RANK"] == str(rank % (4 // nodes))
+        assert own["NODE_RANK"] == str(rank * nodes // 4)
+        assert (own["LOCAL_WORLD_SIZE"], own["WORLD_SIZE"]) == (str(4 // nodes), "4")
+        assert own["TORCHELASTIC_RESTART_COUNT"] == "2"
+        assert own["WORDRUN_RESUME"] == "auto"
+        assert [fault["rank"] for fault in json.loads(own["WORDRUN_FAULTS"])] == [3, 2]
+        assert not any(name.startswith(("PMI_", "MPI_LOCAL", "WORDRUN_GUARDIAN")) for name in own)
+    ports = {own["MASTER_PORT"] for generation in range(3) for own in variables(generation, 4)}
+    assert len(ports) == 3
+    assert record()["pids"] == [own["pid"] for own in variables(2, 4)]
+    assert gone([pid for generation in range(3) for pid in pids(generation, 4)])
+
+
+@pytest.mark.parametrize(
+    ("act", "status", "message"),
+    [
+        ("raise ValueError('no such thing') if rank == 1 else follow(1)", 1, "rank 1 ended with exit status 1"),
+        ("sys.exit(3) if rank == 1 else follow(1)", 3, "rank 1 ended with exit status 3"),
+        ("sys.exit(75 if rank == 1 else 0)", 75, "stopped early, with its state saved (exit status 75)"),
+        ("die() if rank == 1 else follow(1)", 137, "rank 1 was killed twice, so launching again would not help"),
+        ("die(signal.SIGABRT) if rank == 1 else follow(1)", 134, "rank 1 was killed by SIGABRT (exit status 134)"),
+    ],
+)  # fmt: skip
+def test_what_a_restart_cannot_cure_ends_the_run(command: Command, act: str, status: int, message: str) -> None:
+    done = command(*ELASTIC, "-n", "2", "python", "act.py", act)
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr
+    if "ValueError" in act:
+        assert 'Traceback (most recent call last):\n  File "' in done.stderr
+        assert "ValueError: no such thing" in done.stderr
+        assert "guardian.py" not in done.stderr
+
+
+def test_retries_bound_the_restarts(command: Command) -> None:
+    act = "die() if rank == generation else follow(generation)"
+    done = command(*ELASTIC, "--retries", "1", "-n", "2", "python", "act.py", act)
+    assert done.returncode == 137
+    assert done.stderr.count("restarting the ranks") == 1
+    assert "rank 1 was killed by SIGKILL (exit status 137)" in done.stderr
+    assert "twice" not in done.stderr
+
+
+@pytest.mark.parametrize("where", [[], TWO_NODES], ids=["one node", "two nodes"])
+def test_without_a_guardian_everything_is_launched_again(command: Command, where: list[str]) -> None:
+    """It is the first process of its node."""
+    act = "os.kill(os.getppid(), signal.SIGKILL) if rank == 1 and not generation else None\n"
+    act += "print(os.environ['WORDRUN_RESUME'] + chr(10), end='') if generation else wait()"
+    done = command(*ELASTIC, *where, "-n", "2", "sh", "-c", 'sleep 0; exec python act.py "$0"', act)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["auto", "auto"]
+    assert "launch: the guardian on " in done.stderr
+    assert "was lost (lost guardian): launching again" in done.stderr
+
+
+def test_when_launch_is_killed_its_guardians_and_ranks_end(start: Start) -> None:
+    process = start(*ELASTIC, *TWO_NODES, "-n", "4", "python", "act.py", "wait()")
+    found = pids(0, 4)
+    process.kill()
+    assert gone(found)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_each_rank_once(start: Start, number: signal.Signals) -> None:
+    act = "def note(number, frame): print(f'{rank} got {number}', flush=True)\n"
+    act += "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2): signal.signal(number, note)\n"
+    act += "Path(f'ready-{rank}').touch()\nwhile not Path('end').exists(): time.sleep(0.01)"
+    process = start(*ELASTIC, "-n", "2", "python", "act.py", act)
+    assert process.stdout is not None
+    while len(list(Path().glob("ready-*"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    for each in (signal.SIGUSR2, number):
+        process.send_signal(each)
+        lines = sorted(process.stdout.readline() for _ in range(2))
+        assert lines == [f"{rank} got {int(each)}\n" for rank in range(2)]
+    Path("end").touch()
+    rest, errors = process.communicate(timeout=60)
+    assert (rest, process.returncode) == ("", 128 + number), errors
+
+
+def test_a_program_that_calls_mpi_is_left_to_the_launcher(command: Command) -> None:
+    Path("mpi.py").write_text("from mpi4py import MPI\nprint(f'rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}')\n")
+    done = command(*ELASTIC, "-n", "2", "python", "mpi.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    assert "COMMAND calls MPI, so only a launcher can start its ranks: launching again without --elastic" in done.stderr
+
+
+def test_nobody_else_can_connect(start: Start) -> None:
+    """Whoever does not know the secret is turned away, and nothing changes for the ranks."""
+    import socket
+
+    act = "Path(f'ready-{rank}').touch()\nwhile not Path('end').exists(): time.sleep(0.01)"
+    process = start(*ELASTIC, "-n", "1", "python", "act.py", act)
+    (rank,) = pids(0, 1)
+    inodes = {
+        os.readlink(each)[8:-1] for each in Path(f"/proc/{process.pid}/fd").iterdir() if "socket" in os.readlink(each)
+    }
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (port,) = [int(line[1].partition(":")[2], 16) for line in listening if line[9] in inodes and line[3] == "0A"]
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b'{"event": "hello", "node": 0, "secret": "guessed", "host": "here"}\n')
+        assert stranger.recv(100) == b""
+    assert os.path.exists(f"/proc/{rank}")
+    Path("end").touch()
+    assert process.wait(timeout=60) == 0

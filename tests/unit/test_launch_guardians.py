@@ -1,0 +1,277 @@
+"""What ``launch --elastic`` plans, refuses and decides; with real ranks, see tests/mpi/test_launch_elastic.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from wordrun.errors import ConfigError
+from wordrun.launch import elastic, guardian
+from wordrun.launch.elastic import Guardians, python_command
+from wordrun.launch.kills import Kills
+from wordrun.launch.output import Output
+from wordrun.launch.parser import parse
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.planner import make_plan
+from wordrun.launch.wire import VARIABLE, Link
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+
+def plan(*words: str) -> LaunchPlan:
+    return make_plan(parse(["--elastic", *words]))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "forked"),
+    [
+        (["python", "train.py", "-x"], ["train.py", "-x"], True),
+        (["python", "-u", "train.py"], ["train.py"], True),
+        (["python", "-m", "wordrun", "a=b"], ["-m", "wordrun", "a=b"], True),
+        ([sys.executable, "-m", "wordrun"], ["-m", "wordrun"], True),
+        (["python", "-c", "pass"], None, False),
+        (["python", "-X", "dev", "train.py"], None, False),
+        (["python"], None, False),
+        (["/bin/sh", "-c", "python train.py"], None, False),
+    ],
+)
+def test_which_commands_are_forked(command: list[str], words: list[str] | None, forked: bool) -> None:
+    assert python_command(plan("-n", "2", *command)) == (words or command, forked)
+
+
+def test_a_console_script_is_forked() -> None:
+    words, forked = python_command(plan("-n", "2", "wordrun", "data=sample"))
+    assert (Path(words[0]).name, words[1:], forked) == ("wordrun", ["data=sample"], True)
+
+
+def test_under_hang_an_interpreter_starts() -> None:
+    assert python_command(plan("-n", "2", "--hang", "60", "python", "train.py")) == (["python", "train.py"], False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cpu-bind", "core"], "--cpu-bind core: with --elastic, guardians place the ranks; leave it out"),
+        (["--launcher", "torchrun"], "--launcher torchrun: with --elastic, no torchrun is needed; leave it out"),
+    ],
+)
+def test_what_does_not_go_with_elastic_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(*words, "-n", "2", "python", "train.py")
+    assert str(refused.value) == message
+
+
+def test_a_sweep_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a sweep launches its points itself"):
+        plan("-n", "2", "python", "-m", "wordrun", "sweep", "outputs/sweep")
+
+
+def test_the_launcher_starts_a_guardian_on_each_node() -> None:
+    Path("hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
+    made = plan("--launcher", "hydra", "--hostfile", "hosts", "-n", "4", "python", "train.py")
+    assert made.argv[1:3] == ("-n", "2")
+    assert made.argv[-3:] == (sys.executable, "-m", "wordrun.launch.guardian")
+    assert "-bind-to" in made.argv
+    assert (made.ranks.layout, made.env["WORDRUN_WORLD_SIZE"]) == ((2, 2), "4")
+    assert "WORDRUN_STATUS_DIR" not in made.env  # rank_env.sh would report a guardian as a rank
+    assert VARIABLE in made.env  # so that launchers that forward named variables alone forward it
+    assert made.options.retries == 10
+
+
+def test_variables_of_a_rank_under_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frameworks that read SLURM's see the ranks, not the guardians."""
+    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        made = guardian.Guardian.__new__(guardian.Guardian)
+        made.link, made.node = Link(ours), 1
+        made.setup = {"layout": [3, 2], "restarts": 4}
+        found = guardian.environment(made, 4, {"generation": 2, "port": 1234, "env": {"WORDRUN_RESUME": "auto"}})
+        ours.close()
+    expected = {
+        "RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1",
+        "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "5",
+        "SLURM_STEP_TASKS_PER_NODE": "3,2", "MASTER_PORT": "1234", "WORDRUN_LAUNCHER": "local",
+        "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "4", "WORDRUN_RESUME": "auto",
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert not {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & {*found}
+
+
+def test_a_guardian_started_by_hand_says_who_starts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guardian.main() == 2
+    assert capsys.readouterr().err == "launch: a guardian is started by launch --elastic\n"
+
+
+class Head:
+    """``launch``'s side, with the guardians of two nodes played by the test."""
+
+    def __init__(self, folder: Path, left: int = 10) -> None:
+        Path("hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
+        made = plan("--launcher", "hydra", "--hostfile", "hosts", "-n", "4", "python", "train.py")
+        self.said: list[str] = []
+        self.folder, self.output, self.kills = folder, Output(), Kills(left=left)
+        self.head = Guardians(made, self.kills, self.output, str(folder), None, self.said.append)
+        address, port, self.secret = self.head.contact.split()
+        self.nodes = [Link(socket.create_connection((address, int(port)))) for _ in range(2)]
+        self.inbox: list[list[dict[str, Any]]] = [[], []]
+
+    def say(self, at: int, event: str, **facts: Any) -> None:
+        self.nodes[at].send(event=event, **facts)
+
+    def both(self, event: str, *facts: dict[str, Any]) -> None:
+        for node in range(2):
+            self.say(node, event, **(facts[node] if facts else {"port": 5000 + node}))
+
+    def hear(self, do: str) -> list[dict[str, Any]]:
+        """Return what both guardians are told next."""
+        while not all(self.inbox):
+            for key, _ in self.output.selector.select(0.05):
+                key.data()
+            self.head.look()
+            for node, link in enumerate(self.nodes):
+                link.socket.settimeout(0.01)
+                self.inbox[node] += link.receive() or []
+        told = [each.pop(0) for each in self.inbox]
+        assert [message["do"] for message in told] == [do, do]
+        return told
+
+    def start(self) -> None:
+        """Play the guardians until the ranks run."""
+        if self.head.generation < 0:
+            for node in range(2):
+                self.say(node, "hello", secret=self.secret, node=node, host=f"node{node}")
+            self.hear("setup")
+            self.both("ready")
+        self.hear("start")
+        self.both("started", {"pids": {0: 100, 1: 101}}, {"pids": {2: 102, 3: 103}})
+        self.hear("go")
+
+    def exits(self, rank: int, status: int) -> None:
+        self.say(rank // 2, "exit", rank=rank, pid=100 + rank, status=status, memory="", mpi=False)
+
+    def reports(self) -> dict[str, str]:
+        return {path.name: path.read_text() for path in self.folder.iterdir()}
+
+    def close(self) -> None:
+        self.head.close()
+        self.output.selector.close()
+        for link in self.nodes:
+            link.close()
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    (tmp_path / "status").mkdir()
+    found = Head(tmp_path / "status")
+    yield found
+    found.close()
+
+
+def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None:
+    """However late the kill is reported, within the time that launch waits for it."""
+    head.start()
+    assert head.head.known() == {0: 100, 1: 101, 2: 102, 3: 103}
+    head.exits(0, 1)
+    head.exits(3, 137)
+    head.hear("end")
+    head.both("ended")
+    head.start()
+    assert head.reports() == {}
+    assert head.said == ["rank 3 was killed (SIGKILL, not for lack of memory on this host): restarting the ranks"]
+    assert [(fault["rank"], fault["pid"], fault["cause"]) for fault in head.kills.faults] == [(3, 103, "SIGKILL")]
+
+
+def test_a_failure_alone_is_reported_as_by_rank_env_sh(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "FIRST_CAUSE_S", 0.0)
+    head.start()
+    head.exits(2, 7)
+    for rank in (0, 1, 3):
+        head.exits(rank, 0)
+    head.hear("leave")
+    assert head.reports() == {"2": "7 node1\n"}
+    head.head.finish()
+    assert head.head.lost == ""
+
+
+def test_the_answer_to_an_earlier_question_does_not_count(head: Head) -> None:
+    """A rank is killed while another node still starts its own."""
+    for node in range(2):
+        head.say(node, "hello", secret=head.secret, node=node, host=f"node{node}")
+    head.hear("setup")
+    head.both("ready")
+    assert [message["port"] for message in head.hear("start")] == [int(head.head.plan.env["MASTER_PORT"])] * 2
+    head.say(0, "started", pids={0: 100, 1: 101})
+    head.exits(1, 137)
+    head.hear("end")
+    head.say(1, "started", pids={2: 102, 3: 103})
+    head.both("ended")
+    assert [message["port"] for message in head.hear("start")] == [5000, 5000]
+
+
+def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
+    head.start()
+    head.nodes[1].close()
+    while not head.said:
+        for key, _ in head.output.selector.select(0.05):
+            key.data()
+    head.nodes[0].socket.settimeout(60)
+    assert head.nodes[0].receive() is None
+    assert head.head.lost == "the guardian on node1"
+    assert head.said == ["the guardian on node1 has ended"]
+
+
+def test_guardians_that_are_lost_together(head: Head) -> None:
+    """What one selection has found is acted on, though the first loss closes all connections."""
+    head.start()
+    ready = list(head.output.selector.get_map().values())
+    for node in head.nodes:
+        node.close()
+    for key in ready:
+        key.data()
+    assert len(head.said) == 1
+    assert head.head.lost
+
+
+def test_a_launch_that_is_being_stopped_starts_nothing(head: Head) -> None:
+    head.start()
+    head.exits(3, 137)
+    head.hear("end")
+    head.head.stop()
+    head.hear("leave")
+    head.head.finish()
+    assert not head.head.lost
+
+
+def test_messages_arrive_whole() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(ours)
+        theirs.sendall(b'{"a": 1}\n{"b"')
+        assert link.receive() == [{"a": 1}]
+        theirs.sendall(b": 2}\n")
+        assert link.receive() == [{"b": 2}]
+        theirs.sendall(b"GET / HTTP/1.1\n")
+        assert link.receive() is None
+        link.close()
+
+
+def test_importing_for_the_ranks_starts_no_device(command: Command) -> None:
+    """A process that has started CUDA cannot be forked. A module that is renamed fails here, and not in a guardian."""
+    program = f"""
+import importlib
+for name in ("torch", *{guardian.FOR_WORDRUN!r}):
+    importlib.import_module(name)
+import torch
+print(torch.cuda.is_initialized())
+"""
+    done = command(sys.executable, "-c", program)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
