@@ -1,9 +1,9 @@
-"""What the measuring that every run does costs, in CPU time, which other programs on the machine hardly change.
+"""What the measuring that every run does costs: CPU time, and for lines of metrics the time until all ranks have them.
 
     launch -n 2 python benchmarks/measuring.py
 
-A step: the laps of the stopwatch and the sign of progress for the watch. A line of metrics: two small collectives, and
-the scores of ten losses. The watch: its thread, per second.
+A step: the laps of the stopwatch and the sign of progress for the watch. A line of metrics: one small collective, and
+the scores of the losses; ranks begin it together. The watch: its thread, per second.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from wordrun.dist import watch
 from wordrun.train.metrics import Meter
 from wordrun.train.state import TrainState
 
-STEPS = 10
-"""Steps for a line of metrics."""
+INTERVALS = (1, 10)
+"""Steps between lines of metrics."""
+STEP_S = 0.045
+"""Length of a step, for comparison [s]."""
 
 
 def main() -> None:
@@ -47,30 +49,36 @@ def main() -> None:
             state.count_step()
             meter.add(result, 1e-3, 24)
 
-        def line() -> float:
-            for _ in range(STEPS):
+        def line(steps: int) -> tuple[float, float]:
+            for _ in range(steps):
                 step()
+            torch.distributed.barrier()
             return taken(lambda: meter.line(state))
 
-        steps = statistics.median(taken(step) for _ in range(1000))
+        steps = statistics.median(taken(step)[0] for _ in range(1000))
         meter.line(state)
-        lines = statistics.median(line() for _ in range(300))
+        lines = {every: [line(every) for _ in range(300)] for every in INTERVALS}
         clock = time.pthread_getcpuclockid(watching._thread.ident or 0)
         before, since = time.clock_gettime(clock), time.monotonic()
         time.sleep(5)
         watched = 1e6 * (time.clock_gettime(clock) - before) / (time.monotonic() - since)
         print(
-            f"rank {world.rank}: {steps:.1f} us a step, {lines:.0f} us a line (every {STEPS} steps: "
-            f"{steps + lines / STEPS:.0f} us a step), and the watch {watched:.0f} us a second",
-            flush=True,
+            f"rank {world.rank}: {steps:.1f} us of CPU time a step, and the watch {watched:.0f} us a second", flush=True
         )
+        for every, each in lines.items():
+            cpu, wall = (statistics.median(times) for times in zip(*each, strict=True))
+            share = (steps + wall / every) / (1e4 * STEP_S)
+            print(
+                f"rank {world.rank}, log_interval={every}: a line takes {wall:.0f} us, {cpu:.0f} of them of CPU time; "
+                f"{share:.2f} % of a step of {1000 * STEP_S:.0f} ms", flush=True,
+            )  # fmt: skip
 
 
-def taken(call: Callable[[], object]) -> float:
-    """Return the CPU time [us] that ``call`` takes of this thread."""
-    begin = time.thread_time_ns()
+def taken(call: Callable[[], object]) -> tuple[float, float]:
+    """Return the CPU time of this thread, and the time [us], that ``call`` takes."""
+    begin, since = time.thread_time_ns(), time.perf_counter_ns()
     call()
-    return (time.thread_time_ns() - begin) / 1e3
+    return (time.thread_time_ns() - begin) / 1e3, (time.perf_counter_ns() - since) / 1e3
 
 
 if __name__ == "__main__":

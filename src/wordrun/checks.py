@@ -34,7 +34,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     if ranks is not None:
         try:
             at = layout(cfg.backend, ranks, per_node or ranks)
-            problems += _check_batch(cfg, at.dp)
+            problems += check_batch(cfg, at.dp)
         except ConfigError as error:
             problems += str(error).splitlines()
         if not problems:  # the arithmetic below assumes valid options
@@ -80,18 +80,18 @@ def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
     return math.lcm(tp, 1 if on_cpu else ALIGNED)
 
 
-def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
+def check_batch(cfg: Config, dp: int) -> Iterator[str]:
+    """Yield what is wrong with the numbers of sequences in a step and a micro-step on ``dp`` data-parallel ranks."""
     batch, per_micro_step = cfg.train.global_batch_size, cfg.model.batch_size * dp
     if per_micro_step < 1:
         return
     if batch is not None and (batch < 1 or batch % per_micro_step):
-        fits = max(1, round(batch / per_micro_step)) * per_micro_step
         yield (
             f"train.global_batch_size={batch} is not a multiple of model.batch_size={cfg.model.batch_size} "
-            f"x {dp} data-parallel ranks = {per_micro_step}: use {fits}, or another model.batch_size"
+            f"x {dp} data-parallel ranks = {per_micro_step}: use {_fitting(cfg, batch, dp)}"
         )
         return
-    yield from _check_ramp(cfg, per_micro_step)
+    yield from _check_ramp(cfg, dp)
     gas = accumulation(cfg, dp)
     if batch is not None and cfg.optimizer.gas not in (None, gas):
         yield (
@@ -105,19 +105,29 @@ def _check_batch(cfg: Config, dp: int) -> Iterator[str]:
         )
 
 
-def _check_ramp(cfg: Config, per_micro_step: int) -> Iterator[str]:
-    """Check the batch sizes of train.batch_ramp; one micro-step of all ranks takes ``per_micro_step`` sequences."""
+def _fitting(cfg: Config, batch: int, dp: int) -> str:
+    """Return the numbers of sequences next to ``batch`` that suit ``dp`` ranks, and a model.batch_size that does."""
+    per_micro_step = cfg.model.batch_size * dp
+    below = max(0, batch) // per_micro_step * per_micro_step
+    fits = " or ".join(str(size) for size in (below, below + per_micro_step) if size)
+    # In a pipeline, a smaller batch changes the micro-batches, which have to suit the schedule.
+    smaller = [] if cfg.backend.pipeline else [n for n in range(1, cfg.model.batch_size) if batch % (n * dp) == 0]
+    return f"{fits}, or model.batch_size={smaller[-1]}" if smaller and batch > 0 else fits
+
+
+def _check_ramp(cfg: Config, dp: int) -> Iterator[str]:
+    """Check the batch sizes of train.batch_ramp for ``dp`` data-parallel ranks."""
+    per_micro_step = cfg.model.batch_size * dp
     try:
         sizes = [size for _, size in cfg.train.ramp()]
     except ValueError:
         return  # reported with the options of the section
     for size in sizes:
         if size < 1 or size % per_micro_step:
-            fits = max(1, round(size / per_micro_step)) * per_micro_step
             yield (
                 f"train.batch_ramp=[{','.join(cfg.train.batch_ramp)}]: {size} sequences are not a multiple of "
-                f"model.batch_size={cfg.model.batch_size} x the data-parallel ranks = {per_micro_step}: use {fits}, or "
-                "another model.batch_size"
+                f"model.batch_size={cfg.model.batch_size} x {dp} data-parallel ranks = {per_micro_step}: "
+                f"use {_fitting(cfg, size, dp)}"
             )
     if sizes and (cfg.backend.own_engine or cfg.backend.pipeline):
         what = "an engine" if cfg.backend.own_engine else "a pipeline"

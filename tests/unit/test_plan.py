@@ -349,6 +349,33 @@ def test_a_run_accepts_every_strategy(words: str) -> None:
             assert layout.dp * cfg.model.batch_size * row.strategy.gas == planner.sequences
 
 
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("train.global_batch_size=3 model.batch_size=2", [8]),
+        ("train.global_batch_size=12 model.batch_size=2", [8, 16]),
+        ("train.global_batch_size=3 model.batch_size=2 plan.devices=1", [2, 4]),
+        ("train.global_batch_size=100 model.batch_size=6 plan.devices=20", [120]),
+        ("train.global_batch_size=5 model.batch_size=4 train.backend=PP", [4, 8]),
+        ("train.global_batch_size=8 optimizer.gas=1", []),
+    ],
+)
+def test_a_batch_that_the_ranks_cannot_divide_is_refused_as_by_a_run(words: str, values: list[int]) -> None:
+    given = ["model=gpt3_13b", *words.split()]
+    with pytest.raises(ConfigError) as refused:
+        plan(given)
+    ours = [word for word in given if not word.startswith("plan.")]
+    devices = next((int(word.partition("=")[2]) for word in given if word.startswith("plan.devices")), 4)
+    with pytest.raises(ConfigError) as by_a_run:
+        check(compose(ours), devices)
+    assert str(refused.value) == str(by_a_run.value)
+    says = str(refused.value).partition(": use ")[2]
+    assert [int(number) for number in re.findall(r"(?<!=)\b\d+", says)] == values
+    for remedy in (*(f"train.global_batch_size={value}" for value in values), *re.findall(r"model\.\S+=\d+", says)):
+        assert any(isinstance(row, Estimate) for row in plan([*given, remedy]).rows)
+        check(compose([*ours, remedy]), devices)
+
+
 def test_the_configured_strategy_comes_first() -> None:
     words = ("model=gpt2", "train.backend=FSDP", "backend.shard=2", "backend.replicate=-1", "plan.devices=8")
     first = plan(words).rows[0]

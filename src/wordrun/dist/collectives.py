@@ -35,6 +35,13 @@ def all_max(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
     return most
 
 
+def all_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the ``values``, (N,), of each rank of ``group``, (ranks, N), the same on all of them."""
+    rows = values.new_empty(dist.get_world_size(group), len(values))
+    dist.all_gather(list(rows.unbind()), values.detach(), group=group)
+    return rows
+
+
 def gather_json(value: Any, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the ``value`` of every rank of ``group``, by rank; torch's own collectives for objects unpickle them.
 

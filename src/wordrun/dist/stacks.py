@@ -84,7 +84,10 @@ def torch_call(stacks: Mapping[str, Stack]) -> str:
     main = stacks.get(MAIN, ())
     calls = [code for file, _, code in main if IN_TORCH in file and code != "wrapper"]
     # A schedule of a pipeline also calls the model.
-    return calls[0] if calls and (IN_TORCH in main[-1][0] or main[-1][0].endswith("/torch/_ops.py")) else ""
+    if not calls or not (IN_TORCH in main[-1][0] or main[-1][0].endswith("/torch/_ops.py")):
+        return ""
+    pipeline = any(f"{IN_TORCH}pipelining/" in file for file, *_ in main)
+    return "a pipeline's send or receive" if pipeline else calls[0]
 
 
 def compiles() -> bool:

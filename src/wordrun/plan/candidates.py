@@ -48,7 +48,11 @@ class Unavailable:
 
 
 class Planner:
-    """Estimates the strategies for one config on given hardware."""
+    """Estimates the strategies for one config on given hardware.
+
+    Raises:
+        ConfigError: the configured backend cannot run on the devices with the numbers of sequences in the config.
+    """
 
     def __init__(self, cfg: Config, model: ModelShapes, hardware: Hardware, speeds: Speeds | None = None) -> None:
         self.cfg, self.model, self.hardware, self.speeds = cfg, model, hardware, speeds
@@ -56,6 +60,8 @@ class Planner:
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
         layout = layouts.layout(cfg.backend, hardware.devices, hardware.per_node)
+        if problems := list(checks.check_batch(cfg, layout.dp)):
+            raise ConfigError("\n".join(problems))
         self.sequences = cfg.model.batch_size * layout.dp * checks.accumulation(cfg, layout.dp)
 
     def estimate(self, strategy: Strategy) -> Estimate:

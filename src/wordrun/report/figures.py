@@ -84,12 +84,9 @@ def _fill(axes: Any, figure: Figure) -> None:
     for mark in figure.marks:
         axes.axvline(mark, color=INK, ls=":", lw=0.8, alpha=0.6)
     axes.set(xlabel=figure.x_label, ylabel=figure.y_label)
-    if figure.x_label == AXES["tokens"]:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if figure.y_label.endswith("/s"):
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    else:
-        axes.ticklabel_format(axis="y", scilimits=(-3, 6))  # longer numbers would cover the label
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    # Each label is complete: there is no room for a power of ten above the axes.
+    axes.yaxis.set_major_formatter(EngFormatter(sep="") if figure.y_label.endswith("/s") else "{x:g}")
     if figure.from_zero or figure.bands:
         axes.set_ylim(bottom=0)
     labels = [curve for curve in (*figure.curves, *figure.bands) if curve.label]

@@ -128,7 +128,9 @@ COUNTS = ("steps", "tokens", "parameters", "loss spikes")
 
 
 def _count(value: Any) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else ""
+    if not isinstance(value, int | float):
+        return ""
+    return f"{value:,.0f}" if value < 1e9 else f"{value / 1e9:,.1f} billion"  # what fits into a tile
 
 
 def _rate(metrics: Metrics) -> tuple[str, str]:

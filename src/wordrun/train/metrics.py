@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -19,16 +20,19 @@ from wordrun import devices
 from wordrun.backend import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.dist import watch
-from wordrun.dist.collectives import all_max, all_mean, all_sum
+from wordrun.dist.collectives import all_max, all_mean, all_rows, all_sum
 from wordrun.train.state import TrainState
 
 PASSES = ("data", "forward", "backward", "passes")
 """The phases of a step in which a rank works by itself; on an accelerator, they may contain collectives."""
 PHASES = (*PASSES, "communication", "optimizer")
+GATHERED = 64
+"""Up to so many ranks, each gets the times of all of them; with more, what is sent would grow with their number."""
 RANK_BITS = 24
 """A rank's time in microseconds and its number are compared as one integer, whose last bits are the number."""
 BINS = 32
-"""The median is known to this share of the difference between the slowest and the fastest rank."""
+"""With more than ``GATHERED`` ranks, the median is known to this share of the difference between the slowest and the
+fastest."""
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
 """Metrics that a task without tokens does not have."""
 QUIET = ("val_loss", "val_perplexity")
@@ -131,11 +135,22 @@ class Meter:
         Returns:
             The means; the maxima, the rank whose ``own`` is the largest, and how far it is above the median [s].
         """
+        ranks = dist.get_world_size()
+        if ranks > GATHERED:
+            return self._reduce_many(values, own, most)
+        rows = all_rows(torch.tensor([own, *most, *values], device=self.device)).tolist()
+        times, *columns = ([row[i] for row in rows] for i in range(len(rows[0])))
+        slowest = times.index(max(times))
+        behind = (slowest, times[slowest] - sorted(times)[(ranks - 1) // 2]) if ranks > 1 else (None, None)
+        return [sum(each) / ranks for each in columns[len(most) :]], [*map(max, columns[: len(most)]), *behind]
+
+    def _reduce_many(self, values: list[float], own: float, most: list[float]) -> tuple[list[float], list[Any]]:
+        """Do what ``_reduce`` does, in two collectives whose size does not depend on the number of ranks."""
         ranks, rank, micro = dist.get_world_size(), dist.get_rank(), round(1e6 * own)
         sent = [micro << RANK_BITS | rank, -micro, *(round(1e6 * value) for value in most)]
         packed, least, *highest = all_max(torch.tensor(sent, device=self.device)).tolist()
         last, slowest = divmod(packed, 1 << RANK_BITS)
-        # A histogram of the ranks' times, because its size does not depend on the number of ranks.
+        # A histogram of the ranks' times instead of all of them.
         bins = torch.zeros(2, BINS)
         behind = micro + least
         bins[:, min(BINS - 1, BINS * behind // max(1, last + least))] = torch.tensor([1.0, behind])
@@ -143,8 +158,7 @@ class Meter:
         counts, totals = sums[-2 * BINS : -BINS], sums[-BINS:]
         at = next(i for i, count in enumerate(itertools.accumulate(counts)) if count > (ranks - 1) // 2)
         by = (last + least - totals[at] / counts[at]) / 1e6
-        found: list[Any] = [value / 1e6 for value in highest]
-        return [each / ranks for each in sums[: len(values)]], [*found, *((slowest, by) if ranks > 1 else (None, None))]
+        return [each / ranks for each in sums[: len(values)]], [*(value / 1e6 for value in highest), slowest, by]
 
 
 def used_memory(device: torch.device) -> tuple[float, float]:
@@ -156,10 +170,8 @@ def used_memory(device: torch.device) -> tuple[float, float]:
         module = torch.get_device_module(device)
         return module.memory_allocated(device) / 2**30, module.max_memory_allocated(device) / 2**30
     try:
-        status = dict(
-            line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line
-        )
-        now, peak = (int(status[name].split()[0]) / 2**20 for name in ("VmRSS", "VmHWM"))
+        status = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+)", Path("/proc/self/status").read_text()))
+        now, peak = (int(status[name]) / 2**20 for name in ("VmRSS", "VmHWM"))
     except (OSError, KeyError):
         now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
     return now, peak
