@@ -82,7 +82,7 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
             "command again, which continues; data.workers=N with fewer workers needs less memory"
         ) from None
     finally:
-        for process in context.processes:
+        for process in filter(SpawnProcess.is_alive, context.processes):  # kill() fails on one that has not started
             process.kill()
         pool.shutdown(cancel_futures=True)
 
