@@ -171,6 +171,12 @@ def with_page(error: UserError) -> str:
     return f"{error}\nmore: docs/{page}" if page else str(error)
 
 
+def lines_without_pages(output: str) -> list[str]:
+    """Return the lines of a program's output, but for empty ones and those with which messages name a page of docs/."""
+    lines = (line.strip() for line in output.splitlines())
+    return [line for line in lines if line and not line.removeprefix("launch: ").startswith("more: docs/")]
+
+
 def show(error: UserError) -> int:
     """Print an error's message, with the page that has more to say, on stderr; return the exit status."""
     print(with_page(error), file=sys.stderr, flush=True)

@@ -59,6 +59,23 @@ def ending_at_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def killing() -> Iterator[None]:
+    """In a ``with`` block of C code that keeps the interpreter's lock, so that no handler could run, let SIGINT kill.
+
+    A handler of somebody else's stays.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before not in (_end, signal.default_int_handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def ending_with(message: str, clean_up: Callable[[], None]) -> Iterator[None]:
     """In a ``with`` block, let SIGINT first call ``clean_up``, in any thread, and print ``message``."""
     _last.append((message, clean_up))

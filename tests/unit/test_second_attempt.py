@@ -32,9 +32,9 @@ def test_that_hangs():
 
 
 def test_only_tests_of_processes_are_tried_twice_and_each_is_listed(command: Command, tmp_path: Path) -> None:
-    for name in ("conftest.py", "forked.py"):
-        (tmp_path / "tests").mkdir(exist_ok=True)
-        shutil.copy(Path(__file__).parents[1] / name, tmp_path / "tests")
+    (tmp_path / "tests").mkdir()
+    for file in Path(__file__).parents[1].glob("*.py"):
+        shutil.copy(file, tmp_path / "tests")
     for tier, text in (("unit", TESTS), ("dist", TESTS + HANGS)):
         (tmp_path / "tests" / tier).mkdir()
         (tmp_path / "tests" / tier / f"test_{tier}.py").write_text(text)

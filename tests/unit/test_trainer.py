@@ -559,7 +559,10 @@ def test_a_bug_is_a_traceback_with_its_host(
     assert record(tmp_path / "run")["exit_reason"] == "ZeroDivisionError: a bug of ours"
 
 
-def test_an_interrupted_run_is_complete(small: Words, tmp_path: Path, start: Start) -> None:
+def test_an_interrupted_run_is_complete(
+    small: Words, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH")  # with plots
     folder = tmp_path / "run"
     metrics = folder / "metrics.jsonl"
     words = small("train.max_iters=1_000_000", "train.log_interval=1", f"hydra.run.dir={folder}")

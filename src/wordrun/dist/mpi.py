@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from wordrun import slurm
+from wordrun import interrupts, slurm
 from wordrun.dist.world import World
 from wordrun.errors import WorldError, first_line
 
@@ -40,12 +40,13 @@ def communicator() -> Any:
 
         if os.environ.get("PMI_FD") and slurm.is_task(os.environ):  # pmi2
             mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-        from mpi4py import MPI
+        with interrupts.killing():  # MPI_Init waits for the other ranks, of which Ctrl-C may have ended one
+            from mpi4py import MPI
 
-        if not MPI.Is_initialized():
-            if network := slurm.network(MPI.Get_library_version(), os.environ):
-                os.environ[slurm.NETWORK] = network
-            MPI.Init_thread()
+            if not MPI.Is_initialized():
+                if network := slurm.network(MPI.Get_library_version(), os.environ):
+                    os.environ[slurm.NETWORK] = network
+                MPI.Init_thread()
     except (ImportError, RuntimeError) as error:
         raise WorldError(
             f"an MPI launcher started this process, but mpi4py cannot load MPI: {first_line(error)}. On a laptop: "

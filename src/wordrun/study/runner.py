@@ -21,7 +21,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from wordrun import interrupts, log
-from wordrun.errors import REQUEUE, ConfigError, UserError, first_line
+from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, lines_without_pages
 from wordrun.launch import processes
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
@@ -310,7 +310,7 @@ def _origin(run: RunRecord) -> dict[str, Any]:
 def _last_line(file: Path) -> str:
     """Return the last line of a run's output that says why it failed."""
     try:
-        lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
+        lines = lines_without_pages(file.read_text(errors="replace"))
     except OSError:
         lines = []
     own = [line for line in lines if not line.startswith("launch:")]

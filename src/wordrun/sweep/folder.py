@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, lines_without_pages
 from wordrun.files import replace
 from wordrun.run_id import new_run_id
 from wordrun.runs import metrics
@@ -62,8 +62,8 @@ class Point:
         reason = str(read_json(self.dir / "run.json").get("exit_reason", ""))
         if reason not in ("", "running", "finished"):
             return reason
-        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n") if self.log.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        output = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        return next(reversed(lines_without_pages(output)), "")
 
 
 @dataclass
