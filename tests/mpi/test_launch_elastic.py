@@ -87,7 +87,8 @@ def pids(generation: int, ranks: int) -> list[int]:
 @pytest.mark.parametrize("where", [[], TWO_NODES], ids=["one node", "two nodes"])
 def test_after_a_kill_all_ranks_start_again(command: Command, where: list[str]) -> None:
     act = "die([signal.SIGKILL, signal.SIGSEGV][generation]) if rank == 3 - generation and generation < 2 else None\n"
-    act += "wait() if generation < 2 else os.write(1, f'{sys.argv[0]} {__name__} {sys.path[0] == os.getcwd()}{chr(10)}'.encode())"
+    act += "line = f'{sys.argv[0]} {__name__} {sys.path[0] == os.getcwd()}' + chr(10)\n"
+    act += "wait() if generation < 2 else os.write(1, line.encode())"
     done = command(*ELASTIC, *where, "-n", "4", "python", "act.py", act, PMI_RANK="7")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "act.py __main__ True\n" * 4
