@@ -126,7 +126,7 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     with open(folder.with_suffix(".out"), "a") as out:
         process = subprocess.Popen(words, stdout=out, stderr=out)
     if moment == "starting":
-        time.sleep(dice.uniform(0.1, 4))
+        time.sleep(dice.uniform(0.1, 1))
     elif moment == "saving":
         target = before + dice.randint(1, 6)
         wait_for(lambda: last_step(folder) >= target and saving(folder), process)

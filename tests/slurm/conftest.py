@@ -58,7 +58,17 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons = contextlib.ExitStack()
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        """The slurmd of each node."""
         self._started: list[subprocess.Popen[str]] = []
+
+    def start_nodes(self) -> None:
+        """Start each slurmd that does not run: Debian's crashes now and then when two steps start at once."""
+        for name in NODES:
+            if name not in self.nodes or self.nodes[name].poll() is not None:
+                daemon = _daemon(self, f"slurmd-{name}", "slurmd", "-D", "-N", name)
+                self.nodes[name] = self.daemons.enter_context(daemon)
 
     def run(self, *words: str | Path, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, with this cluster as its SLURM; fail on a hang."""
@@ -126,6 +136,7 @@ class Cluster:
                 assert stream
                 stream.close()
         self._started.clear()
+        self.start_nodes()
         for name, state in self.node_states().items():
             if state.startswith(("down", "drain")):
                 self.set_node(name, "resume")
@@ -148,8 +159,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         stack.callback(_kill, lambda pid: _uses(pid, made.environment["SLURM_CONF"]))
         _configure(made.folder, munge=stack.enter_context(_munge(made)))
         stack.enter_context(_daemon(made, "slurmctld", "slurmctld", "-D"))
-        for name in NODES:
-            stack.enter_context(_daemon(made, f"slurmd-{name}", "slurmd", "-D", "-N", name))
+        stack.enter_context(made.daemons)
+        made.start_nodes()
         made.wait_idle()
         yield made
 
@@ -175,7 +186,7 @@ def _configure(folder: Path, munge: str) -> None:
 
 
 @contextlib.contextmanager
-def _daemon(cluster: Cluster, name: str, *words: str | Path) -> Iterator[None]:
+def _daemon(cluster: Cluster, name: str, *words: str | Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a daemon in the foreground, so that it is our child; it ends with us even where pytest is killed."""
     with (cluster.folder / f"{name}.log").open("a") as log:
         process = subprocess.Popen(
@@ -188,7 +199,7 @@ def _daemon(cluster: Cluster, name: str, *words: str | Path) -> Iterator[None]:
             start_new_session=True,
         )
     try:
-        yield
+        yield process
     finally:
         process.terminate()
         try:

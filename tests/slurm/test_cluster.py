@@ -25,3 +25,13 @@ def test_tasks_of_one_step_run_on_two_nodes(cluster: Cluster) -> None:
 )
 def test_scontrol_expands_host_lists_as_we_do(cluster: Cluster, text: str) -> None:
     assert tuple(cluster.run("scontrol", "show", "hostnames", text).stdout.split()) == expand_hosts(text)
+
+
+def test_a_node_whose_daemon_has_crashed_comes_back(cluster: Cluster) -> None:
+    job = cluster.start("salloc", "-wn4", "srun", "sh", "-c", "echo started; sleep 600")
+    assert job.stdout
+    assert job.stdout.readline() == "started\n"
+    cluster.nodes["n4"].kill()
+    cluster.nodes["n4"].wait()
+    cluster.clear()
+    assert cluster.run("srun", "-wn4", "hostname").returncode == 0
