@@ -4,7 +4,8 @@
     python benchmarks/restart.py -n 2 --faults 1          # to see that it works
 
 A rank of a training of the model nano is killed by SIGKILL again and again, each time another one. Checkpoints are in
-memory, at every step. Both ways must end with the losses of a run without faults, to the bit.
+memory, at every step. Both ways must end with the losses of a run without faults, to the bit, under FSDP: on more than
+two ranks, torch's DDP sums gradients in another order after its first step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def train(way: str, faults: int, ranks: int, folder: Path, overrides: list[str])
     words = [
         sys.executable, "-m", "wordrun.launch", *WAYS[way], *(["--retries", str(faults)] if faults else []),
         "-n", str(ranks), sys.executable, "-m", "wordrun", "data=sample", "model=nano", "tracker=jsonl",
-        "train.memory_checkpoint_interval=1", f"train.max_iters={BETWEEN * (faults + 1)}", "train.log_interval=1",
+        "train.backend=FSDP", "train.memory_checkpoint_interval=1", "train.log_interval=1",
+        f"train.max_iters={BETWEEN * (faults + 1)}",
         "train.eval_interval=0", "train.sample_tokens=0", "train.device=cpu", "train.dtype=fp32",
         f"hydra.run.dir={folder}", *overrides,
     ]  # fmt: skip
