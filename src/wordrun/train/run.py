@@ -7,18 +7,13 @@ import errno
 import fcntl
 import json
 import os
-import platform
 import shutil
 import socket
-import subprocess
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
-
-import numpy
-import torch
 
 from wordrun import files
 from wordrun.checkpoint import folder as folders
@@ -35,8 +30,8 @@ from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, each_line, finite, forget_steps
 from wordrun.track.plots import draw, load_beside
 from wordrun.train.memory_resume import InMemory
+from wordrun.train.provenance import git_commit, versions
 from wordrun.train.recoveries import Recoveries
-from wordrun.version import __version__
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
@@ -260,35 +255,6 @@ def _number(name: str, value: Any) -> int | float | None:
 def now() -> str:
     """Return the time for people to read."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result may depend on."""
-    return {
-        "wordrun": __version__, "python": platform.python_version(), "torch": str(torch.__version__),
-        "numpy": numpy.__version__, "platform": platform.platform(),
-    }  # fmt: skip
-
-
-def git_commit() -> str | None:
-    """Return the commit of this code, with ``-dirty`` if it has been changed since."""
-    if code := os.environ.get("WORDRUN_CODE"):  # a submitted job runs a copy, which is no repository
-        facts = read_json(Path(code))
-        facts = facts.get("wordrun", facts)
-        if Path(str(facts.get("frozen"))) in Path(__file__).parents:
-            commit = facts.get("commit")
-            return f"{commit}{'-dirty' * bool(facts.get('dirty'))}" if commit else None
-    here = Path(__file__)
-    git = ["git", "-C", str(here.parent)]
-    # An installed wheel may be in an environment inside another project's repository.
-    tracked = [*git, "ls-files", "--error-unmatch", here.name]
-    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        subprocess.run(tracked, capture_output=True, timeout=10, check=True)
-        answer = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
 
 
 def _make_folder(path: Path, *, again: bool) -> None:
