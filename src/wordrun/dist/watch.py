@@ -106,7 +106,8 @@ class Watch:
 
     def ask(self, why: str) -> None:
         """Ask all ranks where they are, unless somebody has just done so; ``why``: hang or question."""
-        seconds = self.hang_s if math.isinf(self.limit) else self.limit
+        starts = not is_joined() and not mpi_calls.CALLS.pending
+        seconds = self.hang_s * (SLOW if starts else 1.0) if math.isinf(self.limit) else self.limit
         try:
             stack_requests.request(self.folder, why, seconds)
         except OSError as error:  # such as a full disk
@@ -316,7 +317,7 @@ def is_joined() -> bool:
 
 
 class Waits:
-    """For how many seconds the process has been waiting for other ranks, as far as torch and mpi4py know."""
+    """For how many seconds the process has been waiting for others, as far as torch and mpi4py know."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}
@@ -326,21 +327,22 @@ class Waits:
 
     def __call__(self) -> float:
         """Return the longest time; 0: it is not waiting."""
-        waited = mpi_calls.CALLS.waited()
-        if not is_joined():  # torch's own limit is for start-up
-            return waited
-        from wordrun import flight_recorder
-
-        now, counts = time.monotonic(), flight_recorder.collective_counts()
-        self._seen = {
-            group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
-            for group, count in counts.items()
-        }
+        now, waited = time.monotonic(), mpi_calls.CALLS.waited()
         # As this keeps the frame, another call has another one.
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None or stacks.IN_TORCH not in frame.f_code.co_filename:
             self._call = None, now
         elif frame is not self._call[0]:
             self._call = frame, now
+        in_call = now - self._call[1]
+        if not is_joined():  # it starts, which may take longer
+            return max(waited, in_call / SLOW)
+        from wordrun import flight_recorder
+
+        counts = flight_recorder.collective_counts()
+        self._seen = {
+            group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
+            for group, count in counts.items()
+        }
         times = (now - since for (begun, ended), since in self._seen.values() if ended < begun)
-        return max(waited, now - self._call[1], *times)
+        return max(waited, in_call, *times)
