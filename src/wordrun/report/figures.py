@@ -71,11 +71,13 @@ class Canvas:
         logging.getLogger("matplotlib").setLevel(logging.WARNING)
         from matplotlib import rc_context
         from matplotlib.figure import Figure as Sheet
+        from matplotlib.ticker import MaxNLocator
 
         with rc_context(self.STYLE):
             self._sheet = Sheet(figsize=(5, 2.7))
             self._axes = self._sheet.add_axes(BOX)  # an automatic layout takes as long as the drawing
             self._axes.grid(alpha=0.18, color=INK, lw=0.6)
+            self._axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))  # 2.5 would be no step
             self._axes.tick_params(length=0, left=False, bottom=False)
             self._axes.spines[["top", "right"]].set_visible(False)
 

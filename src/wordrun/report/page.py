@@ -167,8 +167,7 @@ def _panels(metrics: Metrics, axes: dict[str, str], resumed: Sequence[float]) ->
         figures = {
             axis: replace(make(axis), x_label=title, marks=metrics.along(axis, resumed)) for axis, title in axes.items()
         }
-        svgs = {axis: canvas.draw(figure) for axis, figure in figures.items()}
-        found.append({"title": title, "svg": svgs, "legend": next(iter(figures.values())).legend})
+        found.append(_panel(title, figures, canvas))
 
     def loss(axis: str) -> Figure:
         curves = [curve(metrics, table, "loss", axis, color=COLORS[0], label="training", is_noisy=True)]
@@ -216,6 +215,15 @@ def _panels(metrics: Metrics, axes: dict[str, str], resumed: Sequence[float]) ->
     return found
 
 
+def _panel(title: str, figures: dict[str, Figure], canvas: Canvas) -> dict[str, Any]:
+    """Return a panel of the page; its title need not be repeated beside the figure."""
+    svgs = {
+        axis: canvas.draw(replace(figure, y_label="") if figure.y_label == title.lower() else figure)
+        for axis, figure in figures.items()
+    }
+    return {"title": title, "svg": svgs, "legend": next(iter(figures.values())).legend}
+
+
 def _kinds(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return the labels of hooks' metrics, such as grad_norm/blocks.0, by kind; without labels if they are too many."""
     kinds: dict[str, dict[str, str]] = {}
@@ -233,7 +241,7 @@ def _compared(chosen: dict[int, Metrics], axes: dict[str, str]) -> list[dict[str
                         ("Throughput", "sps"), ("Gradient norm", "grad_norm")):  # fmt: skip
         if name == "sps" and any("tps" in metrics.training for metrics in chosen.values()):
             continue
-        svgs: dict[str, str] = {}
+        figures: dict[str, Figure] = {}
         for axis, x_label in axes.items():
             curves = [
                 curve(metrics, table, name, axis, color=_color(index), is_noisy=table is metrics.training)
@@ -243,10 +251,10 @@ def _compared(chosen: dict[int, Metrics], axes: dict[str, str]) -> list[dict[str
             ]
             if curves:
                 label = {"tps": "tokens/s", "sps": "examples/s"}.get(name, title.lower())
-                figure = Figure(curves, label, x_label, from_zero=name not in ("val_loss", "loss"))
-                svgs[axis] = canvas.draw(figure)
-        if svgs:
-            panels.append({"title": title, "svg": svgs, "legend": []})
+                is_loss = name in ("val_loss", "loss")
+                figures[axis] = Figure(curves, label, x_label, from_zero=not is_loss)
+        if figures:
+            panels.append(_panel(title, figures, canvas))
     return panels
 
 
