@@ -189,6 +189,26 @@ def test_a_wait_in_mpi_is_named(hang: Any) -> None:
     assert "waits for MPI_Allreduce" in report
 
 
+SHAPES = """
+import torch
+import torch.distributed
+from wordrun import dist
+
+with dist.session(hang_s=60) as world:
+    torch.distributed.all_reduce(torch.ones(8 + world.rank))  # shapes
+"""
+
+
+def test_ranks_with_different_shapes_end_with_their_line(ranks: Any, tmp_path: Path) -> None:
+    """gloo aborts the process from a thread of its own instead of waiting, and does not say where."""
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    done = ranks(2, "shapes.py", timeout=60)
+    assert done.returncode != 0
+    assert "collective mismatch" in done.stdout + done.stderr
+    aborted = rf'shapes\.py", line {line_of("shapes", SHAPES)} in <module>'  # a traceback would have a comma
+    assert re.search(aborted, done.stdout + done.stderr), done.stdout + done.stderr
+
+
 NETWORK = """
 import os, sys
 import torch

@@ -63,5 +63,5 @@ def test_a_stage_that_hangs_is_named(ranks: Any, tmp_path: Path, size: int, asle
     message = messages[0]
     assert f"{others} in a pipeline's send or receive for rank {asleep}; " in message
     line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if text.endswith("# stage"))
-    where = rf"rank {asleep} \([^)]*\) is at hang\.py:{line} in never_ends \(training after 2 steps\)"
+    where = rf"rank {asleep} \([^);]*; pp={asleep}\) is at hang\.py:{line} in never_ends \(training after 2 steps\)"
     assert re.search(where, message), message

@@ -16,6 +16,7 @@ import pytest
 from wordrun import stack_requests
 from wordrun.dist import World, hang, stacks, watch
 from wordrun.dist.hang import Answer
+from wordrun.dist.mesh import Layout
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -60,6 +61,20 @@ def test_the_rank_that_waits_for_nobody_is_the_reason() -> None:
     asleep = Answer(3, "b", 103, last={"0": 11, "g": 2}, line="user.py:7 in nap")
     text = hang.describe([waiting(0), waiting(1), in_group, asleep], WORLD)
     assert text.startswith("rank 3 has not come to all_gather number 3 of float32 [2] of 2 ranks in group g; rank 3 (")
+
+
+def test_the_place_of_ranks_in_a_layout_is_named() -> None:
+    """Rank 3, the second of two tensor-parallel ranks of the second stage, sleeps."""
+    inner = {"group": "7", "seq": 3, "op": "all_gather", "size": "float32 [2]"}
+    in_group = Answer(2, "b", 102, pending=[inner], last={"7": 3}, groups={"7": [(2, 3, 1)]}, line="tp.py:1 in f")
+    asleep = Answer(3, "b", 103, last={"7": 2}, line="user.py:7 in nap")
+    others = [Answer(rank, "a", rank, line="pipe.py:4 in receive") for rank in (0, 1)]
+    text = hang.describe([*others, in_group, asleep], WORLD, Layout(pp=2, tp=2))
+    assert text == (
+        "rank 3 has not come to all_gather number 3 of float32 [2] of 2 ranks along tp; "
+        "rank 3 (b; pp=1, tp=1) is at user.py:7 in nap; rank 2 (b; pp=1, tp=0) is at tp.py:1 in f; "
+        "ranks 0-1 (a; pp=0) are at pipe.py:4 in receive"
+    )
 
 
 def test_without_collectives_the_lines_are_all_there_is() -> None:

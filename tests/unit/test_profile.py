@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 import wordrun
-from wordrun import dist
+from wordrun import compat, dist
 from wordrun.config import ProfilerConfig
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, UserError
 from wordrun.registry import Part, parts
 from wordrun.report import trace
 from wordrun.train.profile import Profiler, build
@@ -178,3 +180,46 @@ def test_without_a_profiler_there_is_no_profile(small: Callable[..., list[str]],
     with wordrun.Trainer(wordrun.compose(small(f"hydra.run.dir={tmp_path}/run"))) as trainer:
         trainer.train()
     assert not (tmp_path / "run" / "profile").exists()
+
+
+class Hungry(torch.nn.Module):
+    """Runs out of a device's memory in the third step."""
+
+    def __init__(self, real: torch.nn.Module) -> None:
+        super().__init__()
+        self.real, self.steps = real, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        if self.steps == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.real(x)
+
+
+@pytest.mark.parametrize(
+    ("steps", "fails", "written"),
+    [
+        (6, False, ["memory.pickle"]),
+        (2, False, ["memory.pickle"]),  # the run ends before the steps to record
+        (6, True, ["out_of_memory.pickle"]),
+    ],
+    ids=["recorded", "short", "out of memory"],
+)
+def test_the_order_of_calls_for_a_snapshot_of_cudas_memory(
+    steps: int, fails: bool, written: list[str], small: Callable[..., list[str]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Only when recording begins, what is written when, and that recording ends: the rest needs a GPU."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(compat, "record_memory", lambda entries: calls.append(f"record {entries}"))
+    monkeypatch.setattr(compat, "dump_memory", lambda file: calls.append(file.name))
+    words = small("profiler=memory", "profiler.wait=2", "profiler.warmup=1", "profiler.active=1", "train.device=cpu")
+    cfg = wordrun.compose([*words, f"train.max_iters={steps}", "optimizer.gas=1", f"hydra.run.dir={tmp_path}/run"])
+    ends = pytest.raises(UserError, match="out of memory on") if fails else contextlib.nullcontext()
+    with ends, wordrun.Trainer(cfg) as trainer:
+        if fails:
+            block = trainer.backend.parts[0].blocks["0"]
+            block.mlp = Hungry(block.mlp)
+        trainer.train()
+    assert calls == ["record 100000", *written, "record 0"]

@@ -18,9 +18,10 @@ from wordrun.arguments import parse
 from wordrun.errors import UserError
 from wordrun.report import cli, page, trace
 from wordrun.report.cli import ReportConfig, runs_in
-from wordrun.report.figures import POINTS, thin
+from wordrun.report.figures import Canvas, Curve, Figure, titles
 from wordrun.runs import ls, metrics, tail
 from wordrun.runs.record import find, in_use, load
+from wordrun.track.plots import POINTS, thin
 
 CONFIG = "model: {name: nano, n_layer: 2}\ndata: {name: shakespeare}\ntrain: {backend: DDP, max_iters: 40, seed: 1}\n"
 
@@ -171,6 +172,44 @@ def test_a_page_of_many_lines_stays_small(tmp_path: Path) -> None:
     assert len(x) <= POINTS + 1
     assert (min(low), max(high)) == (0, 6)
     assert min(mean) > 2
+
+
+def texts(svg: str) -> list[str]:
+    """Return the texts of a figure, such as the labels of its axes."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_a_figure_does_not_depend_on_those_before_it() -> None:
+    x = [0.0, 10.0, 20.0]
+    small = Figure([Curve(x, [1.0, 2.0, 3.0], "#123456")], "loss")
+    large = Figure([Curve([0, 1e6], [5e3, 5e3], "#654321")], "tokens/s", from_zero=True, marks=[3e5])
+    canvas = Canvas()
+    first, second, third = (canvas.draw(each) for each in (small, large, small))
+    assert texts(first) == texts(third)
+    assert "#654321" in second
+    assert "#654321" not in third
+    assert "stroke-dasharray" not in third
+    assert texts(second) == texts(Canvas().draw(large))
+    assert {"0", "5k", "step", "tokens/s"} < {*texts(second)}  # from zero, with room above the curve
+
+
+def test_rare_peaks_do_not_flatten_stacked_bands() -> None:
+    x = [step / 1000 for step in range(100)]  # shown as 20m, so that plain numbers are of the other axis
+    flat, peak = Curve(x, [1.0] * 100, "#111111", "low"), Curve(x, [0.5] * 99 + [50.0], "#222222", "high")
+    figure = Figure([], "time [s]", bands=[flat, peak])
+    assert figure.legend == [("low", "#111111"), ("high", "#222222")]
+    shown = texts(Canvas().draw(figure))
+    assert "time [s], higher peaks cut off" in shown
+    assert max(float(each) for each in shown if each.replace(".", "").isdigit()) < 10
+    assert "time [s]" in texts(Canvas().draw(Figure([], "time [s]", bands=[flat, flat])))
+
+
+def test_the_time_axis_has_a_suitable_unit(tmp_path: Path) -> None:
+    short, long = (metrics.read(make_run(tmp_path / str(n), lines=n)) for n in (20, 3000))
+    assert titles([short])["time"] == "time [s]"
+    assert titles([short, long]) == {"step": "step", "tokens": "tokens", "time": "time [min]"}
+    assert long.training["time"][-1] == pytest.approx(5)
+    assert titles([metrics.Metrics()]) == {}
 
 
 def test_metrics_of_hooks_share_a_figure_for_each_kind(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from itertools import groupby
 from typing import Any
 
 from wordrun.dist import mpi_calls, stacks
+from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
 
 # A message names this many groups of ranks, and each this many ranges and hosts; the report has all of them.
 GROUPS, SHOWN = 6, 8
+UNKNOWN = Layout()
 
 
 @dataclass
@@ -72,28 +74,30 @@ class Blocked:
     """Members of the group that have not come to it."""
     calls: Mapping[tuple[str, str], Sequence[int]]
     """The ranks that wait, by operation and size; several if they disagree."""
-    members: int
+    members: Sequence[int]
+    """The ranks of the group."""
 
 
-def describe(answers: Sequence[Answer], world: World) -> str:
+def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN) -> str:
     """Return one paragraph about the ``answers`` of the ranks: who waits for whom, and the line of each group of ranks.
 
     Args:
         answers: of the ranks that have answered, or that others have answered for, in order.
         world: a rank of the job.
+        layout: of the job's ranks, whose coordinates the message names.
     """
     by_rank = {answer.rank: answer for answer in answers}
     silent = [rank for rank in range(world.size) if rank not in by_rank]
     sentences = []
     if blocked := culprit(answers, world.size):
-        sentences.append(_who_waits(blocked, by_rank))
+        sentences.append(_who_waits(blocked, layout))
     elif (waiting := [answer.rank for answer in answers if answer.call]) and len(waiting) < len(answers):
         others = [rank for rank in by_rank if rank not in waiting]
         calls = " and ".join(sorted({answer.call for answer in answers if answer.call}))
         sentences.append(f"{names(waiting)} {'wait' if waiting[1:] else 'waits'} in {calls} for {names(others)}")
     if silent:
         are = "is" if len(silent) == 1 else "are"
-        sentences.append(f"{names(silent, hosts_of(silent, by_rank, world))} {are} silent")
+        sentences.append(f"{names(silent, hosts_of(silent, by_rank, world), layout)} {are} silent")
     first = blocked.missing if blocked else frozenset[int]()
     places: dict[tuple[bool, str], list[int]] = {}
     for answer in answers:
@@ -102,7 +106,7 @@ def describe(answers: Sequence[Answer], world: World) -> str:
     ordered = sorted(places.items(), key=lambda item: (item[0][0], len(item[1])))
     for (_, place), ranks in ordered[:GROUPS]:
         are = "is" if len(ranks) == 1 else "are"
-        sentences.append(f"{names(ranks, hosts_of(ranks, by_rank, world))} {are} {place}")
+        sentences.append(f"{names(ranks, hosts_of(ranks, by_rank, world), layout)} {are} {place}")
     if len(ordered) > GROUPS:
         sentences.append(f"the other ranks are at {len(ordered) - GROUPS} other places")
     return "; ".join(sentences)
@@ -136,15 +140,16 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
             calls.setdefault((call["op"], call["size"]), []).append(rank)
     return Blocked(
         group, seq, frozenset(rank for ranks in calls.values() for rank in ranks), frozenset({*members} - came), calls,
-        len(members),
+        members,
     )  # fmt: skip
 
 
-def _who_waits(blocked: Blocked, by_rank: Mapping[int, Answer]) -> str:
+def _who_waits(blocked: Blocked, layout: Layout) -> str:
     """Return who has not come to a collective, or how the ranks disagree about it."""
-    of = f"of {blocked.members} ranks"
+    of, first = f"of {len(blocked.members)} ranks", blocked.members[0]
     if blocked.group not in ("0", mpi_calls.GROUP):
-        of += f" in group {blocked.group}"
+        along = [f" along {axis}" for axis in AXES if [*layout.group(first, axis)] == [*blocked.members]]
+        of += along[0] if along else f" in group {blocked.group}"
     calls = [
         (f"{op} number {blocked.seq}{f' of {size}' if size else ''}", ranks)
         for (op, size), ranks in sorted(blocked.calls.items(), key=lambda item: len(item[1]))
@@ -161,10 +166,12 @@ def _who_waits(blocked: Blocked, by_rank: Mapping[int, Answer]) -> str:
     return f"all ranks have come to {calls[0][0]} {of}, but it does not end: is the network between them intact?"
 
 
-def names(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """Return ranks for a message, such as ``ranks 0-2 and 5 (node1, node2)``."""
-    where = f" ({', '.join(hosts[:SHOWN])}{', ...' if len(hosts) > SHOWN else ''})" if hosts else ""
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{where}"
+def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKNOWN) -> str:
+    """Return ranks for a message, such as ``ranks 0-1, 5 (node1, node2; pp=1)``: the coordinates that they share."""
+    shared = {axis: {layout.index(rank, axis) for rank in ranks} for axis in AXES if getattr(layout, axis) > 1}
+    at = ", ".join(f"{axis}={min(found)}" for axis, found in shared.items() if len(found) == 1)
+    where = f"{', '.join(hosts[:SHOWN])}{', ...' if len(hosts) > SHOWN else ''}{f'; {at}' if at else ''}"
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{f' ({where})' if where else ''}"
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -133,6 +133,9 @@ class Dump:
         import fcntl
 
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
+        if not faulthandler.is_enabled():  # also say where C++ code aborts: gloo, if ranks disagree about a size
+            with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # a stderr that is no file
+                faulthandler.enable()
         self._registered = False
         self.register()
 

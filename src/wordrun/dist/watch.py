@@ -24,6 +24,7 @@ from typing import Any
 
 from wordrun import files, stack_requests
 from wordrun.dist import hang, mpi_calls, stacks
+from wordrun.dist.mesh import Layout
 from wordrun.dist.world import World, discover
 from wordrun.log import LOGGER
 
@@ -36,8 +37,7 @@ TICK_S = 1.0
 START_S = 120.0
 # All ranks together look for requests this often, since they ask one metadata server.
 LOOKS_PER_S = 500.0
-# An answer to a question, without a hang, needs less time.
-ASKED_S = 10.0
+ASKED_S = 10.0  # the same for an answer to a question, without a hang
 
 
 class Watch:
@@ -54,9 +54,9 @@ class Watch:
     def __init__(self, world: World, folder: Path, hang_s: float, waits: Callable[[], float] = lambda: 0.0) -> None:
         self.world, self.folder, self.hang_s, self.waits = world, folder, hang_s or math.inf, waits
         self.step: int | None = None
+        self.layout = Layout()  # until it is known
         self._count, self._phase, self._factor = 0, "", math.inf
-        self._known: set[str] = set()
-        """Phases that have been seen once."""
+        self._known = set[str]()  # phases that have been seen once
         self._name = f"wordrun-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
         self._answered = ""
         self._ended = threading.Event()
@@ -76,9 +76,10 @@ class Watch:
         if _active:
             _active[-1]._dump.register()
 
-    def mark(self, step: int | None = None) -> None:
+    def mark(self, step: int | None = None, layout: Layout | None = None) -> None:
         """Do what the function ``mark`` describes."""
         self._count += 1
+        self.layout = layout or self.layout
         if step is not None:
             if self.step is not None:
                 self._known.add("training")
@@ -105,7 +106,8 @@ class Watch:
 
     def ask(self, why: str) -> None:
         """Ask all ranks where they are, unless somebody has just done so; ``why``: hang or question."""
-        seconds = self.hang_s if math.isinf(self.limit) else self.limit
+        starts = not is_joined() and not mpi_calls.CALLS.pending
+        seconds = self.hang_s * (SLOW if starts else 1.0) if math.isinf(self.limit) else self.limit
         try:
             stack_requests.request(self.folder, why, seconds)
         except OSError as error:  # such as a full disk
@@ -179,9 +181,8 @@ class Watch:
         for rank, pid, path in silent:
             found, letter = stacks.ask(pid, path), stacks.state(pid)
             answer = hang.Answer(
-                rank, self.world.host, pid, stacks={name: list(each) for name, each in found.items()},
-                line=stacks.user_line(found) if found else "", state=stacks.STATES.get(letter, ""),
-                spoken_for=True,
+                rank, self.world.host, pid, line=stacks.user_line(found) if found else "", spoken_for=True,
+                stacks={name: list(each) for name, each in found.items()}, state=stacks.STATES.get(letter, ""),
             )  # fmt: skip
             with contextlib.suppress(FileNotFoundError):
                 # By another name: this rank will not report.
@@ -213,7 +214,7 @@ class Watch:
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
         lead = f"no progress for {asked['seconds']:g} s" if kind == "hang" else "where the ranks are now"
-        text = f"{lead}: {hang.describe(found, self.world)}"
+        text = f"{lead}: {hang.describe(found, self.world, self.layout)}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
         stack_requests.withdraw(self.folder, asked["id"])
         log = LOGGER.error if kind == "hang" else LOGGER.warning
@@ -229,10 +230,10 @@ def start(world: World, run_dir: str, hang_s: float) -> Watch:
     return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s)
 
 
-def mark(step: int | None = None) -> None:
-    """Note that the main thread makes progress; ``step``: it is about to take this one, from 0."""
+def mark(step: int | None = None, layout: Layout | None = None) -> None:
+    """Note that the main thread makes progress, is about to take ``step`` (from 0), or knows the ranks' ``layout``."""
     if _active:
-        _active[-1].mark(step)
+        _active[-1].mark(step, layout)
 
 
 @contextlib.contextmanager
@@ -264,11 +265,8 @@ def starting(world: World | None) -> Iterator[None]:
         yield
         return
     watching = Watch(world, folder_of_job(os.environ), _forced_s or START_S)
-    try:
-        with watching.phase("start-up", SLOW):
-            yield
-    finally:
-        watching.close()
+    with contextlib.closing(watching), watching.phase("start-up", SLOW):
+        yield
 
 
 def start_from_env() -> None:
@@ -315,12 +313,11 @@ def _spans(members: Sequence[int], size: int) -> list[Sequence[int]]:
 
 def is_joined() -> bool:
     """Return whether this process has a torch process group, without importing torch."""
-    torch = sys.modules.get("torch.distributed")
-    return torch is not None and getattr(torch, "is_initialized", bool)()
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
 
 
 class Waits:
-    """For how many seconds the process has been waiting for other ranks, as far as torch and mpi4py know."""
+    """For how many seconds the process has been waiting for others, as far as torch and mpi4py know."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}
@@ -330,21 +327,22 @@ class Waits:
 
     def __call__(self) -> float:
         """Return the longest time; 0: it is not waiting."""
-        waited = mpi_calls.CALLS.waited()
-        if not is_joined():  # torch's own limit is for start-up
-            return waited
-        from wordrun import flight_recorder
-
-        now, counts = time.monotonic(), flight_recorder.collective_counts()
-        self._seen = {
-            group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
-            for group, count in counts.items()
-        }
+        now, waited = time.monotonic(), mpi_calls.CALLS.waited()
         # As this keeps the frame, another call has another one.
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None or stacks.IN_TORCH not in frame.f_code.co_filename:
             self._call = None, now
         elif frame is not self._call[0]:
             self._call = frame, now
+        in_call = now - self._call[1]
+        if not is_joined():  # it starts, which may take longer
+            return max(waited, in_call / SLOW)
+        from wordrun import flight_recorder
+
+        counts = flight_recorder.collective_counts()
+        self._seen = {
+            group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
+            for group, count in counts.items()
+        }
         times = (now - since for (begun, ended), since in self._seen.values() if ended < begun)
-        return max(waited, now - self._call[1], *times)
+        return max(waited, in_call, *times)

@@ -70,11 +70,11 @@ def environment(record: RunRecord) -> dict[str, str]:
     """Return where and with which versions the run was, for people to read."""
     facts, world = record.facts, record.facts.get("world") or {}
     launch = record.launches[-1] if record.launches else {}
-    hosts = record.hosts
+    hosts, nodes = record.hosts, world.get("nodes", 1)
     versions = facts.get("versions") or {}
     shown = {
         "command": " ".join([*launch.get("launch", []), *launch.get("command", [])]),
-        "ranks": f"{world['size']} on {world.get('nodes', 1)} node(s)" if "size" in world else "",
+        "ranks": f"{world['size']} on {nodes} node{'s' * (nodes > 1)}" if "size" in world else "",
         "hosts": ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""),
         "device": " ".join(str(facts[name]) for name in ("device_name", "dtype") if name in facts),
         "launcher": " ".join(filter(None, (launch.get("launcher"), launch.get("launcher_path")))),
@@ -93,7 +93,7 @@ def parts_of_run(record: RunRecord) -> list[dict[str, Any]]:
     found = []
     for link in (*(facts.get("earlier") or []), facts):
         found.append({
-            "start": link.get("start", ""), "end": link.get("end", ""),
+            "start": moment(link.get("start")), "end": moment(link.get("end")),
             "from_step": (link.get("resumed_from") or {}).get("step", 0), "to_step": link.get("steps", ""),
             "ranks": (link.get("world") or {}).get("size", ""), "ended": link.get("exit_reason", ""),
         })  # fmt: skip
@@ -156,6 +156,11 @@ def files(run_dir: Path) -> list[str]:
     return [str(file.relative_to(run_dir)) for file in sorted(found)[:20]]
 
 
+def moment(text: Any) -> str:
+    """Return a time of run.json, such as 2026-01-02T10:00:00+0000, for people to read."""
+    return str(text or "")[:19].replace("T", " ")
+
+
 def duration(seconds: Any) -> str:
     """Return a duration for people to read."""
     if not isinstance(seconds, int | float):
@@ -163,4 +168,4 @@ def duration(seconds: Any) -> str:
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     if hours:
         return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {seconds % 60:.0f} s" if minutes else f"{seconds:.1f} s"
+    return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.1f} s"

@@ -6,21 +6,22 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from wordrun.runs.metrics import Metrics, Table
-from wordrun.track.plots import POINTS, smooth, thin
+from wordrun.track.plots import smooth, thin
 
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#e0484d", "#a26bd6", "#b0764a", "#e273b4", "#8b95a1", "#b3a62c", "#2bb3c0")
 """The colours of runs and parts, which can be told apart on white and on black."""
 INK = "#010203"
 """Stands for the page's text colour."""
-BOX = (0.135, 0.16, 0.845, 0.81)
+BOX = (0.14, 0.165, 0.845, 0.81)
 """Left, bottom, width and height of a figure's axes, as shares of the figure."""
-AXES = {"step": "step", "tokens": "tokens", "time": "time [s]"}
-"""What curves can be drawn over."""
+PEAK = 2
+"""Stacked bands are shown up to this many times the height that nine tenths of them do not exceed."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Curve:
 
 @dataclass
 class Figure:
-    """What a figure shows; ``draw`` makes the SVG."""
+    """What a figure shows; ``Canvas`` makes the SVG."""
 
     curves: list[Curve]
     y_label: str
@@ -48,25 +49,61 @@ class Figure:
     """Where to draw vertical lines: the starts of later launches."""
     from_zero: bool = False
     bands: list[Curve] = field(default_factory=list)
-    """Curves to stack on each other as filled areas."""
+    """Curves to stack on each other as filled areas, all over the same x."""
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """The labels and colours of the curves; empty if there are less than two."""
+        found = [(curve.label, curve.color) for curve in (*self.curves, *self.bands) if curve.label]
+        return found if len(found) > 1 else []
 
 
-def draw(figure: Figure) -> str:
-    """Return the figure as an SVG element."""
-    return _svg(lambda axes: _fill(axes, figure))
+class Canvas:
+    """Draws figures one after the other on the same axes: new ones would take longer than everything else."""
+
+    STYLE: ClassVar[dict[str, Any]] = {
+        "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.color": INK, "axes.labelcolor": INK,
+        "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.unicode_minus": False,
+        "path.simplify": True,
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        logging.getLogger("matplotlib").setLevel(logging.WARNING)
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure as Sheet
+        from matplotlib.ticker import MaxNLocator
+
+        with rc_context(self.STYLE):
+            self._sheet = Sheet(figsize=(5, 2.7))
+            self._axes = self._sheet.add_axes(BOX)  # an automatic layout takes as long as the drawing
+            self._axes.grid(alpha=0.18, color=INK, lw=0.6)
+            self._axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))  # 2.5 would be no step
+            self._axes.tick_params(length=0, left=False, bottom=False)
+            self._axes.spines[["top", "right"]].set_visible(False)
+
+    def draw(self, figure: Figure) -> str:
+        """Return the figure as an SVG element."""
+        from matplotlib import rc_context
+
+        text = io.StringIO()
+        with rc_context(self.STYLE):
+            for artist in (*self._axes.lines, *self._axes.collections):
+                artist.remove()
+            self._axes.relim()
+            self._axes.autoscale()
+            _fill(self._axes, figure)
+            self._sheet.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        svg = text.getvalue()[text.getvalue().index("<svg") :]
+        # The page decides about the size, the font, and the colour of text in the light and in the dark.
+        svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
+        svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", svg)
+        return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S).replace(INK, "currentColor")
 
 
 def _fill(axes: Any, figure: Figure) -> None:
     from matplotlib.ticker import EngFormatter
 
-    if figure.bands:
-        xs = figure.bands[0].x
-        chosen = range(0, len(xs), max(1, len(xs) // POINTS))
-        axes.stackplot(
-            [xs[i] for i in chosen], [[_zero(band.y[i]) for i in chosen] for band in figure.bands],
-            labels=[band.label for band in figure.bands], colors=[band.color for band in figure.bands],
-            alpha=0.75, lw=0,
-        )  # fmt: skip
+    highest = _stack(axes, figure.bands) if figure.bands else math.nan
     for curve in figure.curves:
         if curve.is_noisy and len(curve.x) > 2:
             x, low, high, _ = thin(curve.x, curve.y)
@@ -80,52 +117,38 @@ def _fill(axes: Any, figure: Figure) -> None:
             x, _, _, y = thin(curve.x, curve.y)
         marker = "v" if curve.style == "v" else "o" if len(x) == 1 or (curve.style == "o-" and len(x) <= 60) else ""
         style = {"o-": "-", "v": ""}.get(curve.style, curve.style)
-        axes.plot(x, y, color=curve.color, lw=1.5, label=curve.label or None, marker=marker, ms=3.5, ls=style)
+        axes.plot(x, y, color=curve.color, lw=1.5, marker=marker, ms=3.5, ls=style)
     for mark in figure.marks:
         axes.axvline(mark, color=INK, ls=":", lw=0.8, alpha=0.6)
-    axes.set(xlabel=figure.x_label, ylabel=figure.y_label)
+    cut = ", higher peaks cut off" if math.isfinite(highest) and highest < axes.dataLim.y1 else ""
+    axes.set(xlabel=figure.x_label, ylabel=figure.y_label + cut)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # Each label is complete: there is no room for a power of ten above the axes.
     axes.yaxis.set_major_formatter(EngFormatter(sep="") if figure.y_label.endswith("/s") else "{x:g}")
     if figure.from_zero or figure.bands:
-        axes.set_ylim(bottom=0)
-    labels = [curve for curve in (*figure.curves, *figure.bands) if curve.label]
-    if len(labels) > 1:
-        axes.legend(frameon=False, fontsize=8, ncols=2 if len(labels) > 3 else 1, labelcolor=INK)
+        top = 1.12 * (highest if figure.bands else axes.dataLim.y1)
+        axes.set_ylim(0, top if math.isfinite(top) and top > 0 else None)
 
 
-def _zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+def _stack(axes: Any, bands: Sequence[Curve]) -> float:
+    """Stack ``bands`` on each other; return what the axes should show of them: without rare, much higher peaks."""
+    x = thin(bands[0].x, bands[0].y)[0]
+    heights = [[y if math.isfinite(y) else 0.0 for y in thin(band.x, band.y)[3]] for band in bands]
+    axes.stackplot(x, heights, colors=[band.color for band in bands], alpha=0.75, lw=0)
+    totals = sorted(map(sum, zip(*heights, strict=True)))
+    return min(totals[-1], PEAK * totals[9 * len(totals) // 10])
 
 
-def _svg(fill: Callable[[Any], None]) -> str:
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure as Canvas
-
-    style = {
-        "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.color": INK, "axes.labelcolor": INK,
-        "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.unicode_minus": False,
-        "path.simplify": True,
-    }  # fmt: skip
-    with rc_context(style):
-        canvas = Canvas(figsize=(5.6, 2.9))
-        axes = canvas.add_axes(BOX)  # an automatic layout takes as long as the drawing
-        axes.grid(alpha=0.18, color=INK, lw=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        fill(axes)
-        text = io.StringIO()
-        canvas.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()[text.getvalue().index("<svg") :]
-    # The page decides about the size, the font, and the colour of text in the light and in the dark.
-    svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", svg)
-    return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S).replace(INK, "currentColor")
-
-
-def over_axes(metrics: Metrics, make: Callable[[str], Figure]) -> dict[str, str]:
-    """Return the figure that ``make`` describes, drawn over each axis that the run has."""
-    return {axis: draw(make(axis)) for axis in AXES if axis in metrics.training}
+def titles(everything: Iterable[Metrics]) -> dict[str, str]:
+    """Return the titles of the axes that any of the runs has, and convert all their times to the unit in the title."""
+    tables = [metrics.training for metrics in everything]
+    longest = max((table.last("time") or 0.0 for table in tables), default=0.0)
+    size, unit = next(((size, unit) for size, unit in ((3600, "h"), (60, "min")) if longest > 3 * size), (1, "s"))
+    for table in tables:
+        if "time" in table:
+            table.columns["time"] = array("d", (seconds / size for seconds in table["time"]))
+    known = {"step": "step", "tokens": "tokens", "time": f"time [{unit}]"}
+    return {axis: title for axis, title in known.items() if any(axis in table for table in tables)}
 
 
 def curve(metrics: Metrics, table: Table, name: str, axis: str, **options: Any) -> Curve:

@@ -12,7 +12,7 @@ from typing import Any
 from wordrun import files
 from wordrun.errors import UserError
 from wordrun.report import facts
-from wordrun.report.figures import AXES, COLORS, Figure, curve, draw, marks, over_axes
+from wordrun.report.figures import COLORS, Canvas, Figure, curve, marks, titles
 from wordrun.report.templates import render, text
 from wordrun.runs import metrics as run_metrics
 from wordrun.runs.metrics import Metrics
@@ -28,7 +28,13 @@ SPLIT = {
 }  # fmt: skip
 """The parts of a step's time that are stacked, where a run has them."""
 MEMORY = {"memory": "in use", "memory_peak": "peak"}
-RESULTS = ("steps", "tokens", "seconds", "loss", "val_loss", "best_val_loss")
+NOISY = ("Throughput", "Model FLOPs utilization", "Gradient norm", "Slowest rank behind the median")
+"""Figures with a smoothed curve."""
+RESULTS = {
+    "steps": "steps", "tokens": "tokens", "seconds": "time", "loss": "loss", "val_loss": "val_loss",
+    "best_val_loss": "best val_loss",
+}  # fmt: skip
+"""The entries of run.json that a comparison shows, with the titles of their columns."""
 
 
 def write(run_dir: Path, out: Path | None = None) -> Path:
@@ -50,10 +56,10 @@ def write(run_dir: Path, out: Path | None = None) -> Path:
         notes.append("The run was still going when this page was written.")
     if metrics.broken > (state in ("running", "died")):  # the last line may be incomplete
         notes.append(f"{metrics.broken} lines of metrics.jsonl cannot be read and are left out.")
-    parts = facts.parts_of_run(record)
+    parts, axes = facts.parts_of_run(record), titles([metrics])
     page = _render(
         title=record.path.name, subtitle=_what(record), state=state, notes=notes, summary=_summary(record, metrics),
-        axes=[axis for axis in AXES if axis in table], panels=_panels(metrics, [p["from_step"] for p in parts[1:]]),
+        axes=axes, panels=_panels(metrics, axes, [part["from_step"] for part in parts[1:]]),
         slowest=facts.slowest(metrics, record.hosts, int((record.facts.get("world") or {}).get("size", 0))),
         samples=facts.samples(record.path), differences=facts.differences(record.path),
         environment=facts.environment(record), parts=parts, failures=facts.failures(record.path),
@@ -78,19 +84,19 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Path:
     results = [name for name in RESULTS if any(record.facts.get(name) is not None for record in records)]
     drawn = [index for index, each in enumerate(everything) if each.training.rows][:MOST_CURVES]
     notes = [f"Only the first {MOST_CURVES} runs are drawn."] if len(drawn) == MOST_CURVES < len(records) else []
+    axes = titles(everything)
     page = _render(
         title=f"{len(records)} runs", subtitle=os.path.commonpath([record.path for record in records]), state="",
-        notes=notes, summary={}, axes=[axis for axis in AXES if any(axis in each.training for each in everything)],
-        panels=_compared({index: everything[index] for index in drawn}),
+        notes=notes, summary={}, axes=axes, panels=_compared({index: everything[index] for index in drawn}, axes),
         runs={
-            "differing": differing, "results": results,
+            "differing": differing, "results": [RESULTS[name] for name in results],
             "rows": [
                 {
                     "name": record.path.name, "path": record.path, "state": record.state(),
                     "color": _color(index) if index in drawn else None,
                     "options": [each[name] for name in differing],
-                    "results": [record.facts.get(name) for name in results],
-                    "speed": everything[index].training.last(_rate(everything[index])[0]),
+                    "results": [_result(name, record.facts.get(name)) for name in results],
+                    "speed": _speed(everything[index]),
                 }
                 for index, (record, each) in enumerate(zip(records, options, strict=True))
             ],
@@ -133,22 +139,35 @@ def _count(value: Any) -> str:
     return f"{value:,.0f}" if value < 1e9 else f"{value / 1e9:,.1f} billion"  # what fits into a tile
 
 
+def _result(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    return _count(value) if name in COUNTS else facts.duration(value) if name == "seconds" else text(value)
+
+
+def _speed(metrics: Metrics) -> str:
+    name, unit = _rate(metrics)
+    value = metrics.training.last(name)
+    return "" if value is None else f"{text(value)} {unit}"
+
+
 def _rate(metrics: Metrics) -> tuple[str, str]:
     return ("tps", "tokens/s") if "tps" in metrics.training else ("sps", "examples/s")
 
 
-def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
+def _panels(metrics: Metrics, axes: dict[str, str], resumed: Sequence[float]) -> list[dict[str, Any]]:
     """Return the figures of a run, each over all axes: its title, and SVG by axis."""
     table, evaluation = metrics.training, metrics.evaluation
     if not table.rows:
         return []
     found: list[dict[str, Any]] = []
+    canvas = Canvas()
 
     def add(title: str, make: Callable[[str], Figure]) -> None:
-        def marked(axis: str) -> Figure:
-            return replace(make(axis), x_label=AXES[axis], marks=metrics.along(axis, resumed))
-
-        found.append({"title": title, "svg": over_axes(metrics, marked)})
+        figures = {
+            axis: replace(make(axis), x_label=title, marks=metrics.along(axis, resumed)) for axis, title in axes.items()
+        }
+        found.append(_panel(title, figures, canvas))
 
     def loss(axis: str) -> Figure:
         curves = [curve(metrics, table, "loss", axis, color=COLORS[0], label="training", is_noisy=True)]
@@ -160,10 +179,12 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
 
     def lines(names: dict[str, str], y_label: str, source: Any = table, **options: Any) -> Callable[[str], Figure]:
         there = [name for name in names if name in source]
-        kind = {"is_noisy": options.pop("is_noisy", False)} if source is table else {}
+        kind: dict[str, Any] = {"is_noisy": options.pop("is_noisy", False)} if source is table else {}
+        styles = {"memory_peak": {"style": "--"}}
         return lambda axis: Figure(
             [
-                curve(metrics, source, name, axis, color=COLORS[i % len(COLORS)], label=names[name], **kind)
+                curve(metrics, source, name, axis, color=_color(i), label=names[name],
+                      **kind | styles.get(name, {}))
                 for i, name in enumerate(there)
             ],
             y_label, **options,
@@ -182,16 +203,25 @@ def _panels(metrics: Metrics, resumed: Sequence[float]) -> list[dict[str, Any]]:
         ("Learning rate", {"lr": ""}, "learning rate"),
         ("Gradient norm", {"grad_norm": ""}, "gradient norm"),
         ("Memory of the rank that uses most", MEMORY, "GiB"),
-        ("Behind the median rank", {"slowest_by": ""}, "slowest rank [s]"),
+        ("Slowest rank behind the median", {"slowest_by": ""}, "time per step [s]"),
     ):
         if any(name in table for name in names):
-            add(title, lines(names, y_label, from_zero=True, is_noisy=title in ("Throughput", "Gradient norm")))
+            add(title, lines(names, y_label, from_zero=True, is_noisy=title in NOISY))
     if split := [name for name in SPLIT if name in table]:
-        add("Time of a step", lambda axis: Figure([], "s", bands=[
+        add("Time of a step", lambda axis: Figure([], "time [s]", bands=[
             curve(metrics, table, name, axis, color=COLORS[i], label=SPLIT[name])
             for i, name in enumerate(split)
         ]))  # fmt: skip
     return found
+
+
+def _panel(title: str, figures: dict[str, Figure], canvas: Canvas) -> dict[str, Any]:
+    """Return a panel of the page; its title need not be repeated beside the figure."""
+    svgs = {
+        axis: canvas.draw(replace(figure, y_label="") if figure.y_label == title.lower() else figure)
+        for axis, figure in figures.items()
+    }
+    return {"title": title, "svg": svgs, "legend": next(iter(figures.values())).legend}
 
 
 def _kinds(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -204,15 +234,15 @@ def _kinds(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {kind: found if len(found) <= len(COLORS) else dict.fromkeys(found, "") for kind, found in kinds.items()}
 
 
-def _compared(chosen: dict[int, Metrics]) -> list[dict[str, Any]]:
+def _compared(chosen: dict[int, Metrics], axes: dict[str, str]) -> list[dict[str, Any]]:
     """Return the figures of several runs over each other."""
-    panels = []
+    panels, canvas = [], Canvas()
     for title, name in (("Validation loss", "val_loss"), ("Training loss", "loss"), ("Throughput", "tps"),
                         ("Throughput", "sps"), ("Gradient norm", "grad_norm")):  # fmt: skip
         if name == "sps" and any("tps" in metrics.training for metrics in chosen.values()):
             continue
-        svgs: dict[str, str] = {}
-        for axis in AXES:
+        figures: dict[str, Figure] = {}
+        for axis, x_label in axes.items():
             curves = [
                 curve(metrics, table, name, axis, color=_color(index), is_noisy=table is metrics.training)
                 for index, metrics in chosen.items()
@@ -221,10 +251,10 @@ def _compared(chosen: dict[int, Metrics]) -> list[dict[str, Any]]:
             ]
             if curves:
                 label = {"tps": "tokens/s", "sps": "examples/s"}.get(name, title.lower())
-                figure = Figure(curves, label, AXES[axis], from_zero=name not in ("val_loss", "loss"))
-                svgs[axis] = draw(figure)
-        if svgs:
-            panels.append({"title": title, "svg": svgs})
+                is_loss = name in ("val_loss", "loss")
+                figures[axis] = Figure(curves, label, x_label, from_zero=not is_loss)
+        if figures:
+            panels.append(_panel(title, figures, canvas))
     return panels
 
 

@@ -30,6 +30,6 @@ def text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     shown = repr(value) if value == "" or (isinstance(value, str) and value != value.strip()) else str(value)
     return shown if len(shown) <= WIDTH else f"{shown[: WIDTH - 3]}..."

@@ -152,8 +152,11 @@ class MemoryProfiler(Profiler):
         compat.record_memory(0)
 
     def __exit__(self, *error: object) -> None:
-        """Stop; if memory has run out, write what was allocated then."""
-        if isinstance(error[1], torch.OutOfMemoryError) and self._on_cuda:
+        """Stop; if memory has run out, which is the cause of the trainer's error, write what was allocated then."""
+        cause = error[1]
+        while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+            cause = getattr(cause, "__cause__", None)
+        if cause is not None and self._on_cuda:
             self._snapshot("out_of_memory.pickle")
         super().__exit__(*error)
 

@@ -115,6 +115,7 @@ class Trainer(Training):
             closers.callback(self.in_memory.close)
         self.start = resume.find(cfg, world, self.in_memory)
         self.layout = check(cfg, world.size, world.local_size)
+        watch.mark(layout=self.layout)
         self.gas = accumulation(cfg, self.layout.dp)
         stored = self.start.manifest.get("dtype") if cfg.train.dtype == "auto" else None
         self.precision = stored or settled_dtype(cfg, world)
