@@ -24,6 +24,8 @@ QUEUES = {
     "juwels_booster": "develbooster",
 }
 """The queue of the page's first job, where it is not the first that the site's file names."""
+BUILD_IN_A_JOB = ("crux", "sophia")
+"""Sites that ask their users to build software on compute nodes."""
 BEGIN, END = "<!-- From the site's file, by docs/make_sites.py: {} -->", "<!-- end -->"
 
 
@@ -58,10 +60,15 @@ def on_login_nodes(site: Site) -> bool:
 def commands(site: Site) -> str:
     """Return what to type between the login and the first job."""
     lines = ["git clone <this repository> wordrun && cd wordrun"]
-    if not on_login_nodes(site):
+    if site.name in BUILD_IN_A_JOB or not on_login_nodes(site):
+        asked = (
+            "the site asks users to build software"
+            if on_login_nodes(site)
+            else "the login nodes are not recognized, so install"
+        )
         proxies = [f"export {name}={shlex.quote(value)}" for name, value in site.proxies.items()]
         lines = [
-            "# the login nodes are not recognized, so install on a node of a job",
+            f"# {asked} on a node of a job",
             interactive(site),
             *proxies,
             *lines,
@@ -147,7 +154,8 @@ def limits(site: Site, name: str) -> str:
     """Return a queue's limits in words."""
     queue, words = site.queues[name], []
     if "nodes" in queue:
-        words.append("{} to {} nodes".format(*queue["nodes"]))
+        least, most = queue["nodes"]
+        words.append(f"{least} to {most} nodes" if most > 1 else "1 node")
     hours = queue.get("hours")
     if isinstance(hours, dict):
         words.append(", ".join(f"up to {nodes} nodes {most} h" for nodes, most in hours.items()))

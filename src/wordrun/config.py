@@ -1215,6 +1215,8 @@ class TrainConfig(Section):
     """Tokens to generate per sample; 0: no samples."""
     sample_prompt: str = "\n"
     """Prompt for the samples."""
+    suggest: bool = True
+    """Suggest commands for the next step when the run has finished."""
     temperature: float = 0.8
     """Sampling temperature; lower is more deterministic."""
     top_k: int | None = 200

@@ -150,6 +150,7 @@ def test_quickstart_reuses_the_environment_and_shows_the_result(
         f'$ wordrun generate run={tmp_path}/run prompt="QUEEN MARGARET:" length=200\n\n'
     )
     assert "step 4/4  val_loss" in run
+    assert "next: " not in run  # one list of commands is enough
     assert command_line
     written, _, end = rest.partition("\nCurve:")
     assert written.startswith("QUEEN MARGARET:")

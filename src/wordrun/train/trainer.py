@@ -330,7 +330,8 @@ class Trainer(Training):
         for file in drawn:
             LOGGER.info("%s: %s", "report" if file.suffix == ".html" else "plot", relative(file))
         LOGGER.info("run directory: %s", relative(self.run.path))
-        if self.world.rank == 0 and not (failed and by_launch()):  # launch itself says how to continue a failed run
+        # launch itself says how to continue a failed run
+        if self.world.rank == 0 and not (failed and by_launch()) and (error or self.cfg.train.suggest):
             command = () if self.stop_reason else self.command
             most = self.cfg.train.max_iters
             exports = self.task.tokenizer_json is not None and has_huggingface_format(self.cfg.model)
