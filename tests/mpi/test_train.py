@@ -66,6 +66,7 @@ def test_an_error_of_all_ranks_is_printed_once(command: Command, tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr.count("nothing.txt cannot be read: No such file or directory") == 1
     assert "Traceback" not in done.stderr
+    assert "ended with exit status" not in done.stderr
     assert run_dirs(tmp_path) == []
 
 

@@ -71,6 +71,11 @@ class Options:
     command: tuple[str, ...] = ()
 
     @property
+    def runs_wordrun(self) -> bool:
+        """Whether ``command`` is one of wordrun's, which print what is wrong before they exit with status 2."""
+        return bool(self._arguments)
+
+    @property
     def trains(self) -> bool:
         """Whether ``command`` is wordrun's training, which saves on SIGUSR1; it would kill most other programs."""
         after = self._arguments[:1]

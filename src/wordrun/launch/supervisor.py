@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from wordrun import stack_requests
-from wordrun.errors import REQUEUE, short_lines
+from wordrun.errors import REQUEUE, ConfigError, short_lines
 from wordrun.launch import processes
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.launchers.base import STOPPING
@@ -130,11 +130,13 @@ class Supervisor:
         self.failed, self.failed_at = (rank, status), when / 1e9
         self.output.hush()
         if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
+            self.patience(FAILURE_PATIENCE_S, self.give_up)
+            if status == ConfigError.exit_status and self.plan.options.runs_wordrun:
+                return  # it has said what is wrong with the options
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
             self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
             self.listen()
             say(self.complaint, "launch.md#exit-status-and-signals" if status > 128 else "")
-            self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def listen(self) -> None:
         """Keep the failed rank's last lines, which may arrive after its status."""
