@@ -58,12 +58,12 @@ def join(
             layers.setdefault(found[1] + found[3], []).append((int(found[2]), name))
     if not layers:
         return theirs, dict(shapes)
-    names = {joined: [name for _, name in sorted(found)] for joined, found in layers.items()}
+    every = {joined: [name for _, name in sorted(found)] for joined, found in layers.items()}
     rest = {name: shape for name, shape in shapes.items() if not ONE_EXPERT.fullmatch(name)}
-    rows = {joined: sum(shapes[name][0] for name in some) for joined, some in names.items()}
+    rows = {joined: sum(shapes[name][0] for name in some) for joined, some in every.items()}
     readers = {name: partial(theirs.__getitem__, name) for name in rest}
-    joint = {joined: partial(_joined, theirs, some) for joined, some in names.items()}
-    sizes = {joined: torch.Size((rows[joined], *shapes[some[0]][1:])) for joined, some in names.items()}
+    joint = {joined: partial(_joined, theirs, some) for joined, some in every.items()}
+    sizes = {joined: torch.Size((rows[joined], *shapes[some[0]][1:])) for joined, some in every.items()}
     return LazyWeights({**readers, **joint}), rest | sizes
 
 
