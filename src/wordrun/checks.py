@@ -150,7 +150,7 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
         }[axis]  # fmt: skip
         yield (
             f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
-            f"say how {what} ranks: use train.backend=DDP or FSDP"
+            f"say how {what} ranks: use train.backend=DDP or FSDP{', with backend.ep' * ('ep' in cfg.model.divides)}"
         )
     if cfg.lora_rank and (at.tp > 1 or at.pp > 1):
         yield (
@@ -213,10 +213,9 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
             f"model.block_size={model.block_size} should be a multiple of {parts}: with backend.cp={at.cp}{tp}, each "
             f"rank has an early and a late piece of every sequence; use model.block_size={fits}, or backend.cp={other}"
         )
-    heads = math.gcd(model.n_head, model.key_heads())
+    heads, ranks = math.gcd(model.n_head, model.key_heads()), at.cp * at.tp
     other = next(n for n in smaller if n == 1 or heads % (n * at.tp) == 0)
     if kind == "heads":
-        ranks = at.cp * at.tp
         if heads % ranks:
             name = "n_head" if model.n_head % ranks else "n_kv_head"
             yield (
@@ -224,7 +223,9 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
                 f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=ring, or backend.cp={other}"
             )
         return
-    with_heads = "backend.cp_attention=heads" + (f" backend.cp={other}" if heads % (at.cp * at.tp) else "")
+    whole = "backend.cp_attention=heads"
+    if heads % ranks:
+        whole = f"backend.cp={other}" + f" {whole}" * (other > 1)
     for name, matters, without in (
         ("dropout", model.dropout > 0, "model.dropout=0"),
         ("window", min(model.attention_spans()) < model.block_size, f"model.block_size={min(model.attention_spans())}"),
@@ -232,7 +233,7 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
         if matters:
             yield (
                 f"model.{name}={getattr(model, name):g} needs the attention weights of whole sequences, which "
-                f"backend.cp_attention={kind} never has: use {without}, or {with_heads}"
+                f"backend.cp_attention={kind} never has: use {without}, or {whole}"
             )
 
 

@@ -74,7 +74,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
             ["train.backend=FSDP", "backend.cp=4", "model=llama_debug", "model.window=16"],
             4,
             "model.window=16 needs the attention weights of whole sequences, which backend.cp_attention=ring never "
-            "has: use model.block_size=16, or backend.cp_attention=heads backend.cp=2",
+            "has: use model.block_size=16, or backend.cp=2 backend.cp_attention=heads",
         ),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
         (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),
