@@ -5,9 +5,10 @@
     launch -n 4 python benchmarks/long_sequences.py --part step         # peak of a step on 4 ranks against the plan
     launch -n 4 python benchmarks/long_sequences.py --part cost         # time of a block at the same tokens per rank
 
-All at GPT-2's shapes. ``block`` and ``step`` measure by how much the memory of a process grows, in fp32 on CPUs, with
-weights and their gradients already there; other programs on the machine do not change that. ``cost`` needs a quiet
-machine.
+All at GPT-2's shapes. All but ``step`` print a table in Markdown: that of docs/backends.md, which a test compares, or
+those of benchmarks/results, from which docs/backends.md has its figures. ``block`` and ``step`` measure by how much the
+memory of a process grows, in fp32 on CPUs, with weights and their gradients already there; other programs on the
+machine do not change that. ``cost`` needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import ctypes
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,12 +38,14 @@ RESERVE = 0.1
 """Fraction of a device that stays free, as in ``wordrun plan``."""
 M_MMAP_THRESHOLD = -3
 """Of glibc's mallopt."""
+KEPT = ("none", "selective", "full")
+"""Values of train.activation_checkpointing."""
 KINDS = ("heads", "gather", "ring")
 LAYOUTS: dict[str, Callable[[int], list[str]]] = {
     "DDP": lambda n: ["train.backend=DDP"],
     "FSDP": lambda n: ["train.backend=FSDP"],
     "TP": lambda n: ["train.backend=TP", f"backend.tp={n}"],
-    "FSDP, cp": lambda n: ["train.backend=FSDP", f"backend.cp={n}"],
+    "FSDP with `backend.cp`": lambda n: ["train.backend=FSDP", f"backend.cp={n}"],
 }
 
 
@@ -53,53 +57,52 @@ def gpt2(tokens: int, *words: str) -> Config:
     ])  # fmt: skip
 
 
-def table(room: float, step: int) -> None:
-    """Print the longest sequence, a multiple of ``step`` tokens, with which a rank needs at most ``room`` bytes."""
-    counts = (1, 2, 4)
-    print(f"| layout | recomputed | {' | '.join(f'{n} ranks' if n > 1 else 'one rank' for n in counts)} |")
-    print(f"|---|---|{'---|' * len(counts)}")
+def table(gib: float, step: int = 1024) -> list[list[str]]:
+    """Return the longest sequences, multiples of ``step`` tokens, with which each rank fits into ``gib`` GiB."""
+    counts, room = (1, 2, 4), gib * (1 - RESERVE) * 2**30
+    rows = [["backend", "`train.activation_checkpointing=`", "one rank", *(f"{n} ranks" for n in counts[1:])]]
     for name, words_of in LAYOUTS.items():
-        for kind in ("none", "selective", "full"):
-            found = [longest(words_of(n), n, kind, room, step) for n in counts]
-            print(f"| {name} | {kind} | {' | '.join(f'{tokens:,}' if tokens else '-' for tokens in found)} |")
+        found = [longest(words_of(n), n, room, step) for n in counts]
+        for kind in KEPT:
+            rows.append([name, kind, *(f"{each[kind]:,}" if each else "-" for each in found)])
+    return rows
 
 
-def longest(words: list[str], ranks: int, kind: str, room: float, step: int) -> int:
-    """Return the longest sequence that fits on ``ranks`` accelerators in bf16; 0: the layout does not exist."""
+def markdown(rows: list[list[str]]) -> str:
+    """Return the table of ``rows``, the first of which is its head."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def longest(words: list[str], ranks: int, room: float, step: int) -> dict[str, int]:
+    """Return the longest sequence that fits on ``ranks`` accelerators in bf16, by what is kept; {}: no such layout."""
     try:
-        cfg = gpt2(step, *words, f"train.activation_checkpointing={kind}", "train.dtype=bf16")
+        cfg = gpt2(step, *words, "train.dtype=bf16")
         at = checks.check(cfg, ranks)
     except ConfigError:
-        return 0
+        return {}
 
-    def fits(tokens: int) -> bool:
-        longer = replace(cfg, model=replace(cfg.transformer, block_size=tokens))
+    def fits(count: int, kind: str) -> bool:
+        longer = replace(cfg, model=replace(cfg.transformer, block_size=count * step))
         model = shapes_of(longer.model, VOCAB)
         return memory(model, Strategy("", longer, at), kind).total <= room
 
-    low, high = 0, 1
-    while fits(high * step):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step
+    most = range(1, 2**12)  # as many steps are more than any layout has room for
+    return {kind: step * bisect_left(most, 1, key=lambda count: not fits(count, kind)) for kind in KEPT}
 
 
 def block(args: argparse.Namespace, world: Any) -> None:
     """Print the peak of one block's passes over ``args.tokens``, on one rank and on all."""
     block_passes(256, None)()  # a process's first passes allocate more
     alone = peak_of(block_passes(args.tokens, None)) if world.rank == 0 else 0
+    rows = [["`backend.cp_attention=`", f"on each of {world.size} ranks", "on one rank", "ratio"]]
     for kind in KINDS:
         block_passes(256, kind)()
-        mine = peak_of(block_passes(args.tokens, kind))
-        most = all_most(mine)
+        most = all_most(peak_of(block_passes(args.tokens, kind)))
         if world.rank == 0:
-            print(
-                f"{kind}: {most / 2**20:.0f} MiB on each of {world.size} ranks, {alone / 2**20:.0f} on one: "
-                f"{most / alone:.3f} (goal on 4 ranks: {GOAL})",
-                flush=True,
-            )
+            rows.append([kind, f"{most / 2**20:,.0f} MiB", f"{alone / 2**20:,.0f} MiB", f"{most / alone:.2f}"])
+    if world.rank == 0:
+        print(f"A block over {args.tokens:,} tokens; the goal on 4 ranks is {GOAL}.\n\n{markdown(rows)}", flush=True)
 
 
 def block_passes(tokens: int, kind: str | None) -> Callable[[], None]:
@@ -165,14 +168,14 @@ def cost(args: argparse.Namespace, world: Any) -> None:
     if world.rank == 0:
         alone = seconds(block_passes(part, None))
     td.barrier()
+    on_all, on_one = f"{args.tokens:,} tokens on {world.size} ranks", f"{part:,} tokens on one rank"
+    rows = [["`backend.cp_attention=`", on_all, on_one, "ratio"]]
     for kind in KINDS:
         taken = seconds(block_passes(args.tokens, kind))
         if world.rank == 0:
-            print(
-                f"{kind}: {taken:.2f} s for {args.tokens:,} tokens on {world.size} ranks, {alone:.2f} s for {part:,} "
-                f"on one: {taken / alone:.2f} times",
-                flush=True,
-            )
+            rows.append([kind, f"{taken:.2f} s", f"{alone:.2f} s", f"{taken / alone:.2f}"])
+    if world.rank == 0:
+        print(markdown(rows), flush=True)
 
 
 def seconds(passes: Callable[[], None], repeats: int = 3) -> float:
@@ -221,7 +224,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=24, help="memory of a device, for the table")
     args = parser.parse_args()
     if args.part == "table":
-        table(args.gib * (1 - RESERVE) * 2**30, 1024)
+        print(markdown(table(args.gib)))
         return
     from wordrun import dist
 

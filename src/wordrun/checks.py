@@ -150,7 +150,7 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
         }[axis]  # fmt: skip
         yield (
             f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
-            f"say how {what} ranks: use train.backend=DDP or FSDP"
+            f"say how {what} ranks: use train.backend=DDP or FSDP{', with backend.ep' * ('ep' in cfg.model.divides)}"
         )
     if cfg.lora_rank and (at.tp > 1 or at.pp > 1):
         yield (
@@ -203,33 +203,37 @@ def context_attention(backend: FSDPConfig, cfg: Config, at: Layout) -> str:
 def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str]:
     """Check that sequences and heads divide evenly over the context-parallel ranks."""
     model, kind = cfg.transformer, context_attention(backend, cfg, at)
+    smaller = [n for n in range(at.cp - 1, 0, -1) if at.shards % n == 0]
     parts = math.lcm(2 * at.cp, at.cp * at.tp)
     if model.block_size % parts:
         fits = max(1, round(model.block_size / parts)) * parts
         tp = f" and backend.tp={at.tp}" if at.tp > 1 else ""
+        other = next(n for n in smaller if n == 1 or model.block_size % math.lcm(2 * n, n * at.tp) == 0)
         yield (
             f"model.block_size={model.block_size} should be a multiple of {parts}: with backend.cp={at.cp}{tp}, each "
-            f"rank has an early and a late piece of every sequence; use model.block_size={fits}, or another backend.cp"
+            f"rank has an early and a late piece of every sequence; use model.block_size={fits}, or backend.cp={other}"
         )
+    heads, ranks = math.gcd(model.n_head, model.key_heads()), at.cp * at.tp
+    other = next(n for n in smaller if n == 1 or heads % (n * at.tp) == 0)
     if kind == "heads":
-        ranks = at.cp * at.tp
-        for name, heads in (("n_head", model.n_head), ("n_kv_head", model.key_heads())):
-            if heads % ranks:
-                yield (
-                    f"backend.cp_attention=heads divides model.{name}={heads} over backend.cp={at.cp} x "
-                    f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=ring, or another backend.cp"
-                )
-                return
+        if heads % ranks:
+            name = "n_head" if model.n_head % ranks else "n_kv_head"
+            yield (
+                f"backend.cp_attention=heads divides model.{name}={getattr(model, name)} over backend.cp={at.cp} x "
+                f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=ring, or backend.cp={other}"
+            )
         return
+    whole = "backend.cp_attention=heads"
+    if heads % ranks:
+        whole = f"backend.cp={other}" + f" {whole}" * (other > 1)
     for name, matters, without in (
         ("dropout", model.dropout > 0, "model.dropout=0"),
-        ("window", min(model.attention_spans()) < model.block_size, "a model.block_size within the window"),
+        ("window", min(model.attention_spans()) < model.block_size, f"model.block_size={min(model.attention_spans())}"),
     ):
         if matters:
             yield (
                 f"model.{name}={getattr(model, name):g} needs the attention weights of whole sequences, which "
-                f"backend.cp_attention={kind} never has: use {without}, or backend.cp_attention=heads with a "
-                "number of heads that backend.cp x backend.tp divides"
+                f"backend.cp_attention={kind} never has: use {without}, or {whole}"
             )
 
 
@@ -243,12 +247,6 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
         )
     if cfg.backend.own_engine:
         yield no_experts(model)
-    for is_conflict, what in ((cfg.backend.pipeline, "a pipeline, which has"), (at.cp > 1, "backend.cp, which leaves")):
-        if model.balance_loss and is_conflict:
-            yield (
-                f"model.balance_loss={model.balance_loss:g} is a loss of whole sequences in every block, and not "
-                f"available with {what} only parts of them on a rank: use model.balance_loss=0 with model.balance_rate"
-            )
 
 
 def no_experts(model: config.MoEConfig) -> str:

@@ -53,12 +53,12 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP", "backend.cp=3", "model.n_head=3", "model.n_embd=96"],
             3,
-            "model.block_size=64 should be a multiple of 6: with backend.cp=3, each rank has an early and a late piece",
+            "each rank has an early and a late piece of every sequence; use model.block_size=66, or backend.cp=1",
         ),
         (
             ["train.backend=FSDP", "backend.cp=4", "backend.cp_attention=heads", "model.n_head=2"],
             4,
-            "model.n_head=2 over backend.cp=4 x backend.tp=1 = 4 ranks: use backend.cp_attention=ring",
+            "n_head=2 over backend.cp=4 x backend.tp=1 = 4 ranks: use backend.cp_attention=ring, or backend.cp=2",
         ),
         (
             ["train.backend=FSDP", "backend.cp=4", "model.n_head=2", "model.dropout=0.1"],
@@ -68,13 +68,13 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=TP", "backend.cp=2", "backend.tp=2", "backend.cp_attention=heads", "model.n_head=2"],
             4,
-            "model.n_head=2 over backend.cp=2 x backend.tp=2 = 4 ranks: use backend.cp_attention=ring",
+            "n_head=2 over backend.cp=2 x backend.tp=2 = 4 ranks: use backend.cp_attention=ring, or backend.cp=1",
         ),
         (
             ["train.backend=FSDP", "backend.cp=4", "model=llama_debug", "model.window=16"],
             4,
             "model.window=16 needs the attention weights of whole sequences, which backend.cp_attention=ring never "
-            "has: use a model.block_size within the window",
+            "has: use model.block_size=16, or backend.cp=2 backend.cp_attention=heads",
         ),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
         (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),

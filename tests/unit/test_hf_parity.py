@@ -161,10 +161,11 @@ MIXTURES = {
 }
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["separate", "stacked"])
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.no_grad()
-def test_experts_in_files_of_transformers(name: str, tmp_path: Path) -> None:
-    """Its model joins matrices that its files have separately, so files are compared, in both directions."""
+def test_experts_in_files_of_transformers(name: str, stacked: bool, tmp_path: Path) -> None:
+    """Its files have the matrices separately or stacked, and its model stacked, so files are compared."""
     torch.manual_seed(0)
     cfg = MIXTURES[name]
     options = transformers.AutoConfig.for_model(**huggingface_config(cfg, V))
@@ -172,7 +173,7 @@ def test_experts_in_files_of_transformers(name: str, tmp_path: Path) -> None:
     assert type(theirs).__name__ == f"{name.partition(',')[0]}ForCausalLM"
     for p in theirs.parameters():
         p.add_(torch.empty_like(p).normal_(std=0.15))
-    theirs.save_pretrained(tmp_path / "theirs")
+    theirs.save_pretrained(tmp_path / "theirs", **({"save_original_format": False} if stacked else {}))
     ours = models.build(cfg, V).eval()
     weights = pretrained.open_weights(tmp_path / "theirs", cfg, V)
     described = pretrained.model_config(tmp_path, pretrained.read_config(tmp_path / "theirs"))

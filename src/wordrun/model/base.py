@@ -126,8 +126,8 @@ class Model(nn.Module):
         """
 
     def loads(self) -> Tensor | None:
-        """Return the load of each expert in the last step relative to the mean of its block, (blocks, experts); None:
-        there are no experts."""
+        """Return the load of each expert in the last step relative to the mean of its block, (blocks, experts), 0 for
+        the blocks of other pipeline stages; None: there are no experts."""
         return None
 
     def leave_uncompiled(self) -> None:

@@ -1,4 +1,4 @@
-"""The weights of experts in Hugging Face's files, which have the matrices of each expert separately."""
+"""The weights of experts in Hugging Face's files: a matrix for each expert or, perhaps from transformers 5, stacked."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from wordrun.model.base import LazyWeights
 
 ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
 """The name of a matrix of one expert."""
+STACKED = re.compile(r"(.+\.)mlp\.experts\.(gate_up|down)_proj")
+"""The name of a tensor of all experts, (experts, rows, columns), the same in all models of transformers 5."""
 BIAS = "router.bias"
 """What the name of a buffer that only our model has ends in."""
 
@@ -40,23 +42,57 @@ def split(name: str, matrices: Tensor, n_experts: int) -> dict[str, Tensor]:
 
 
 def join(
-    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], names: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
-    """Return transformers' weights and their shapes with the matrices of all experts of a layer below each other."""
+    """Return transformers' weights and their shapes with the matrices of all experts of a layer below each other.
+
+    Args:
+        theirs: the weights.
+        shapes: their shapes.
+        names: our names of the modules of a block mapped to transformers'.
+    """
+    theirs, shapes = _unstacked(theirs, shapes, names)
     layers: dict[str, list[tuple[int, str]]] = {}
     for name in shapes:
         if found := ONE_EXPERT.fullmatch(name):
             layers.setdefault(found[1] + found[3], []).append((int(found[2]), name))
     if not layers:
         return theirs, dict(shapes)
-    names = {joined: [name for _, name in sorted(found)] for joined, found in layers.items()}
+    every = {joined: [name for _, name in sorted(found)] for joined, found in layers.items()}
     rest = {name: shape for name, shape in shapes.items() if not ONE_EXPERT.fullmatch(name)}
-    rows = {joined: sum(shapes[name][0] for name in some) for joined, some in names.items()}
+    rows = {joined: sum(shapes[name][0] for name in some) for joined, some in every.items()}
     readers = {name: partial(theirs.__getitem__, name) for name in rest}
-    joint = {joined: partial(_joined, theirs, some) for joined, some in names.items()}
-    sizes = {joined: torch.Size((rows[joined], *shapes[some[0]][1:])) for joined, some in names.items()}
+    joint = {joined: partial(_joined, theirs, some) for joined, some in every.items()}
+    sizes = {joined: torch.Size((rows[joined], *shapes[some[0]][1:])) for joined, some in every.items()}
     return LazyWeights({**readers, **joint}), rest | sizes
 
 
 def _joined(theirs: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([theirs[name] for name in names])
+
+
+def _unstacked(
+    theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], names: Mapping[str, str]
+) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
+    """Return what ``join`` does of weights whose experts are stacked, and others as they are."""
+    readers = {name: partial(theirs.__getitem__, name) for name in shapes}
+    sizes = dict(shapes)
+    for stacked, size in shapes.items():
+        if not (found := STACKED.fullmatch(stacked)) or len(size) != 3:
+            continue
+        layers = ("gate", "up") if found[2] == "gate_up" else ("proj",)
+        del readers[stacked], sizes[stacked]
+        for part, layer in enumerate(layers):
+            name = f"{found[1]}{names[f'mlp.experts.{layer}']}.weight"
+            readers[name] = partial(_part, theirs, stacked, part, len(layers))
+            sizes[name] = torch.Size((size[0] * size[1] // len(layers), size[2]))
+        router = f"{found[1]}mlp.gate.weight"
+        if router in readers:
+            name = f"{found[1]}{names['mlp.router']}.weight"
+            readers[name], sizes[name] = readers.pop(router), sizes.pop(router)
+    return LazyWeights(readers), sizes
+
+
+def _part(theirs: Mapping[str, Tensor], name: str, part: int, parts: int) -> Tensor:
+    """Return one of ``parts`` of the rows of each expert in the tensor ``name``, below each other."""
+    return theirs[name].chunk(parts, dim=1)[part].flatten(0, 1)

@@ -21,6 +21,7 @@ from wordrun import compat_experts
 from wordrun.config import MoEConfig
 from wordrun.model.base import Rows
 from wordrun.model.block import Block, TokenBatch
+from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
 from wordrun.model.exchange import Exchange, share_of
 from wordrun.model.llama import GATES, MLP, Attention, Llama
@@ -35,7 +36,9 @@ class Common:
     """What the blocks of a model have in common."""
 
     gradient: Tensor | None = None
-    """The gradient of the losses (B,) of the batch whose backward pass is running; None: nobody has asked for it."""
+    """The gradient of the losses (B,) of the batch whose backward pass is running; None: they are averaged."""
+    context: Context | None = None
+    """The ranks among which each sequence is divided; None: it is not."""
 
     def __init__(self) -> None:
         self.routed = MoE.routed
@@ -73,13 +76,16 @@ class _Balanced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, balance: Tensor, common: Common) -> Tensor:
         """Return ``weights``; ``balance`` (B,) is the balance loss of each sequence."""
-        ctx.common = common
+        ctx.common, ctx.shape = common, balance.shape
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of both: that of the balance loss is that of the sequence's loss."""
-        return gradients[0], ctx.common.gradient, None
+        gradient = ctx.common.gradient
+        if gradient is None:  # in a pipeline, only the last stage has the losses
+            gradient = gradients[0].new_full(ctx.shape, 1 / ctx.shape[0])
+        return gradients[0], gradient, None
 
 
 class Router(nn.Module):
@@ -136,6 +142,8 @@ class Router(nn.Module):
             scores: (B, T, E).
             counts: tokens of each expert, (B, E).
         """
+        if self.common.context:  # scores of other ranks' tokens have their gradients there
+            counts = self.common.context.mean(counts.float())
         load = counts / counts.float().mean(-1, keepdim=True)
         share = (scores / scores.sum(-1, keepdim=True)).mean(1)
         return self.cfg.balance_loss * (load * share).sum(-1)
@@ -225,6 +233,11 @@ class MixtureOfExperts(Llama):
             self.common = Common()
         return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.common))
 
+    def divide_sequences(self, context: Context) -> None:
+        """Train and evaluate on this rank's part of each sequence, and balance the loads of whole ones."""
+        super().divide_sequences(context)
+        self.common.context = context
+
     @property
     def routers(self) -> list[Router]:
         """The routers of the blocks."""
@@ -254,7 +267,11 @@ class MixtureOfExperts(Llama):
 
     def loads(self) -> Tensor | None:
         """Return the load of each expert in the last step relative to the mean of its block, (blocks, E)."""
-        return None if self._loads is None else self._loads / self._loads.float().mean(1, keepdim=True)
+        if self._loads is None:
+            return None
+        loads = torch.zeros(self.cfg.n_layer, self.cfg.n_experts, device=self._loads.device)
+        loads[list(self.layers)] = self._loads / self._loads.float().mean(1, keepdim=True)
+        return loads
 
     def matrices(self) -> dict[str, Rows]:
         """Return the matrices of the blocks; each expert's is one of its own, and the router's rows are no matrix."""

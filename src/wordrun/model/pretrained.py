@@ -19,7 +19,7 @@ from wordrun.config import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig,
 from wordrun.errors import ConfigError, UserError, first_line, unpickling_problem
 from wordrun.model import experts, mup
 from wordrun.model.base import LazyWeights
-from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, match, to_ours
+from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, architecture, match, to_ours
 
 KINDS = {
     "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),
@@ -82,7 +82,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
         ConfigError: the weights belong to a different model; the message lists all differences.
         UserError: there are no weights, or a file is damaged.
     """
-    files, shapes = experts.join(*open_files(folder))
+    files, shapes = open_files(folder)
     described = replace(cfg, vocab_size=cfg.vocab_size or vocab_size)
     problems: list[str] = []
     words: list[str] = []
@@ -97,6 +97,8 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
             described.bias = any(bool(files[name].any()) for name in biases)
         found, words = differences(folder, described, cfg, vocab_size, str(facts["model_type"]))
         problems += found
+    if isinstance(described, MoEConfig):
+        files, shapes = experts.join(files, shapes, architecture(described).names)
     names, mismatches = match(files, shapes, described)
     if words:
         problems.append(f"use the options of these weights: {' '.join(words)}")

@@ -81,8 +81,9 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
     if found := pick([DIVIDED]):
         return advice(found, *why, *_divided(planner, found[0].strategy.layout.cp))
     if found := pick(["TP over FSDP"]) or pick(["3D"]) or pick(["PP"]):
-        shared = "One layer does not fit either: tensor parallelism splits each layer across a node's ranks."
-        return advice(found, *why, shared)
+        sharded = any(row.strategy.name in SHARDED for row in candidates)
+        reason = "One layer does not fit either" if sharded else "No layout that keeps layers whole suits the run"
+        return advice(found, *why, f"{reason}: tensor parallelism splits each layer across a node's ranks.")
     return Advice(None, kinds[0], [*why, *_remedies(planner, candidates)])
 
 

@@ -45,10 +45,7 @@ LEGEND = {
     "expert_load_max": (
         "with a mixture of experts: the most tokens that an expert got in this step, relative to the mean of its block"
     ),
-    "expert_load": (
-        "the same for each expert of each block, as lists on a line of its own in metrics.jsonl; in a pipeline, of the "
-        "blocks of rank 0"
-    ),
+    "expert_load": "the same for each expert of each block, as lists on a line of its own in metrics.jsonl",
     "spike_score": (
         "the highest score of a loss since the previous line: by how many standard deviations it was above the mean of "
         "the 128 steps before"

@@ -46,13 +46,15 @@ class Log(Hook):
             return
         metrics = trainer.meter.line(state)
         loads = [found for part in trainer.backend.parts if (found := part.loads()) is not None]
+        each: list[list[float]] = []
         if loads:  # in a pipeline, each rank has those of other blocks
-            metrics["expert_load_max"] = all_max(torch.cat(loads).max()).item()
+            each = all_max(torch.stack(loads).sum(0)).tolist()
+            metrics["expert_load_max"] = max(map(max, each))
         state.metrics.update(metrics)
         trainer.run.log(metrics)
-        if loads:
-            each = [[round(load, 3) for load in block] for block in torch.cat(loads).tolist()]
-            trainer.run.log_lists({"step": state.step, "expert_load": each})
+        if each:
+            rounded = [[round(load, 3) for load in block] for block in each]
+            trainer.run.log_lists({"step": state.step, "expert_load": rounded})
         begun, since = self._start
         now = time.monotonic()
         left = (now - since) / (state.step - begun) * (train.max_iters - state.step) if state.step > begun + 1 else 0
