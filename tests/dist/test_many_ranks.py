@@ -142,8 +142,9 @@ def walk(optimizer):
             if each.file != file_of(rank):
                 value = shards.TensorShard(name, shard.shape, each.offset, torch.zeros(each.shape, dtype=tensor.dtype))
                 files.setdefault(each.file, []).append(value)
-    for file, content in files.items():
-        shards.write(folder, content, int(file[7:].partition(".")[0]), {})
+    with mock.patch("os.fsync"):
+        for file, content in files.items():
+            shards.write(folder, content, int(file[7:].partition(".")[0]), {})
     assert made.load(folder, save.facts, [own])[own].tolist() == [0, 1, 2]
     mine = {each.name for each in share.shards}
     for name, tensor in made.model_state().items():
@@ -153,9 +154,9 @@ def walk(optimizer):
     sys.stdout.write(json.dumps(found) + "\\n")
 
 
-def own_group(members, *args, **options):
+def own_group(ranks, *args, **options):
     # torch makes every group of the mesh, and takes seconds for those of other ranks.
-    return td.new_group(members, *args, **options) if rank in members else None
+    return td.new_group(ranks, *args, **options) if rank in ranks else None
 
 
 with mock.patch.object(device_mesh, "new_group", own_group):
