@@ -5,13 +5,15 @@
 
 ``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
 tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: so many
-clients of one store meet, get the config, and agree that a checkpoint has been written. ``owners``: Muon's first step.
-``mesh``: torch's groups. ``launch``: the list of hosts.
+clients of one store meet, get the config, and agree that a checkpoint has been written (at most 10^4, each of which is
+a connection). ``owners``: Muon's first step. ``mesh``: torch's groups. ``launch``: the list of hosts. ``files``: a
+folder with a file of each rank. The last thing printed is a table of all of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -97,7 +99,7 @@ def store(ranks: int) -> dict[str, float]:
     from wordrun.dist.world import World
 
     # torch looks up the name of an address before it connects: what that costs depends on the DNS alone.
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    os.environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     config = values.dumps(wordrun.compose(["data=sample"]))
     context = multiprocessing.get_context("spawn")
     pipes = []
@@ -145,9 +147,10 @@ def clients(pipe: Any, port: int, ranks: int, count: int) -> None:
         "look": lambda: [each.check(["end"]) for each in mine],
     }  # fmt: skip
     pipe.send("ready")
-    while True:
-        acts[pipe.recv()]()
-        pipe.send("done")
+    with contextlib.suppress(EOFError):  # at the end of the measurement
+        while True:
+            acts[pipe.recv()]()
+            pipe.send("done")
 
 
 def owners(ranks: int) -> dict[str, float]:
@@ -197,24 +200,53 @@ def launch(ranks: int) -> dict[str, float]:
     return {"nodes": nodes, "expand_hosts_s": seconds, "hosts_bytes": len(",".join(hosts))}
 
 
-PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch)}
+def files(ranks: int) -> dict[str, float]:
+    """Measure a folder with so many files on a local disk: to make them, to list them, and to remove them."""
+    with tempfile.TemporaryDirectory() as name:
+        paths = [f"{name}/shards-{rank:05d}.safetensors" for rank in range(ranks)]
+
+        def make() -> None:
+            for path in paths:
+                os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+
+        def remove() -> None:
+            for path in paths:
+                os.unlink(path)
+
+        found = {"make_s": timed(make)[0]}
+        found["list_s"] = timed(lambda: len(os.listdir(name)))[0]
+        return {**found, "remove_s": timed(remove)[0]}
+
+
+PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch, files)}
+MOST = {"store": 10_000}
+"""Most ranks of a part."""
 
 
 def main() -> None:
-    """Run each part at each size in a process of its own, and print one JSON line for each."""
+    """Run each part at each size in a process of its own, print a JSON line for each, and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--ranks", default="1000,10000,100000")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    sizes = [int(size) for size in options.ranks.split(",")]
+    rows: dict[tuple[str, str], dict[int, float]] = {}
     for part in options.parts.split(","):
-        for ranks in map(int, options.ranks.split(",")):
+        for ranks in sizes:
             if options.here:
-                found = {name: float(f"{value:.4g}") for name, value in PARTS[part](ranks).items()}
-                print(json.dumps({"part": part, "ranks": ranks, **found}), flush=True)
-            else:
+                print(json.dumps({name: float(f"{value:.3g}") for name, value in PARTS[part](ranks).items()}))
+            elif ranks <= MOST.get(part, ranks):
                 words = [sys.executable, __file__, "--parts", part, "--ranks", str(ranks), "--here"]
-                subprocess.run(words, check=False)
+                text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+                print(json.dumps({"part": part, "ranks": ranks, **json.loads(text)}), flush=True)
+                for name, value in json.loads(text).items():
+                    rows.setdefault((part, name), {})[ranks] = value
+    if rows:
+        print("\n| what |", " | ".join(f"{ranks:,}" for ranks in sizes), "|\n|---|" + "---|" * len(sizes))
+    for (part, name), values in rows.items():
+        cells = [f"{values[ranks]:,.7g}" if ranks in values else "-" for ranks in sizes]
+        print(f"| {part}: {name} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,12 @@ pytestmark = pytest.mark.timeout(180)
 # pbs_tmrsh starts a process on another host of the job, though without the shell that ssh would start.
 HYDRA = ("--launcher", "hydra", "--launcher-args", "-bootstrap rsh -bootstrap-exec ./rsh")
 
+SMALL = (
+    "data=sample", "tracker=jsonl", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "model.batch_size=2", "train.max_iters=1", "train.eval_interval=0", "train.sample_tokens=0", "train.device=cpu",
+    "train.dtype=fp32",
+)  # fmt: skip
+
 
 def submit(cluster: Cluster, *words: str) -> str:
     Path("rsh").write_text('#!/bin/sh\nhost=$1\nshift\nexec pbs_tmrsh "$host" sh -c "$*"\n')
@@ -27,20 +36,33 @@ def submit(cluster: Cluster, *words: str) -> str:
     return job
 
 
-def test_a_submission_gets_its_nodes_and_keeps_its_site(cluster: Cluster, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def waiting(cluster: Cluster) -> Iterator[None]:
+    """Let PBS start no job within the ``with`` block."""
+    cluster.run("qmgr", "-c", "set server scheduling=False").check_returncode()
+    try:
+        yield
+    finally:
+        cluster.run("qmgr", "-c", "set server scheduling=True").check_returncode()
+
+
+def test_a_submission_gets_its_nodes_its_site_and_its_code(cluster: Cluster, tmp_path: Path) -> None:
     """Left to itself, PBS would put both chunks on one host, and its TMPDIR would be the ranks'."""
     (tmp_path / "mine.yaml").write_text("scheduler: pbs\nlauncher: hydra\nenv: {TMPDIR: [/tmp, short]}\n")
-    show = "echo rank $RANK on $(hostname) with $TMPDIR and $OMP_NUM_THREADS"
-    job = submit(
-        cluster, "--site", "mine.yaml", "-N", "2", "--ppn", "2", "--cores", "2", *HYDRA, "--", "sh", "-c", show
-    )
+    (tmp_path / "code").write_text("submitted")
+    show = "echo rank $RANK on $(hostname) with $TMPDIR and $OMP_NUM_THREADS: $(cat code)"
+    with waiting(cluster):
+        job = submit(
+            cluster, "--site", "mine.yaml", "-N", "2", "--ppn", "2", "--cores", "2", *HYDRA, "--", "sh", "-c", show
+        )
+        (tmp_path / "code").write_text("edited")
     cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends")
     assert cluster.job(job)["exec_host"] == "h1/0*2+h2/0*2"
     assert cluster.job(job)["Resource_List"]["place"] == "scatter"
     text = next(tmp_path.glob("test.o*")).read_text()
     assert "mine: " in text  # setup_job has read the file
     said = sorted(re.findall("^rank .*", text, re.MULTILINE))
-    assert said == [f"rank {rank} on h{1 + rank // 2} with /tmp and 1" for rank in range(4)], text
+    assert said == [f"rank {rank} on h{1 + rank // 2} with /tmp and 1: submitted" for rank in range(4)], text
     assert cluster.job(job)["Exit_status"] == 0, text
 
 
@@ -66,3 +88,20 @@ def test_a_cancelled_job_leaves_nothing(cluster: Cluster, tmp_path: Path) -> Non
     cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends")
     for host in ("h1", "h2"):
         cluster.wait(lambda host=host: "61.25" not in cluster.run("ps", "ax", host=host).stdout, f"{host} is clean")
+
+
+def test_a_sweep_is_a_job_per_point_or_one_for_several(cluster: Cluster, tmp_path: Path) -> None:
+    jobs = {}
+    for folder, per_job in (("each", 1), ("packed", 2)):
+        words = [*SMALL, "train.seed=1,2", "hydra/launcher=wordrun", "hydra.launcher.submit=true"]
+        options = ["walltime=0:05:00", f"points_per_job={per_job}", "job_nodes=1"]
+        words += [f"hydra.launcher.{option}" for option in options]
+        done = cluster.run("wordrun", "-m", *words, f"hydra.sweep.dir={folder}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        jobs[folder] = re.findall(r"^points? [\d, ]+: job (\S+)", done.stdout, re.MULTILINE)
+    assert {folder: len(names) for folder, names in jobs.items()} == {"each": 2, "packed": 1}
+    for name in (*jobs["each"], *jobs["packed"]):
+        cluster.wait(lambda name=name: cluster.job(name)["job_state"] == "F", "the job ends", 120)
+        assert cluster.job(name)["Exit_status"] == 0, [path.read_text() for path in tmp_path.glob("sweep*.o*")]
+    runs = [tmp_path / folder / str(number) / "run.json" for folder in jobs for number in range(2)]
+    assert [json.loads(run.read_text())["exit_reason"] for run in runs] == ["finished"] * 4

@@ -198,14 +198,17 @@ def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: 
     assert together[:3] == [("p0", 0), ("p1", 1), ("p2", 0)]
 
 
-def test_jobs_are_submitted_once_and_collected_when_their_runs_have_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text("#!/bin/sh\necho 17\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("_sbatch")
+def test_jobs_are_submitted_once_and_collected_when_their_runs_have_finished(tmp_path: Path) -> None:
     words = ("--submit", "--launch=--scheduler slurm --walltime 0:10:00")
 
     def run(*more: str) -> tuple[bool, dict[str, str]]:
@@ -222,6 +225,21 @@ def test_jobs_are_submitted_once_and_collected_when_their_runs_have_finished(
     (folder / "run.json").write_text('{"exit_reason": "finished", "world": {"size": 1, "nodes": 1, "hosts": ["n1"]}}')
     done, row = run()
     assert (done, row["state"], row["speed"], row["hosts"], row["run_dir"]) == (True, DONE, "3", "n1", "runs/a")
+
+
+@pytest.mark.usefixtures("_sbatch")
+def test_a_study_submits_a_job_for_each_point(tmp_path: Path) -> None:
+    """As its page says, from a login node, which has neither the nodes nor the devices."""
+    words = ["--submit", "--nodes", "1,2", "--weak", "--launch=--site perlmutter --queue regular --walltime 0:20:00 "
+             "--account A --no-freeze", "--out", "out", "data=sample"]  # fmt: skip
+    assert main(["scaling", *words]) == 75
+    with Points(tmp_path / "out", "scaling", scaling.VERSION, scaling.COLUMNS) as file:
+        found = {row["point"]: [row[name] for name in ("state", "ranks", "nodes", "global_batch")] for row in
+                 file.rows.values()}  # fmt: skip
+    assert found == {"DDP-1": ["submitted", "4", "1", "48"], "DDP-2": ["submitted", "8", "2", "96"]}
+    scripts = [path.read_text() for path in sorted((tmp_path / "outputs" / "jobs").glob("DDP-*.sh"))]
+    assert ["#SBATCH --nodes=1" in scripts[0], "#SBATCH --nodes=2" in scripts[1]] == [True, True]
+    assert ["train.global_batch_size=48" in scripts[0], "train.global_batch_size=96" in scripts[1]] == [True, True]
 
 
 def test_a_study_under_launch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,11 +23,12 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from wordrun import interrupts, log
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, lines_without_pages
-from wordrun.launch import processes
+from wordrun.launch import processes, site_files
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.planner import look_around
 from wordrun.launch.request import Ranks
+from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.log import LOGGER
 from wordrun.runs.record import RunRecord, load
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, Point, Points
@@ -110,8 +112,15 @@ def look(args: argparse.Namespace, words: Sequence[str]) -> tuple[Job, Ranks]:
     Raises:
         ConfigError: they contradict each other, or ask for more ranks than there can be.
     """
-    job, _, ranks = look_around(parse([*args.launch, *words, "--", "wordrun"]))
-    return job, ranks
+    if not args.submit:
+        job, _, ranks = look_around(parse([*args.launch, *words, "--", "wordrun"]))
+        return job, ranks
+    options = parse([*args.launch, *words, "--submit", "--", "wordrun"])
+    site, _ = site_files.find(options.site, socket.gethostname(), os.environ)
+    nodes, np = node_count(options, site), total_ranks(options, site)
+    layout = tuple(np // nodes + (at < np % nodes) for at in range(nodes))
+    hosts, devices = tuple(f"node {at}" for at in range(nodes)), options.gpus or site.devices or 0
+    return Job(hosts, (site.cores or 1,) * nodes, (devices,) * nodes, layout), Ranks(layout, "as submitted")
 
 
 def launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[str]:

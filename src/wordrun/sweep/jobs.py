@@ -13,7 +13,7 @@ from wordrun.launch import site_files, submit as launch_submit
 from wordrun.launch.freeze import describe
 from wordrun.launch.parser import parse
 from wordrun.launch.request import Options
-from wordrun.launch.schedulers.base import node_count
+from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.launch.site import Site
 from wordrun.sweep.folder import Point, Sweep
 from wordrun.sweep.options import LauncherOptions
@@ -75,7 +75,7 @@ def job(sweep: Sweep, chunk: Sequence[Point]) -> Options:
 def together(options: LauncherOptions, parsed: Options, site: Site, count: int) -> Options:
     """Return ``parsed``, which asks for the ranks of one point, with the nodes and ranks of ``count`` points."""
     nodes = node_count(parsed, site)
-    ranks = parsed.np or nodes * (parsed.ppn or site.ranks_per_node or site.devices or 1)
+    ranks = total_ranks(parsed, site)
     slots = site.ranks_per_node or site.devices or 0
     per_node = max(1, slots // ranks) if nodes == 1 else 1
     wanted = options.job_nodes or (-(-count // per_node) if nodes == 1 else nodes * count)

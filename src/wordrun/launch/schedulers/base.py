@@ -116,6 +116,11 @@ def node_count(options: Options, site: Site) -> int:
     return -(-options.np // ppn) if options.np and ppn else 1
 
 
+def total_ranks(options: Options, site: Site) -> int:
+    """Return the number of ranks that a submitted job will have, as far as the site says what its nodes have."""
+    return options.np or node_count(options, site) * (options.ppn or site.ranks_per_node or site.devices or 1)
+
+
 def ranks_of_node(options: Options, site: Site) -> int:
     """Return the requested number of ranks per node, at least 1."""
     return options.ppn or -(-(options.np or 1) // node_count(options, site))
