@@ -72,13 +72,11 @@ def plan_again(options: Options, left_out: frozenset[str], same: Identity, last:
     except ConfigError:
         if not options.least:
             raise
-        nodes = Nodes(last)
-        nodes.ready = {at for at, host in enumerate(last.guarded) if short(host) not in left_out}
-        best = nodes.best()
+        best = Nodes(last, {at for at, host in enumerate(last.guarded) if short(host) not in left_out}).best()
         if best is None:
             raise
         fewer = replace(options, np=sum(best), nodes=None, ppn=None, spare_nodes=0)
-        if sum(best) <= (options.least or 0):
+        if sum(best) <= options.least:
             fewer = replace(fewer, elastic=True)
         return make_plan(fewer, left_out, same)
 
