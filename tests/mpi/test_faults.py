@@ -32,6 +32,19 @@ def test_with_checkpoints_in_memory_even_a_lost_node_leaves_no_trace(tmp_path: P
 
 @pytest.mark.timeout(300)
 def test_under_guardians_no_fault_leaves_a_trace(tmp_path: Path) -> None:
-    """Of ranks and guardians; also of launch and nodes by python tests/soak.py --elastic."""
-    told = soak.soak_elastic(tmp_path, faults=4, seed=7, steps=80, ranks=2)
-    assert told[0].startswith("killed a rank")
+    """Of ranks, guardians and memory; also of launch and nodes by python tests/soak.py --elastic."""
+    told = soak.soak_elastic(tmp_path, faults=5, seed=7, steps=80, ranks=2)
+    assert told[0].startswith("hit a rank")
+
+
+@pytest.mark.timeout(300)
+def test_with_fewer_ranks_until_the_node_is_back_the_losses_are_the_same(tmp_path: Path) -> None:
+    soak.ELASTIC_VICTIMS, victims = ("a guardian", soak.NODE), soak.ELASTIC_VICTIMS
+    try:
+        told = soak.soak_elastic(tmp_path, faults=2, seed=8, steps=150, ranks=2, fewer=True)
+    finally:
+        soak.ELASTIC_VICTIMS = victims
+    assert [each.partition(" (")[0] for each in told] == ["hit a guardian", "hit a node"]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["sizes"] == [1, 2]
+    assert 1 in [part["world"]["size"] for part in record["earlier"]]
