@@ -50,7 +50,7 @@ def test_with_fewer_ranks_until_the_node_is_back_the_losses_are_the_same(start: 
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
     (tmp_path / "hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
     launch, *words = soak_runs.command(run, text, 100_000)
-    words = [*words[words.index("-m") :], "train.backend=DDP", "train.checkpoint_interval=0", "model.dropout=0"]
+    words = [*words[words.index("-m") :], "train.backend=DDP", "train.checkpoint_interval=100000", "model.dropout=0"]
     words += ["schedule=constant", "train.memory_checkpoint_interval=2"]
     nodes = ["--hostfile", str(tmp_path / "hosts"), "--launcher-args", "-launcher fork"]
     process = start(launch, "-n", "2", "--elastic", "1", "--env", "OMP_NUM_THREADS=1", *nodes, sys.executable, *words)

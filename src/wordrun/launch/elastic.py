@@ -247,8 +247,8 @@ class Guardians:
             self.uses_mpi = True
             self._end()
             return
-        if self.state == "saving" and status in (0, REQUEUE) and not self.stopping:
-            self._saved |= status == REQUEUE
+        if self.state == "saving" and status in (0, REQUEUE, 128 + signal.SIGTERM) and not self.stopping:
+            self._saved |= status != 0
             if not self._living and self._saved:
                 self._end()
             elif not self._living:
