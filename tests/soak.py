@@ -12,7 +12,9 @@ With ``--memory``, the two ranks are on two simulated nodes and keep checkpoints
 with its memory.
 
 With ``--elastic``, guardians start the ranks, 4 on two simulated nodes, and the launch goes on unless it is killed
-itself. Victims are also guardians and all ranks of a node.
+itself. Faults are then also guardians and all ranks of a node that are killed, ranks that are stopped, memory that is
+full, both nodes lost together, and a guardian that is killed during a restart. With ``--fewer`` as well, a run that has
+lost a node continues with half of its ranks until the node is back, and the losses are equal to 1e-5.
 """
 
 from __future__ import annotations
@@ -25,69 +27,32 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from soak_runs import (
+    command,
+    compare,
+    environment,
+    finish,
+    last_step,
+    living,
+    node_of,
+    parent,
+    saving,
+    sources,
+    wait_for,
+)  # fmt: skip
+
 VICTIMS = ("a rank", "all ranks", "launch")
 NODE = "a node"
 MOMENTS = ("training", "saving", "starting")
-ELASTIC_VICTIMS = ("a rank", "a node's ranks", "a guardian", "a rank", "launch", NODE)
-PATIENCE_S = 90
-# A rank that has the memory of its node.
-RANK = """
-import os, sys
-os.environ["WORDRUN_SHM"] = f"{sys.argv.pop(1)}{os.environ['NODE_RANK']}"
-os.makedirs(os.environ["WORDRUN_SHM"], exist_ok=True)
-from wordrun.cli import main
-sys.exit(main())
-"""
-
-
-def command(folder: Path, text: Path, steps: int, *, memory: bool = False, elastic: int = 0) -> list[str]:
-    """Return the command that trains, or goes on; ``elastic`` is the number of ranks under guardians."""
-    python = [sys.executable]
-    if elastic:
-        words = command(folder, text, steps, memory=True)
-        hosts, script = folder.with_suffix(".hosts"), folder.with_suffix(".py")
-        hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
-        script.write_text(RANK)
-        return [
-            *words[:2], str(elastic), "--elastic", "--retries", "100000", "--hostfile", str(hosts), "--launcher-args",
-            "-launcher fork", "--oversubscribe", sys.executable, str(script), f"{folder.with_suffix('.node')}",
-            *words[words.index("wordrun") + 1 :],
-        ]  # fmt: skip
-    if memory:  # each rank gets the memory of its node
-        node = folder.with_suffix(".node")
-        script = f'export WORDRUN_SHM="{node}$RANK"; mkdir -p "$WORDRUN_SHM"; exec "$@"'
-        python = ["sh", "-c", script, "sh", sys.executable]
-    return [
-        str(Path(sys.executable).with_name("launch")), "-n", "2", "--env", "OMP_NUM_THREADS=1", *python, "-m",
-        "wordrun", *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []), "data=text",
-        "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
-        "train.resume=auto",
-        f"train.max_iters={steps}", "train.log_interval=1", "train.eval_interval=0",
-        f"train.checkpoint_interval={20 if memory else 5}",
-        "train.sample_tokens=0", "train.dtype=fp32", "train.device=cpu", "model.n_layer=2", "model.n_embd=64",
-        "model.n_head=2", "model.block_size=32", "model.batch_size=4", "model.dropout=0.1",
-        "optimizer.warmup_iters=10",
-    ]  # fmt: skip
-
-
-def last_step(folder: Path) -> int:
-    """Return the last step in a run's metrics."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return int(json.loads(lines[-1])["step"])
-    except (OSError, IndexError, ValueError):  # not there, empty, or half a line
-        return 0
-
-
-def saving(folder: Path) -> bool:
-    """Say whether a checkpoint is being written, on disk or in memory."""
-    return any(folder.glob("checkpoints/.step-*")) or any(folder.parent.glob(f"{folder.name}.node*/*/*/.step-*"))
+ELASTIC_VICTIMS = (
+    "a rank", "a node's ranks", "a guardian", "a rank without memory", "a rank and in the restart a guardian",
+    "launch", NODE, "a stopped rank", "a rank", "all nodes",
+)  # fmt: skip
 
 
 def ranks_below(pid: int) -> list[int]:
@@ -101,23 +66,6 @@ def ranks_below(pid: int) -> list[int]:
             found += [int(c) for c in children if b"\0-m\0wordrun\0" in Path(f"/proc/{c}/cmdline").read_bytes()]
     # launch's own command line holds the same words.
     return [pid for pid in found if "python" in Path(f"/proc/{pid}/comm").read_text()]
-
-
-def environment(pid: int) -> bytes:
-    """Return the variables of a process; empty if it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    return b""
-
-
-def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S) -> bool:
-    """Wait until ``condition()``; say whether it came before the process ended."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None or time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: random.Random) -> str:
@@ -160,22 +108,11 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     return f"killed {victim} ({len(pids)}) while {moment}, after step {step}{where}: status {status}"
 
 
-def living(folder: Path) -> list[int]:
-    """Return the process IDs of a run's ranks, in order; none if one of them has ended."""
-    try:
-        pids: list[int] = json.loads((folder / "launch.json").read_text()).get("pids", [])
-    except (OSError, ValueError):  # it is being moved
-        return []
-    return pids if all(os.path.exists(f"/proc/{pid}") for pid in pids) else []
-
-
-def parent(pid: int) -> int:
-    """Return the process ID of a process's parent."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 class Elastic:
     """A training under guardians, in which one fault follows another."""
+
+    lost = 0
+    """How many times the run has ended, though it should have survived."""
 
     def __init__(self, words: list[str], folder: Path, dice: random.Random) -> None:
         self.words, self.folder, self.dice = words, folder, dice
@@ -186,7 +123,9 @@ class Elastic:
         """Whom a fault has hit, by the last step: launch gives up when it is the same twice."""
 
     def start(self) -> subprocess.Popen[Any]:
-        """Start the command if it does not run."""
+        """Start the command if it does not run, or has failed."""
+        if self.process is not None and self.process.poll():
+            self.lost, self.process = self.lost + 1, None
         if self.process is None:
             with open(self.folder.with_suffix(".out"), "a") as out:
                 self.process = subprocess.Popen(self.words, stdout=out, stderr=out)
@@ -202,23 +141,34 @@ class Elastic:
         step, ranks = last_step(folder), living(folder)
         if not ranks:
             return f"nobody to kill after step {step}: {'ended' if process.poll() is not None else 'restarting'}"
-        half = len(ranks) // 2
-        node = self.dice.choice((0, 1))
-        of_node = ranks[:half] if node == 0 else ranks[half:]
+        of_guardian: dict[int, list[int]] = {}
+        for pid in ranks:
+            of_guardian.setdefault(parent(pid), []).append(pid)
+        guardian = self.dice.choice(sorted(of_guardian))
+        node, of_node = node_of(guardian), of_guardian[guardian]
         rank = self.dice.randrange(len(ranks))
         struck = self.struck.setdefault(step, set())
-        name = {"a rank": f"{rank}", "a node's ranks": f"{ranks.index(of_node[0])}"}.get(victim, "guardian")
-        if victim != "launch" and name in struck:
+        names = {f"{rank}"} if " rank" in victim else {*map(str, range(len(ranks)))} if "ranks" in victim else set()
+        names |= {"guardian"} if "guardian" in victim or ("node" in victim and "ranks" not in victim) else set()
+        if struck & names:
             return f"left {victim} alone after step {step}, whom a fault has hit there"
-        struck |= (
-            {name} if victim == "a rank" else {*map(str, range(len(ranks)))} if victim == "a node's ranks" else {name}
-        )
-        guardian = [parent(of_node[0])]
-        pids = {"a rank": [ranks[rank]], "a node's ranks": of_node, "a guardian": guardian, "launch": [process.pid],
-                NODE: [*guardian, *of_node]}[victim]  # fmt: skip
+        struck |= names
+        pids = {
+            "a node's ranks": of_node, "a guardian": [guardian], "launch": [process.pid], NODE: [guardian, *of_node],
+            "all nodes": [*of_guardian, *ranks],
+        }.get(victim, [ranks[rank]])  # fmt: skip
+        full = folder.with_suffix(".node.full")
+        if "memory" in victim:
+            full.touch()
+            wait_for(lambda: last_step(folder) >= step + 3, process)
+            full.unlink()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGSTOP if "stopped" in victim else signal.SIGKILL)
+        if "restart" in victim:
+            time.sleep(self.dice.uniform(0, 1.5))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(guardian, signal.SIGKILL)
         self.before = ranks
         if victim == "launch":
             process.wait(timeout=30)
@@ -228,17 +178,17 @@ class Elastic:
             if time.monotonic() > end:
                 raise SystemExit(f"ranks are left 60 s after {victim} had been killed")
             time.sleep(0.01)
-        if victim == NODE:
-            shutil.rmtree(f"{folder.with_suffix('.node')}{node}", ignore_errors=True)
-        return f"killed {victim} ({len(pids)}) while {moment}, after step {step}"
+        for each in {NODE: [node], "all nodes": [0, 1]}.get(victim, []):
+            shutil.rmtree(f"{folder.with_suffix('.node')}{each}", ignore_errors=True)
+        return f"hit {victim} ({len(pids)}) while {moment}, after step {step}"
 
 
-def soak_elastic(home: Path, faults: int, seed: int, steps: int, ranks: int = 4) -> list[str]:
+def soak_elastic(home: Path, faults: int, seed: int, steps: int, ranks: int = 4, *, fewer: bool = False) -> list[str]:
     """Hit a training under guardians ``faults`` times; return what happened, or raise SystemExit if it is wrong."""
     dice = random.Random(seed)
     text = home / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
-    run = Elastic(command(home / "run", text, steps, elastic=ranks), home / "run", dice)
+    run = Elastic(command(home / "run", text, steps, elastic=ranks, fewer=fewer), home / "run", dice)
     told: list[str] = []
     while len(told) < faults:
         i = len(told)
@@ -246,46 +196,20 @@ def soak_elastic(home: Path, faults: int, seed: int, steps: int, ranks: int = 4)
         print(f"{i + 1}/{faults}: {told[-1]}", flush=True)
     if run.start().wait(timeout=300):
         raise SystemExit(f"the run did not survive: {home / 'run.out'}")
-    finish(home / "whole", command(home / "whole", text, steps, elastic=ranks))
-    compare(home, steps)
+    finish(home / "whole", command(home / "whole", text, steps, elastic=ranks, fewer=fewer))
+    compare(home, steps, error=1e-5 if fewer else 0.0)
     found = json.loads((home / "run" / "run.json").read_text())["recoveries"]
     seconds = sorted(fault["seconds"] for fault in found if fault["seconds"] is not None)
     lost = max(fault["last_step"] - fault["resumed_step"] for fault in found if fault["last_step"] is not None)
     from_memory = sum(fault["source"] == "memory" for fault in found)
+    median, late = seconds[len(seconds) // 2], seconds[int(0.95 * len(seconds))]
     print(
         f"{len(found)} recoveries, {from_memory} from memory, at most {lost} steps lost; from the fault to the next "
-        f"step {seconds[len(seconds) // 2]:.1f} s (median), {seconds[int(0.95 * len(seconds))]:.1f} s (95th percentile)"
+        f"step {median:.1f} s (median), {late:.1f} s (95th percentile); {run.lost} faults not survived"
     )
+    if run.lost:
+        raise SystemExit(f"the run has ended {run.lost} times: {home / 'run.out'}")
     return told
-
-
-def finish(folder: Path, words: list[str]) -> None:
-    """Let a training run to its end."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise SystemExit(f"{folder.name} did not finish:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
-
-
-def compare(home: Path, steps: int) -> None:
-    """Compare the losses of the training that was disturbed with those of the other, to the bit."""
-    if figures(home / "run") != figures(home / "whole"):
-        raise SystemExit(f"the losses in {home / 'run'} are not those in {home / 'whole'}")
-    if len(figures(home / "run")) != steps:
-        raise SystemExit(f"{home / 'run'} has not one line for each of its {steps} steps")
-    if left := list(home.glob("*.node*/*/*")):
-        raise SystemExit(f"checkpoints are left in memory: {left}")
-
-
-def figures(folder: Path) -> list[tuple[Any, ...]]:
-    """Return what does not depend on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [tuple(line[key] for key in ("step", "loss", "lr", "grad_norm", "tokens")) for line in lines]
-
-
-def sources(folder: Path) -> list[str]:
-    """Return from where each launch resumed: memory or disk."""
-    record = json.loads((folder / "run.json").read_text())
-    return [part["resumed_from"]["source"] for part in [*record["earlier"], record] if "resumed_from" in part]
 
 
 def soak(home: Path, runs: int, seed: int, steps: int, *, memory: bool = False) -> list[str]:
@@ -316,6 +240,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="of the training (0: enough for all runs)")
     parser.add_argument("--memory", action="store_true", help="with checkpoints in memory, and nodes that are lost")
     parser.add_argument("--elastic", action="store_true", help="under guardians, on two simulated nodes")
+    parser.add_argument("--fewer", action="store_true", help="with --elastic: continue without a lost node")
     parser.add_argument("--ranks", type=int, default=4, help="with --elastic")
     parser.add_argument("--home", type=Path, help="folder to work in (a temporary one)")
     args = parser.parse_args()
@@ -324,10 +249,11 @@ def main() -> None:
     began = time.monotonic()
     steps = args.steps or 20 + (6 if args.elastic else 12) * args.runs
     if args.elastic:
-        soak_elastic(home, args.runs, args.seed, steps, args.ranks)
+        soak_elastic(home, args.runs, args.seed, steps, args.ranks, fewer=args.fewer)
     else:
         soak(home, args.runs, args.seed, steps, memory=args.memory)
-    print(f"{args.runs} runs, the losses are equal to the bit; {time.monotonic() - began:.0f} s in {home}")
+    equal = "to 1e-5" if args.fewer else "to the bit"
+    print(f"{args.runs} runs, the losses are equal {equal}; {time.monotonic() - began:.0f} s in {home}")
 
 
 if __name__ == "__main__":

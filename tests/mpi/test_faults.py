@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import soak
+import soak_runs
+
+if TYPE_CHECKING:
+    from conftest import Start
 
 
 @pytest.mark.timeout(300)
@@ -32,6 +39,43 @@ def test_with_checkpoints_in_memory_even_a_lost_node_leaves_no_trace(tmp_path: P
 
 @pytest.mark.timeout(300)
 def test_under_guardians_no_fault_leaves_a_trace(tmp_path: Path) -> None:
-    """Of ranks and guardians; also of launch and nodes by python tests/soak.py --elastic."""
-    told = soak.soak_elastic(tmp_path, faults=4, seed=7, steps=80, ranks=2)
-    assert told[0].startswith("killed a rank")
+    """Of ranks, guardians and memory; also of launch and nodes by python tests/soak.py --elastic."""
+    told = soak.soak_elastic(tmp_path, faults=5, seed=7, steps=80, ranks=2)
+    assert told[0].startswith("hit a rank")
+
+
+@pytest.mark.timeout(300)
+def test_with_fewer_ranks_until_the_node_is_back_the_losses_are_the_same(start: Start, tmp_path: Path) -> None:
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
+    (tmp_path / "hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
+    launch, *words = soak_runs.command(run, text, 100_000)
+    words = [*words[words.index("-m") :], "train.backend=DDP", "train.checkpoint_interval=100000", "model.dropout=0"]
+    words += ["schedule=constant", "train.memory_checkpoint_interval=2"]
+    nodes = ["--hostfile", str(tmp_path / "hosts"), "--launcher-args", "-launcher fork"]
+    process = start(launch, "-n", "2", "--elastic", "1", "--env", "OMP_NUM_THREADS=1", *nodes, sys.executable, *words)
+    assert soak_runs.wait_for(lambda: soak_runs.last_step(run) >= 4 and soak_runs.living(run), process)
+    os.kill(soak_runs.parent(soak_runs.living(run)[1]), signal.SIGKILL)
+
+    def sizes() -> list[int]:
+        """Return the numbers of ranks of the parts of the run."""
+        try:
+            record = json.loads((run / "run.json").read_text())
+        except (OSError, ValueError):
+            return []
+        return [part["world"]["size"] for part in [*record.get("earlier", []), record]]
+
+    assert soak_runs.wait_for(lambda: sizes() == [2, 1, 2], process)
+    assert json.loads((run / "run.json").read_text())["resumed_from"]["source"] == "disk", "the ranks have saved"
+    reached = soak_runs.last_step(run)
+    assert soak_runs.wait_for(lambda: soak_runs.last_step(run) > reached, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    lines = [line for line in soak_runs.figures(run) if line]
+    assert [line[0] for line in lines] == [*range(1, len(lines) + 1)]
+    whole = tmp_path / "whole"
+    alone = [*words, f"hydra.run.dir={whole}", f"train.max_iters={len(lines)}", "train.global_batch_size=8"]
+    soak_runs.finish(whole, [sys.executable, *alone, "train.memory_checkpoint_interval=0"])
+    for mine, other in zip(lines, soak_runs.figures(whole), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert json.loads((run / "run.json").read_text())["sizes"] == [1, 2]

@@ -150,6 +150,60 @@ def test_without_a_guardian_everything_is_launched_again(command: Command, where
     assert "was lost (lost guardian): launching again" in done.stderr
 
 
+# Rank 0 kills its guardian; without room for all ranks, the others wait until there is.
+LOSE = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank, size, generation = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "WORDRUN_GENERATION"))
+new = Path(f"{generation}-{rank}.new")
+new.write_text(json.dumps({**os.environ, "pid": os.getpid()}))
+new.rename(f"{generation}-{rank}")
+while len(list(Path().glob(f"{generation}-*[0-9]"))) < int(size):
+    time.sleep(0.01)
+if (generation, rank) == ("0", "0"):
+    os.kill(os.getppid(), signal.SIGKILL)
+while generation == "0" or size == "1":
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"), [(["--elastic", "1"], [2, 1, 2]), (["--elastic", "--spare-nodes", "1"], [2, 2])],
+    ids=["fewer ranks until the node is back", "a spare node"],
+)  # fmt: skip
+def test_without_a_node_the_run_continues_in_the_same_launch(
+    command: Command, options: list[str], sizes: list[int]
+) -> None:
+    Path("lose.py").write_text(LOSE)
+    hosts = f"localhost\n{os.uname().nodename}\n" + "127.0.0.1\n" * ("--spare-nodes" in options)
+    Path("hosts").write_text(hosts)
+    done = command(ELASTIC[0], "--no-preimport", *options, *TWO_NODES, "-n", "2", "python", "lose.py")
+    assert done.returncode == 0, done.stderr
+    found = [variables(generation, size) for generation, size in enumerate(sizes)]
+    assert [[each["WORLD_SIZE"] for each in ranks] for ranks in found] == [[str(size)] * size for size in sizes]
+    for ranks in found:
+        assert [(each["RANK"], each["NODE_RANK"], each["LOCAL_RANK"]) for each in ranks] == [
+            (str(rank), str(rank), "0") for rank in range(len(ranks))
+        ]
+        assert {each["WORDRUN_WORLD_SIZE"] for each in ranks} == {str(len(ranks))}
+        assert len({each["MASTER_ADDR"] for each in ranks}) == 1
+    assert {each.get("WORDRUN_ELASTIC") for ranks in found for each in ranks} == (
+        {"1 2 1"} if len(sizes) > 2 else {None}
+    )
+    assert [fault["cause"] for fault in json.loads(found[-1][0]["WORDRUN_FAULTS"])] == ["lost guardian"]
+    assert "has ended: restarting" in done.stderr
+    assert ("there is room for 2 ranks again, instead of 1" in done.stderr) == (len(sizes) > 2)
+    assert "launching again" not in done.stderr
+    assert "BAD TERMINATION" not in done.stderr
+
+
+def test_a_rank_that_is_stopped_is_killed_and_started_again(command: Command) -> None:
+    done = command(*ELASTIC, "-n", "2", "python", "act.py", "generation or (die(signal.SIGSTOP) if rank else wait())")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed (SIGSTOP): restarting the ranks" in done.stderr
+
+
 def test_when_launch_is_killed_its_guardians_and_ranks_end(start: Start) -> None:
     process = start(*ELASTIC, *TWO_NODES, "-n", "4", "python", "act.py", "wait()")
     found = pids(0, 4)

@@ -434,12 +434,22 @@ def test_the_mpi_type_follows_from_the_program_unless_the_user_chooses_it(
     assert ("--mpi=cray_shasta" in command) == bool(args)
 
 
-@pytest.mark.parametrize("option", ["--retries", "--elastic"])
-def test_a_spare_node_takes_the_place_of_one_that_failed(cluster: Cluster, tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "after", "message"),
+    [
+        (("--retries", "1", "--spare-nodes", "1"), 2, "SLURM lost a node"),
+        (("--elastic", "--spare-nodes", "1"), 2, "has ended: restarting 2 ranks"),
+        (("--elastic", "1", "-N", "2"), 1, "has ended: restarting 1 rank ("),
+    ],
+    ids=["launched again", "guardian of the spare node", "fewer ranks"],
+)  # fmt: skip
+def test_without_a_node_that_failed_the_run_continues(
+    cluster: Cluster, tmp_path: Path, options: tuple[str, ...], after: int, message: str
+) -> None:
+    """With the guardian of a spare node, or with fewer ranks, nothing is launched again."""
     rank = tmp_path / "rank.sh"
     rank.write_text("echo $SLURMD_NODENAME >> where$TRIES; [ -e again ] || { touch ready; exec sleep 61; }")
-    again = ("--retries", "1") if option == "--retries" else (option,)
-    words = ("launch", *again, "--spare-nodes", "1", "sh", rank)
+    words = ("launch", *options, "sh", rank)
     script = f"{' '.join(map(str, words))} > out 2>&1; echo $? > status"
     job = cluster.start("salloc", "--no-kill", "-N3", "--ntasks-per-node=1", "bash", "-c", script)
     wait_for(job, tmp_path / "where", "n", 2)
@@ -450,9 +460,10 @@ def test_a_spare_node_takes_the_place_of_one_that_failed(cluster: Cluster, tmp_p
     text = (tmp_path / "out").read_text()
     assert (tmp_path / "status").read_text().strip() == "0", text
     second = (tmp_path / "where").read_text().split()[2:]
-    assert len(second) == 2
+    assert len(second) == after, text
     assert first[1] not in second
-    assert "SLURM lost a node" in text
+    assert message in text
+    assert ("launching again" in text) == ("--retries" in options), text
 
 
 def test_guardians_restart_the_ranks_of_two_nodes(cluster: Cluster, tmp_path: Path) -> None:

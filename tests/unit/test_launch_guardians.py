@@ -13,7 +13,8 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import elastic, guardian
-from wordrun.launch.elastic import Guardians, python_command
+from wordrun.launch.elastic import Guardians
+from wordrun.launch.forking import python_command
 from wordrun.launch.kills import Kills
 from wordrun.launch.output import Output
 from wordrun.launch.parser import parse
@@ -86,14 +87,14 @@ def test_the_launcher_starts_a_guardian_on_each_node() -> None:
 
 
 def test_variables_of_a_rank_under_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frameworks that read SLURM's see the ranks, not the guardians."""
+    """Frameworks that read SLURM's see the ranks, not the guardians, and no node without ranks."""
     for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     ours, theirs = socket.socketpair()
     with theirs:
         made = guardian.Guardian.__new__(guardian.Guardian)
-        made.link, made.node = Link(ours), 1
-        made.setup = {"layout": [3, 2], "restarts": 4}
+        made.link, made.node = Link(ours), 2
+        made.setup, made.layout = {"restarts": 4}, [3, 0, 2]
         found = guardian.environment(made, 4, {"generation": 2, "port": 1234, "env": {"WORDRUN_RESUME": "auto"}})
         ours.close()
     expected = {

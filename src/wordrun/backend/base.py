@@ -155,18 +155,18 @@ class Backend(Protocol):
         """Release everything that uses the process group, which is destroyed next; no step can follow."""
 
 
-def require_shards(folder: Path, facts: Mapping[str, Any], islands: int) -> None:
-    """Raise a ConfigError unless the ranks of ``islands`` islands can continue the checkpoint ``folder``."""
+def require_shards(folder: Path, facts: Mapping[str, Any], *, on_islands: bool) -> None:
+    """Raise a ConfigError unless ranks, which may be ``on_islands``, can continue the checkpoint ``folder``."""
     if facts["kind"] == "deepspeed":
         raise ConfigError(
             f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
             f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
         )
-    if facts.get("between") and facts["islands"] != islands:
+    if facts.get("between") and not on_islands:
         raise ConfigError(
             f"{folder} was saved between two exchanges of {facts['islands']} islands, which have weights of their own: "
-            f"resume with train.backend=diloco backend.islands={facts['islands']}, or from a checkpoint of a step that "
-            f"ends with an exchange, or start from its outer weights with train.init_from={folder}"
+            "resume with train.backend=diloco, or from a checkpoint of a step that ends with an exchange, or start "
+            f"from its outer weights with train.init_from={folder}"
         )
 
 

@@ -38,7 +38,9 @@ BUCKET = 2**24
 class Islands(NativeBackend):
     """The backend of a rank's island, with the weights that all islands share (the outer weights)."""
 
+    on_islands = True
     options_of_islands: DilocoConfig
+    islands: int
     island: int
     """This rank's."""
     across: Any
@@ -167,14 +169,20 @@ class Islands(NativeBackend):
     def stored(self, folder: Path, facts: dict[str, Any]) -> dict[str, StoredTensor]:
         """Return the tensors of the checkpoint ``folder``: the island's own ones in place of the shared ones.
 
-        At a step at which all weights were exchanged, the number of islands may be another: an island then takes the
-        optimizer state of the one with its number modulo the number of islands in the checkpoint.
+        There may be another number of islands. Further ones begin with the outer weights, and with the optimizer state
+        of the island with their number modulo the number of islands in the checkpoint; the others continue, and what
+        those that are missing have learned since the last exchange is left out of the next mean.
         """
         saved, found = facts.get("islands", 1), index.load(folder)
         if saved not in (1, self.islands):
-            LOGGER.info("the checkpoint has the optimizer states of %d islands, for %d here", saved, self.islands)
+            LOGGER.info("the checkpoint is of %d islands, and %d continue it", saved, self.islands)
         prefix = f"island.{self.island % saved}."
-        own = {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
+        weights = prefix + "model."
+        own = {
+            name: tensor
+            for name, tensor in found.items()
+            if name.startswith(prefix) and (self.island < saved or not name.startswith(weights))
+        }
         return found | {name.removeprefix(prefix): replace(tensor, key=name) for name, tensor in own.items()}
 
     def load(

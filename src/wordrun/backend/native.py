@@ -33,7 +33,7 @@ class NativeBackend:
         parts: this rank's part of the model, on its device and initialised.
     """
 
-    islands = 1
+    on_islands = False
 
     def __init__(self, spec: BackendSpec, parts: Sequence[Model]) -> None:
         self.device, self.dtype = spec.device, spec.dtype
@@ -260,7 +260,7 @@ class NativeBackend:
         bring: Bring | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Read this rank's shards and its ``own`` tensors."""
-        require_shards(folder, facts, self.islands)
+        require_shards(folder, facts, on_islands=self.on_islands)
         stored = self.stored(folder, facts)
         restored = Restored(self.optimizer, self.named_parameters(), stored, self.unpadded_rows)
         mine = {name: stored[name].empty() for name in own if name in stored}

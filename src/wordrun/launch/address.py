@@ -48,6 +48,15 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
     )  # fmt: skip
 
 
+def of_first(hosts: Sequence[str], site: Site, here: str) -> tuple[str, str, str]:
+    """Return the same as ``decide``, if possible as numbers: hosts may resolve the name differently."""
+    master, why, problem = decide(hosts, site, here, resolve)
+    numeric = None if problem else resolve(master)
+    if numeric and numeric != master and not numeric.startswith("127."):
+        return numeric, f"{why}: {master}", problem
+    return master, why, problem
+
+
 def resolve(name: str) -> str | None:
     """Return the address of ``name``, or None if it has none."""
     try:

@@ -18,7 +18,7 @@ from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.parser import USAGE, help_text, parse
 from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import look_around, make_plan, records_folder
+from wordrun.launch.planner import look_around, make_plan, plan_again, records_folder
 from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.version import __version__
@@ -108,6 +108,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             return status
         plan = make_plan(options, same=plan.decided.run)
     left_out: frozenset[str] = frozenset()
+    asked = {name: plan.env[name] for name in ("WORDRUN_ELASTIC",) if name in plan.env}
     kills = Kills(left=options.retries)
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
@@ -139,9 +140,9 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             say(f"{fault.meaning} ({fault.line}): launching again{without}")
         try:
             same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "launch has started it again")
-            plan = make_plan(options, left_out, same)
-            if kills.faults:
-                plan = replace(plan, env={**plan.env, "WORDRUN_FAULTS": json.dumps(kills.faults)})
+            plan = plan_again(options, left_out, same, plan)
+            own = {"WORDRUN_FAULTS": json.dumps(kills.faults)} if kills.faults else {}
+            plan = replace(plan, env={**plan.env, **own, **asked})
         except UserError as error:
             say(f"cannot launch again: {with_page(error)}")
             return status

@@ -2,18 +2,18 @@
 
 A generation is all ranks, from their start until they have ended. When a rank is killed, the guardians kill the others
 and start the next generation, which resumes the run. Everything else ends the launch as without guardians: a rank's
-failure is written to the folder in which ``Supervisor`` looks for the reports of ``rank_env.sh``.
+failure is written to the folder in which ``Supervisor`` looks for the reports of ``rank_env.sh``. Without a lost node,
+the next generation runs on a spare one, or has fewer ranks (``--elastic MIN``); when a node is back, the ranks save and
+end, and the next generation has more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
-import re
-import secrets
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -22,18 +22,21 @@ from functools import partial
 from typing import Any
 
 from wordrun.errors import REQUEUE
+from wordrun.launch.forking import setup
 from wordrun.launch.job import short
 from wordrun.launch.kills import Kills, Outcome
-from wordrun.launch.launchers.base import find_command, own_bin
+from wordrun.launch.nodes import Nodes, own_address
 from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
-from wordrun.launch.wire import Link
+from wordrun.launch.wire import Door, Link
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
 # A guardian that has not killed its ranks after this long [s] counts as lost.
 ANSWER_S = 60.0
+# Ranks that are asked to save, because a node is back, are killed after this long [s].
+SAVE_S = 600.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
 """What all guardians say before the next state."""
 
@@ -51,9 +54,11 @@ class Guardians:
     generation: int = -1
     """The number of the last generation that was started."""
     state: str = "meeting"
-    """meeting: not all guardians are ready; starting, running, ending: a generation is; leaving: the end."""
+    """meeting: not all guardians are ready; starting, running, saving, ending: a generation is; leaving: the end."""
     lost: str = ""
-    """The guardian that was lost, for people to read."""
+    """The guardian without which the launch cannot continue, for people to read."""
+    succeeded: bool = False
+    """All ranks have ended well, whatever the launcher says about guardians that were lost."""
     uses_mpi: bool = False
     """A rank has called MPI, for which only a launcher can start ranks."""
     memory: str = ""
@@ -62,10 +67,17 @@ class Guardians:
     """The launch ends, however the ranks end."""
     pids: dict[int, int] = field(default_factory=dict)
     """The process IDs of this generation, by rank."""
+    nodes: Nodes = field(init=False)
     _links: dict[int, Link] = field(default_factory=dict)
     _hosts: dict[int, str] = field(default_factory=dict)
     _done: dict[int, Any] = field(default_factory=dict)
     """The nodes that have done what they were last told to, with their answers."""
+    _asked: set[int] = field(default_factory=set)
+    """The nodes that were told to."""
+    _ports: dict[int, int] = field(default_factory=dict)
+    """A free port on each node."""
+    _saved: bool = False
+    """The ranks have saved, and ended before the end of the run."""
     _living: set[int] = field(default_factory=set)
     _failures: list[dict[str, Any]] = field(default_factory=list)
     """Failures that may be the consequence of another rank's death, in order."""
@@ -73,12 +85,10 @@ class Guardians:
     _answer_by: float = float("inf")
 
     def __post_init__(self) -> None:
-        self._secret = secrets.token_hex(16)
-        self._server = socket.create_server((_own_address(self.plan), 0), backlog=len(self.plan.hosts))
-        self._server.setblocking(False)
-        self.output.selector.register(self._server, selectors.EVENT_READ, self._accept)
-        address, port = self._server.getsockname()
-        self.contact = f"{address} {port} {self._secret}"
+        self.nodes = Nodes(self.plan)
+        self._asked = {*range(self.nodes.count)}
+        self._door = Door(own_address(self.plan), self.nodes.count, self.output.selector, self._admit)
+        self.contact = self._door.contact
         """What a guardian needs to know."""
 
     def signal(self, number: int) -> bool:
@@ -92,14 +102,18 @@ class Guardians:
         now = time.monotonic()
         if now > self._decide_at:
             self._give_up()
-        if now > self._answer_by:
-            node = next(node for node in range(len(self.plan.hosts)) if node not in self._done)
+        if now > self._answer_by and self.state == "saving":
+            self._end()
+        elif now > self._answer_by:
+            node = next(node for node in self._asked if node not in self._done)
             self._lose(node, f"has not answered for {ANSWER_S:g} seconds")
+        if self.state == "running" and not self.stopping:
+            self.nodes.bring_back(self.contact)
 
     def stop(self) -> None:
         """Start no more generations: the launch is being stopped."""
         self.stopping = True
-        if self.state != "running":
+        if self.state not in ("running", "saving"):
             self._leave()
         elif self._failures:
             self._give_up()
@@ -111,17 +125,15 @@ class Guardians:
     def ranks_here(self) -> list[int]:
         """Return the process IDs of the ranks on this host."""
         here = short(socket.gethostname())
-        hosts = [self._hosts.get(node) for node, ranks in enumerate(self.plan.ranks.layout) for _ in range(ranks)]
+        hosts = [self._hosts.get(node) for node, ranks in enumerate(self.nodes.layout) for _ in range(ranks)]
         return [pid for rank, pid in self.pids.items() if hosts[rank] == here]
 
     def close(self) -> None:
         """Close all connections, which makes the guardians kill their ranks."""
         self.state = "leaving"
-        for connection in (self._server, *(link.socket for link in self._links.values())):
-            with contextlib.suppress(KeyError, ValueError):
-                self.output.selector.unregister(connection)
-            connection.close()
-        self._links.clear()
+        self._door.close()
+        for node in list(self._links):
+            self._drop(node)
 
     def finish(self) -> None:
         """Note whether a guardian was lost before the ranks had ended, and close: the launcher has ended."""
@@ -131,37 +143,17 @@ class Guardians:
         self.close()
 
     def _named(self, node: int) -> str:
-        return f"the guardian on {self._hosts.get(node, self.plan.hosts[node])}"
+        return f"the guardian on {self._hosts.get(node, self.plan.job.hosts[node])}"
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._server.accept()
-            connection.settimeout(5)
-            link = Link(connection)
-            self.output.selector.register(connection, selectors.EVENT_READ, partial(self._greet, link))
-
-    def _greet(self, link: Link) -> None:
-        """Admit a guardian that knows the secret."""
-        messages = link.receive()
-        if messages == []:
-            return
-        self.output.selector.unregister(link.socket)
-        hello = messages[0] if messages else {}
-        node: Any = hello.get("node")
-        if not hmac.compare_digest(str(hello.get("secret")), self._secret) or node not in range(len(self.plan.hosts)):
-            link.close()
-            return
+    def _admit(self, link: Link, hello: dict[str, Any]) -> None:
+        """Tell a guardian what it will run."""
+        node = hello["node"]
         self._links[node], self._hosts[node] = link, short(str(hello["host"]))
         self.output.selector.register(link.socket, selectors.EVENT_READ, partial(self._hear, node))
         if self.stopping:
             link.send(do="leave")
-            return
-        command, fork = python_command(self.plan)
-        pipes = self.output.pipes
-        link.send(
-            do="setup", command=command, fork=fork, imports=fork and not self.plan.options.no_preimport, pipes=pipes,
-            layout=self.plan.ranks.layout, restarts=self.plan.options.retries, bind=not self.plan.job.is_local,
-        )  # fmt: skip
+        else:
+            link.send(do="setup", **setup(self.plan, self.output.pipes))
 
     def _hear(self, node: int) -> None:
         """Act on what a guardian says."""
@@ -170,44 +162,59 @@ class Guardians:
             return  # another guardian has been lost at the same moment, and all connections are closed
         messages = link.receive()
         if messages is None:
-            self.output.selector.unregister(link.socket)
-            self._links.pop(node).close()
             if self.state != "leaving":
                 self._lose(node, "has ended")
+            else:
+                self._drop(node)
             return
         for message in messages:
             if message["event"] == "exit":
                 self._exited(node, message)
                 continue
-            if message["event"] != AWAITED.get(self.state):
-                continue  # the answer to what was asked before
-            self._done[node] = message.get("pids") or message.get("port")
-            if len(self._done) == len(self.plan.hosts):
-                answers, self._done, self._answer_by = self._done, {}, float("inf")
-                if self.stopping or self.uses_mpi:
-                    self._leave()
-                elif message["event"] == "started":
-                    self._started(answers)
-                else:
-                    self._start(answers[0])
+            if "port" in message:
+                self._ports[node] = message["port"]
+            if message["event"] == "ready":
+                self.nodes.ready.add(node)
+                if self.state != "meeting":
+                    self._grow()
+            if message["event"] == AWAITED.get(self.state) and node in self._asked:
+                self._done[node] = message.get("pids")
+                self._proceed()
+            # else: the answer to what was asked before
+
+    def _proceed(self) -> None:
+        """Enter the next state once all nodes have done what they were told to."""
+        if not self._asked <= {*self._done}:
+            return
+        answers, self._done, self._answer_by = self._done, {}, float("inf")
+        if self.stopping or self.uses_mpi:
+            self._leave()
+        elif self.state == "starting":
+            self._started(answers)
+        else:
+            self._start()
 
     def _tell(self, **message: Any) -> None:
-        for link in list(self._links.values()):
-            link.send(**message)
+        """Tell the guardians that are ready what to do next."""
+        self._asked, self._done, self._answer_by = {*self.nodes.ready}, {}, time.monotonic() + ANSWER_S
+        for node in sorted(self._asked):
+            self._links[node].send(**message)
 
-    def _start(self, port: int) -> None:
-        """Start a generation, whose ranks meet at a ``port`` that is free on the first node."""
+    def _start(self) -> None:
+        """Start a generation."""
         self.generation += 1
-        self.state, env = "starting", {}
-        self._living, self._failures = {*range(self.plan.ranks.np)}, []
+        self.nodes.arrange()
+        layout, env = self.nodes.layout, self.nodes.variables()
+        port = self._ports[next(node for node, ranks in enumerate(layout) if ranks)]
+        self.state = "starting"
+        self._living, self._failures = {*range(sum(layout))}, []
         if self.generation:
             env["WORDRUN_RESUME"] = "auto"
         else:
             port = int(self.plan.env["MASTER_PORT"])
         if self.kills.faults:
             env["WORDRUN_FAULTS"] = json.dumps(self.kills.faults)
-        self._answer_by = time.monotonic() + ANSWER_S
-        self._tell(do="start", generation=self.generation, port=port, env=env)
+        self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout)
 
     def _started(self, answers: dict[int, Any]) -> None:
         self.pids = {int(rank): pid for pids in answers.values() for rank, pid in pids.items()}
@@ -215,10 +222,24 @@ class Guardians:
         if self.record is not None:  # before a rank can move it
             with contextlib.suppress(OSError):
                 self.record.note(pids=[self.pids[rank] for rank in sorted(self.pids)])
-        self._tell(do="go")
+        for node in self._asked:
+            self._links[node].send(do="go")
+        self._grow()
+
+    def _grow(self) -> None:
+        """If nodes that are back have room for more ranks, let the ranks save and end."""
+        best = self.nodes.best()
+        if self.state != "running" or self.stopping or best is None or sum(best) <= sum(self.nodes.layout):
+            return
+        self.say(f"there is room for {sum(best)} ranks again, instead of {sum(self.nodes.layout)}: restarting them")
+        self.state, self._saved, self._answer_by = "saving", False, time.monotonic() + SAVE_S
+        if self.plan.options.trains:
+            self.signal(signal.SIGTERM)
+        else:
+            self._end()
 
     def _exited(self, node: int, report: dict[str, Any]) -> None:
-        if self.state not in ("starting", "running"):
+        if self.state not in ("starting", "running", "saving"):
             return  # it was killed by its guardian
         rank, status = report["rank"], report["status"]
         self._living.discard(rank)
@@ -226,7 +247,15 @@ class Guardians:
             self.uses_mpi = True
             self._end()
             return
-        outcome = Outcome(status, rank, report.get("memory", ""), pid=report["pid"], at=time.time())
+        if self.state == "saving" and status in (0, REQUEUE, 128 + signal.SIGTERM) and not self.stopping:
+            self._saved |= status != 0
+            if not self._living and self._saved:
+                self._end()
+            elif not self._living:
+                self._leave(succeeded=True)
+            return
+        stopped = bool(report.get("stopped"))
+        outcome = Outcome(status, rank, report.get("memory", ""), pid=report["pid"], at=time.time(), stopped=stopped)
         if status:
             self._failures.append({**report, "host": self._hosts[node]})
         if outcome.killed and not self.stopping:
@@ -243,12 +272,11 @@ class Guardians:
         elif status:
             self._decide_at = min(self._decide_at, time.monotonic() + FIRST_CAUSE_S)
         elif not self._living and not self._failures:
-            self._leave()
+            self._leave(succeeded=True)
 
     def _end(self) -> None:
         """End the generation: have all its ranks killed."""
-        self.state, self._done, self._failures, self._decide_at = "ending", {}, [], float("inf")
-        self._answer_by = time.monotonic() + ANSWER_S
+        self.state, self._failures, self._decide_at = "ending", [], float("inf")
         self._tell(do="end")
 
     def _give_up(self) -> None:
@@ -262,48 +290,50 @@ class Guardians:
         if not self._living:
             self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self, *, succeeded: bool = False) -> None:
         """Let the guardians exit, and the launcher with them."""
-        self.state = "leaving"
-        self._tell(do="leave")
+        self.state, self.succeeded = "leaving", succeeded
+        self._answer_by = float("inf")
+        for link in list(self._links.values()):
+            link.send(do="leave")
+
+    def _drop(self, node: int) -> None:
+        link = self._links.pop(node)
+        self.output.selector.unregister(link.socket)
+        link.close()
 
     def _lose(self, node: int, how: str) -> None:
-        """Give up the guardians: without one, only the launcher can start ranks on its node."""
+        """Continue without a guardian; if that is impossible, give up the others, so that all are launched again."""
+        name, had_ranks = self._named(node), self.nodes.layout[node] > 0
+        if node in self._links:
+            self._drop(node)
+        if self.state != "meeting":
+            self.nodes.lose(node)
+            self.output.hush()
+        if self._continues_without(name, how, had_ranks):
+            return
         if not self.stopping:
-            self.lost = self._named(node)
-        self.say(f"{self._named(node)} {how}")
+            self.lost = name
+        self.say(f"{name} {how}")
         self._decide_at = self._answer_by = float("inf")
         self.output.hush()
         self.close()
 
-
-def _own_address(plan: LaunchPlan) -> str:
-    """Return the address at which the guardians reach this process."""
-    first = plan.hosts[0]
-    if len(plan.hosts) == 1 and (plan.job.is_local or short(first) == short(socket.gethostname())):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((plan.env["MASTER_ADDR"] if len(plan.hosts) > 1 else first, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def python_command(plan: LaunchPlan) -> tuple[list[str], bool]:
-    """Return what a forked rank runs, and True; for a command that no fork can run, the command, and False.
-
-    That is a Python script, or a module, of the interpreter that runs ``launch``. Under --hang, an interpreter has to
-    start, since that is what watches the collectives.
-    """
-    command = list(plan.options.command)
-    program, _ = find_command(command[0], plan.environment(os.environ).get("PATH", os.defpath))
-    is_own = bool(program) and os.path.realpath(os.path.dirname(program)) == os.path.realpath(own_bin())
-    if not is_own or plan.options.hang is not None:
-        return command, False
-    if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
-        words = command[2:] if command[1:2] == ["-u"] else command[1:]
-        runs = words[:1] and (not words[0].startswith("-") or (words[0] == "-m" and len(words) > 1))
-        return (words, True) if runs else (command, False)
-    with contextlib.suppress(OSError), open(program, "rb") as file:
-        first = file.readline(500).strip()
-        if first.startswith(b"#!") and os.path.dirname(first[2:]) == os.fsencode(own_bin()):
-            return [program, *command[1:]], True
-    return command, False
+    def _continues_without(self, name: str, how: str, had_ranks: bool) -> bool:
+        """After the loss of the guardian ``name``, restart the ranks elsewhere, or let them run if it had none."""
+        best = self.nodes.best() if self.state not in ("meeting", "leaving") else None
+        if best is None or self.stopping:
+            return False
+        if had_ranks or self.state != "running":
+            if not self.kills.left:
+                return False
+            outcome = Outcome(1, lost=name, at=time.time())
+            if self.kills.fault(outcome, self.plan.env["WORDRUN_LAUNCH_RECORD"]) is None:
+                return False
+            self.kills.start_again()
+            self.nodes.arrange()
+            self.say(f"{name} {how}: restarting {self.nodes.named()}")
+            self._end()
+        else:
+            self.say(f"{name} {how}; it had no ranks")
+        return True

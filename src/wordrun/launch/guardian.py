@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ from wordrun.launch.plan import OWN, is_stale
 from wordrun.launch.wire import VARIABLE, Link
 
 CONNECT_S = 60.0
+# A rank that a signal has stopped is killed after this long [s], since the others wait for it.
+STOPPED_S = 10.0
 # Processes that ranks left behind get this long [s] to close their files.
 LEFTOVER_PATIENCE_S = 2.0
 CLOSED: dict[str, Any] = {"do": "leave"}
@@ -54,7 +57,11 @@ class Guardian:
     def __init__(self, link: Link, node: int) -> None:
         self.link, self.node = link, node
         self.setup: dict[str, Any] = {}
-        """What ``launch`` says once: the command, the ranks on each node, and how to start them."""
+        """What ``launch`` says once: the command, and how to start it."""
+        self.layout: list[int] = []
+        """The ranks on each node; 0: the node is spare."""
+        self._stopped: dict[int, float] = {}
+        """The ranks that a signal has stopped, and since when."""
         self.ranks: dict[int, int] = {}
         """The living ranks by process ID."""
         self._watch = OomWatch()
@@ -75,11 +82,12 @@ class Guardian:
     def serve(self) -> tuple[int, dict[str, Any]] | None:
         """Do what ``launch`` says until the end; in each forked rank, return its number and the message to start it."""
         while True:
-            ready, _, _ = select.select([self.link.socket.fileno(), self._wakeup], [], [])
+            ready, _, _ = select.select([self.link.socket.fileno(), self._wakeup], [], [], 1 if self._stopped else None)
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 4096)
                 self._reap()
+            self._kill_stopped()
             messages = self.link.receive() if self.link.socket.fileno() in ready else []
             for message in messages if messages is not None else [CLOSED]:
                 action = message["do"]
@@ -108,12 +116,12 @@ class Guardian:
 
     def own_ranks(self) -> range:
         """Return the numbers of this node's ranks."""
-        before = sum(self.setup["layout"][: self.node])
-        return range(before, before + self.setup["layout"][self.node])
+        before = sum(self.layout[: self.node])
+        return range(before, before + self.layout[self.node])
 
     def _start(self, message: Mapping[str, Any]) -> int | None:
         """Fork this node's ranks; return None here and, in each of them, its number once all nodes have theirs."""
-        self._watch = OomWatch()
+        self._watch, self.layout = OomWatch(), message["layout"]
         reader, self._gate = os.pipe()
         prepare = processes.before_exec(own_group=True, death_signal=signal.SIGKILL)
         for rank in self.own_ranks():
@@ -163,7 +171,16 @@ class Guardian:
             memory, mpi = self._watch.killed_for_memory(pid) if code == -signal.SIGKILL else None, b""
             with contextlib.suppress(BlockingIOError):
                 mpi = os.read(self._mpi[0], 1)
-            self.link.send(event="exit", **facts, memory=memory or "", mpi=bool(mpi))
+            stopped = self._stopped.pop(pid, None) is not None
+            self.link.send(event="exit", **facts, memory=memory or "", mpi=bool(mpi), stopped=stopped)
+
+    def _kill_stopped(self) -> None:
+        """Kill the ranks that have been stopped for long enough."""
+        stopped = {pid for pid in self.ranks if processes.is_stopped(pid)}
+        self._stopped = {pid: self._stopped.get(pid, time.monotonic()) for pid in stopped}
+        for pid, since in self._stopped.items():
+            if time.monotonic() - since > STOPPED_S:
+                processes.send(pid, signal.SIGKILL, group=True)
 
     def _end(self, patience_s: float = 0.0) -> None:
         """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started."""
@@ -176,17 +193,19 @@ class Guardian:
 
 def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables of a rank: this process's, without the launcher's."""
-    layout = guardian.setup["layout"]
-    local, size = guardian.own_ranks().index(rank), sum(layout)
+    used = [count for count in guardian.layout if count]
+    node = sum(count > 0 for count in guardian.layout[: guardian.node])
+    local, size = guardian.own_ranks().index(rank), sum(used)
     own = {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": layout[guardian.node],
-        "NODE_RANK": guardian.node, "GROUP_RANK": guardian.node, "ROLE_RANK": rank, "WORDRUN_LAUNCHER": "local",
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": used[node],
+        "NODE_RANK": node, "GROUP_RANK": node, "ROLE_RANK": rank, "WORDRUN_LAUNCHER": "local",
+        "WORDRUN_WORLD_SIZE": size,
         "WORDRUN_GENERATION": message["generation"], "TORCHELASTIC_RESTART_COUNT": message["generation"],
         "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"], "MASTER_PORT": message["port"],
     }  # fmt: skip
     if "SLURM_PROCID" in os.environ:  # srun's own describe the guardians
-        each = ",".join(map(str, layout))
-        own |= {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": guardian.node}
+        each = ",".join(map(str, used))
+        own |= {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": node}
         own |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), size)
         own |= dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each)
     kept = {name: value for name, value in os.environ.items() if name in OWN or not is_stale(name)}
@@ -195,22 +214,21 @@ def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> di
 
 def main() -> int:
     """Connect to ``launch``, and serve it; in each forked process, run the command as a rank."""
-    address, _, rest = os.environ.pop(VARIABLE, "").partition(" ")
-    port, _, secret = rest.partition(" ")
+    address, port, secret, node = (*os.environ.pop(VARIABLE, "").split(), "", "", "", "")[:4]
     if not secret:
         print("launch: a guardian is started by launch --elastic", file=sys.stderr)
         return 2
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the working directory, which is not in a script's path
-    node, host = int(os.environ.get("RANK", "0")), socket.gethostname()
+    number, host = int(node or os.environ.get("RANK", "0")), socket.gethostname()
     try:
         connection = socket.create_connection((address, int(port)), timeout=CONNECT_S)
     except OSError as error:
         print(f"launch: the guardian on {host} cannot reach launch at {address}:{port}: {error}", file=sys.stderr)
         return 1
     connection.settimeout(None)
-    guardian = Guardian(Link(connection), node)
-    guardian.link.send(event="hello", secret=secret, node=node, host=host)
+    guardian = Guardian(Link(connection), number)
+    guardian.link.send(event="hello", secret=secret, node=number, host=host)
     started = guardian.serve()
     if started is None:
         return 0

@@ -29,6 +29,8 @@ class Outcome:
     """The last lines that the launcher and the ranks printed on stderr, if they passed through launch."""
     lost: str = ""
     """The guardian that was lost (--elastic)."""
+    stopped: bool = False
+    """A signal had stopped that rank, and its guardian killed it."""
     uses_mpi: bool = False
     """The program calls MPI, so guardians cannot start it."""
     pid: int | None = None
@@ -83,6 +85,7 @@ class Kills:
         else:
             self.seen.add((victim, step))
             cause = "lost guardian" if outcome.lost else outcome.signal.name if outcome.signal else ""
+            cause = "SIGSTOP" if outcome.stopped else cause
             self.note(outcome, cause, step)
             detail = f"{cause}, not for lack of memory on this host" if cause == "SIGKILL" else cause
             return Fault(f"{who} was {what}{at}", detail, ())

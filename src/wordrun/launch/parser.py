@@ -99,9 +99,13 @@ class Option:
     field: str
     help: str
     metavar: str = ""
-    """Name of the value in ``--help``; empty for a switch."""
+    """Name of the value in ``--help``; empty for a switch, in brackets if it is a number that may be left out."""
     read: Callable[[str], Any] = str
     repeat: bool = False
+
+    def takes(self, word: str) -> bool:
+        """Return whether the option's value is the next ``word``."""
+        return bool(self.metavar) and (self.metavar[0] != "[" or word.isdigit())
 
 
 MARGIN = "send SIGUSR1 to the ranks S seconds before the time limit (0: never; wordrun jobs: 120)"
@@ -135,7 +139,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             ("--elastic",),
             "elastic",
-            "after a rank is killed, restart the ranks within the job (--retries N: up to N times; default 10)",
+            "after a rank is killed, restart the ranks within the job (--retries N: up to N times; default 10); "
+            "MIN: without a lost node, if at least MIN ranks are left",
+            "[MIN]",
+            _count,
         ),
         Option(("--no-preimport",), "no_preimport", "with --elastic, import torch in each rank, not once per node"),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
@@ -226,9 +233,9 @@ def parse(words: Sequence[str]) -> Options:
         if option is None or (equals and not name.startswith("--")):
             problems.append(f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists the options)")
             break  # it may take a value, so it is unclear where COMMAND begins
-        if not option.metavar:
-            if equals:
-                problems.append(f"{name} takes no value")
+        if not option.metavar and equals:
+            problems.append(f"{name} takes no value")
+        if not option.metavar or (option.metavar[0] == "[" and not equals and not option.takes("".join(rest[:1]))):
             values[option.field] = True
             continue
         if not equals:

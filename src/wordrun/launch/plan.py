@@ -19,7 +19,7 @@ from wordrun.launch.wire import VARIABLE
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
-    "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS", VARIABLE,
+    "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS", "WORDRUN_ELASTIC", VARIABLE,
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
@@ -72,6 +72,8 @@ def build(
     if options.elastic:
         env_set.pop("WORDRUN_STATUS_DIR", "")  # guardians report over a connection
         env_set[VARIABLE] = ""  # known when launch listens
+        if options.least:
+            env_set["WORDRUN_ELASTIC"] = f"{options.least} {ranks.np} {ranks.ppn}"
     request, starts = (replace(each, env=env_set, exported=tuple(exported)) for each in (request, starts))
     argv = launcher.argv(starts)
     path = request.hosts_file
@@ -87,8 +89,22 @@ def _guarded(request: Request, launcher: Launcher) -> Request:
     """Return the request for a guardian on each node, which starts the node's ranks; no launcher should bind it."""
     command = (sys.executable, "-m", "wordrun.launch.guardian")
     bind = None if launcher.name == "local" or launcher.is_step else "none"  # srun gives a step's only task all cores
-    options = replace(request.options, command=command, cpu_bind=bind)
-    return replace(request, options=options, ranks=Ranks((1,) * request.ranks.nodes, "a guardian per node"))
+    own = launcher.keep_going if request.options.least or request.options.spare_nodes else ()
+    options = replace(
+        request.options, command=command, cpu_bind=bind, launcher_args=(*own, *request.options.launcher_args)
+    )
+    return replace(request, options=options, ranks=Ranks((1,) * len(request.guarded), "a guardian per node"))
+
+
+def guardian_again(plan: LaunchPlan, node: int) -> LaunchPlan:
+    """Return the plan for another guardian on a host on which the first one has been lost."""
+    name = f"{plan.decided.name or plan.decided.run.run_id}-{node}"
+    options = replace(plan.options, launcher_args=(*plan.launcher.single, *plan.options.launcher_args), spare_nodes=0)
+    alone = replace(plan.job.only([node]), partial=True)
+    one = replace(plan, job=alone, options=options, ranks=Ranks((1,), ""), decided=replace(plan.decided, name=name))
+    starts = _guarded(one, plan.launcher)
+    argv = plan.launcher.argv(starts)
+    return replace(one, argv=argv, files={starts.hosts_file: plan.launcher.hosts_text(starts)})
 
 
 def is_stale(name: str) -> bool:

@@ -13,10 +13,11 @@ from dataclasses import replace
 from wordrun import cgroup
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address
-from wordrun.launch.job import Job, hold_back, local_host
+from wordrun.launch.job import Job, hold_back, local_host, short
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import find_command, own_bin
 from wordrun.launch.launchers.local import Alone, Local
+from wordrun.launch.nodes import Nodes
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask_words
@@ -49,7 +50,8 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
     job, site, ranks = look_around(options, left_out)
     if options.elastic:
         _check_elastic(options, ranks)
-    launcher = choose(options.launcher, ranks.nodes if options.elastic else ranks.np, os.environ, job, site, options)
+    started = min(ranks.nodes + options.spare_nodes, len(job.hosts)) if options.elastic else ranks.np
+    launcher = choose(options.launcher, started, os.environ, job, site, options)
     if options.elastic and isinstance(launcher, Local):
         launcher = Alone(why="a single guardian needs no mpiexec")
     if launcher.note:
@@ -57,6 +59,26 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
     plan = build(job, options, ranks, launcher, _decide(options, job, ranks, site, same), os.environ, site)
     check_command(options.command[0], plan.environment(os.environ).get("PATH", os.defpath))
     return plan
+
+
+def plan_again(options: Options, left_out: frozenset[str], same: Identity, last: LaunchPlan) -> LaunchPlan:
+    """Return the plan for launching again without some hosts; under --elastic MIN, if necessary with fewer ranks.
+
+    Raises:
+        ConfigError: too few hosts are left.
+    """
+    try:
+        return make_plan(options, left_out, same)
+    except ConfigError:
+        if not options.least:
+            raise
+        best = Nodes(last, {at for at, host in enumerate(last.guarded) if short(host) not in left_out}).best()
+        if best is None:
+            raise
+        fewer = replace(options, np=sum(best), nodes=None, ppn=None, spare_nodes=0)
+        if sum(best) <= options.least:
+            fewer = replace(fewer, elastic=True)
+        return make_plan(fewer, left_out, same)
 
 
 def _check_elastic(options: Options, ranks: Ranks) -> None:
@@ -69,6 +91,9 @@ def _check_elastic(options: Options, ranks: Ranks) -> None:
         raise ConfigError(f"--cpu-bind {options.cpu_bind}: with --elastic, guardians place the ranks; leave it out")
     if options.launcher == "torchrun":
         raise ConfigError("--launcher torchrun: with --elastic, no torchrun is needed; leave it out")
+    if options.least is not None and options.least >= ranks.np:
+        fits = f"--elastic N with N from 1 to {ranks.np - 1}, or --elastic alone" if ranks.np > 1 else "--elastic alone"
+        raise ConfigError(f"--elastic {options.least}: the run starts with {ranks.np} rank(s), so use {fits}")
     if options.sweeps:
         raise ConfigError("--elastic: a sweep launches its points itself; use it with a command that is one run")
 
@@ -83,10 +108,13 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
         from wordrun.launch import site_files
 
         site, why = site_files.find(options.site, host.name, env)
-    job = hold_back(find_job(options.scheduler, env, host, site, options.hostfile), options.spare_nodes, left_out)
+    whole = find_job(options.scheduler, env, host, site, options.hostfile)
+    job = hold_back(whole, options.spare_nodes, left_out)
     if site.name:
         job = replace(job, reasons={**job.reasons, "site": why})
     ranks = decide_ranks(options, job)
+    if options.elastic and options.spare_nodes:  # guardians wait on the spare nodes, too
+        job = replace(hold_back(whole, 0, left_out), reasons=job.reasons, notes=job.notes)
     shared = [each for each in zip(job.hosts, ranks.layout, job.devices, strict=False) if each[1] > each[2] > 0]
     if shared:
         name, n, have = shared[0]
@@ -135,13 +163,10 @@ def _address(options: Options, job: Job, ranks: Ranks, site: Site) -> tuple[str,
     """Return MASTER_ADDR (empty: this host) and why; raise a ConfigError if a host cannot be resolved."""
     here, master, why = socket.gethostname(), "", ""
     if ranks.nodes > 1:
-        master, why, problem = address.decide(job.hosts, site, here, address.resolve)
+        master, why, problem = address.of_first(job.hosts, site, here)
         if problem and not options.dry_run:
             raise ConfigError(f"{job.reasons['hosts']}: {problem}")
         why = f"{why} (NOTE: {problem})" if problem else why
-        numeric = None if problem else address.resolve(master)
-        if numeric and numeric != master and not numeric.startswith("127."):  # hosts may resolve the name differently
-            master, why = numeric, f"{why}: {master}"
     if SCHEDULERS[job.scheduler].checks_names and not options.dry_run:
         absent = address.unresolved(job.hosts[: ranks.nodes], here, address.is_unknown)
         if absent:

@@ -118,6 +118,11 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
         (os.killpg if group else os.kill)(pid, number)
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process (Linux)."""
+    return read_proc(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] == ["T"]
+
+
 def orphans(child: int) -> bool:
     """Return whether launch has adopted any processes, that is, has children other than ``child`` (Linux)."""
     return any(int(pid) != child for pid in read_proc(f"/proc/self/task/{os.getpid()}/children").split())

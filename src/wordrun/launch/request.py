@@ -41,8 +41,9 @@ class Options:
     hang: float | None = None
     """Seconds that ranks wait for another one before they say where each is, and the job is stopped."""
     retries: int = 0
-    elastic: bool = False
-    """Let a guardian on each node start the ranks, and start them again when one is killed."""
+    elastic: bool | int = False
+    """Let a guardian on each node start the ranks, and start them again when one is killed; a number: with at least so
+    many, if nodes are lost."""
     no_preimport: bool = False
     """Let guardians import nothing for the ranks."""
     spare_nodes: int = 0
@@ -74,6 +75,11 @@ class Options:
     def runs_wordrun(self) -> bool:
         """Whether ``command`` is one of wordrun's, which print what is wrong before they exit with status 2."""
         return bool(self._arguments)
+
+    @property
+    def least(self) -> int | None:
+        """The MIN of ``--elastic MIN``."""
+        return None if isinstance(self.elastic, bool) else self.elastic
 
     @property
     def trains(self) -> bool:
@@ -201,6 +207,11 @@ class Request:
     def hosts(self) -> tuple[str, ...]:
         """The hosts with ranks."""
         return self.job.hosts[: self.ranks.nodes]
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """With --elastic, the hosts with guardians: those with ranks, and the spare ones."""
+        return self.job.hosts[: self.ranks.nodes + self.options.spare_nodes]
 
     @property
     def devices(self) -> int:

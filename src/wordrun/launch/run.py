@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
@@ -65,13 +66,12 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 output.close()
             else:
-                for stream, sink in ((child.stdout, 1), (child.stderr, 2)):
-                    if stream is not None:
-                        with stream:
-                            output.add(Source(os.dup(stream.fileno()), sink, own=bool(output.pipes)))
+                _read(child, output)
                 job = Supervisor(plan, child, status_dir, output, guardians)
                 if margin:
                     job.warn_before_end(margin)
+                if guardians:
+                    guardians.nodes.begin(partial(_start_guardian, env, ignored, output))
                 meeting = Meeting(plan, child.pid, known=guardians.known if guardians else None)
                 meeting.begin()
                 status = _watch(job, arrived)
@@ -156,6 +156,24 @@ def _start(
             ignored=[*ignored, signal.SIGUSR1] if plan.options.trains else ignored,
         ),
     )  # fmt: skip
+
+
+def _read(child: subprocess.Popen[bytes], output: Output) -> None:
+    """Let what the command prints pass through ``output``."""
+    for stream, sink in ((child.stdout, 1), (child.stderr, 2)):
+        if stream is not None:
+            with stream:
+                output.add(Source(os.dup(stream.fileno()), sink, own=bool(output.pipes)))
+
+
+def _start_guardian(
+    env: Mapping[str, str], ignored: Sequence[int], output: Output, plan: LaunchPlan, contact: str
+) -> subprocess.Popen[bytes]:
+    """Start a launcher for the guardian of one node, which needs ``contact``."""
+    _write_files(plan)
+    child = _start(plan, {**env, VARIABLE: contact}, ignored, stdout=True, stderr=True)
+    _read(child, output)
+    return child
 
 
 @contextlib.contextmanager

@@ -98,7 +98,11 @@ class Supervisor:
 
     def notice(self, ended: Mapping[int, int]) -> None:
         """Record the exit status of ``child`` if it is in ``ended``."""
-        if self.child.pid in ended:
+        if self.guardians:
+            self.guardians.nodes.notice(ended)
+        if self.child.pid in ended and self.guardians and (heir := self.guardians.nodes.heir()):
+            self.child = heir
+        elif self.child.pid in ended:
             code = os.waitstatus_to_exitcode(ended[self.child.pid])
             self.returned = code if code >= 0 else 128 - code
             self.child.returncode = code  # so that Popen does not wait for it
@@ -158,8 +162,8 @@ class Supervisor:
     def end_what_ranks_left(self) -> None:
         """End processes left by ranks that have exited: mpiexec would wait for them to close the ranks' output."""
         pid, daemons = self.child.pid, self.plan.launcher.daemons
-        if self.asking and self.asking.is_alive():
-            return  # its query is a child of ours too
+        if (self.asking and self.asking.is_alive()) or (self.guardians and self.guardians.nodes.launchers):
+            return  # these are children of ours too
         if self.returned is None and processes.orphans(pid) and not processes.rank_groups(pid, daemons):
             self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
 
@@ -314,6 +318,8 @@ class Supervisor:
             return 128 + self.stopped_by
         if self.failed:
             return self.failed[1]
+        if self.guardians and self.guardians.succeeded:
+            return 0
         died_of_input = self.plan.launcher.may_die_of_input and self.child.returncode == -signal.SIGPIPE
         if died_of_input and self.status_dir and len(self.plan.hosts) <= 1:
             return 0  # no rank has reported a failure

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
+import selectors
 import socket
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 VARIABLE = "WORDRUN_GUARDIAN_TOKEN"
@@ -51,3 +56,48 @@ class Link:
     def close(self) -> None:
         """Close this end."""
         self.socket.close()
+
+
+class Door:
+    """Where guardians connect, which have to know a secret.
+
+    Args:
+        address: where to listen.
+        nodes: the number of guardians; each has a number below it.
+        selector: calls this object when something arrives.
+        admit: gets each connection, with the guardian's first message.
+    """
+
+    def __init__(
+        self, address: str, nodes: int, selector: selectors.BaseSelector, admit: Callable[[Link, dict[str, Any]], None]
+    ) -> None:
+        self._nodes, self._selector, self._admit, self._secret = nodes, selector, admit, secrets.token_hex(16)
+        self._server = socket.create_server((address, 0), backlog=nodes)
+        self._server.setblocking(False)
+        selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self.contact = f"{address} {self._server.getsockname()[1]} {self._secret}"
+        """What a guardian needs to know."""
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
+            connection.settimeout(5)
+            link = Link(connection)
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, link))
+
+    def _greet(self, link: Link) -> None:
+        messages = link.receive()
+        if messages == []:
+            return
+        self._selector.unregister(link.socket)
+        hello = messages[0] if messages else {}
+        if hmac.compare_digest(str(hello.get("secret")), self._secret) and hello.get("node") in range(self._nodes):
+            self._admit(link, hello)
+        else:
+            link.close()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._server)
+        self._server.close()

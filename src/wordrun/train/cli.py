@@ -24,7 +24,7 @@ from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from wordrun import dist, log, project
+from wordrun import dist, log, project, sizes
 from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.dist import watch
@@ -144,7 +144,11 @@ def _tree(args: Namespace) -> Tree:
 
 def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
     try:
-        cfg = compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
+        begun = sizes.asked()
+        ranks, per_node = (begun.most, begun.per_node) if begun else (world.size, world.local_size)
+        cfg = compose(args.overrides, tree=_tree(args), ranks=ranks, per_node=per_node)
+        sizes.accepted(cfg)
+        cfg = sizes.fit(cfg, world.size)
         if isinstance(cfg.data, TextConfig) and cfg.data.kind == "file":
             from wordrun.prepare.sources import locate
 

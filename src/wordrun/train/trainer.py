@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from wordrun import backend, dist, log
+from wordrun import backend, dist, log, sizes
 from wordrun.backend.precision import settled_dtype
 from wordrun.checks import accumulation, check
 from wordrun.config import Config
@@ -109,7 +109,7 @@ class Trainer(Training):
         task = task_of(self.cfg)
         with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
             self.cfg, banner = task.settle(self.cfg, world)
-        cfg = self.cfg
+        cfg = self.cfg = sizes.fit(self.cfg, world.size)
         self.in_memory = MemoryCheckpoints(cfg, world) if cfg.train.memory_checkpoint_interval else None
         if self.in_memory is not None:
             closers.callback(self.in_memory.close)
@@ -278,6 +278,8 @@ class Trainer(Training):
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
         facts = start_facts(self) | {"memory_before": self.memory.before}
+        if accepted := sizes.accepted(self.cfg):
+            facts["sizes"] = accepted
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None

@@ -80,6 +80,10 @@ class Launcher:
     """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
     in_between: ClassVar[bool] = True
     """Whether the ranks' output and exit statuses pass through it, rather than reaching launch directly."""
+    keep_going: ClassVar[tuple[str, ...]] = ()
+    """Arguments with which it leaves the other processes alone when one ends."""
+    single: ClassVar[tuple[str, ...]] = ()
+    """Arguments for a process on a host on which it has started others."""
     is_step: ClassVar[bool] = False
     """Whether the scheduler's daemons start its ranks, so that no rank is its descendant."""
 

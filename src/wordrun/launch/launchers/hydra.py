@@ -32,6 +32,7 @@ class Hydra(Launcher):
     )
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
     may_die_of_input = True
+    keep_going = ("-disable-auto-cleanup",)
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return mpiexec's command line."""

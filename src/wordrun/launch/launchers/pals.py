@@ -35,6 +35,7 @@ class PALS(Launcher):
         (r"ping failed|RPC timeout", "PALS lost a node", 0),
     )
     death_signal = signal.SIGTERM
+    keep_going = ("--no-abort-on-failure",)
 
     @classmethod
     def is_default(cls, search: Search) -> bool:

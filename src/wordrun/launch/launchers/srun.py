@@ -39,6 +39,8 @@ class Srun(Launcher):
     )
     death_signal = signal.SIGTERM
     is_step = True
+    keep_going = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+    single = ("--overlap",)
 
     @classmethod
     def find(cls, search: Search) -> Launcher:

@@ -1,0 +1,134 @@
+"""The nodes of ``launch --elastic``: how many ranks each gets, and how one that was lost comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from wordrun.launch import address
+from wordrun.launch.job import short
+from wordrun.launch.plan import LaunchPlan, guardian_again
+
+# A guardian is started again on a lost node after the first of these times [s], then after twice as long, and so on.
+FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 300.0
+
+
+@dataclass
+class Nodes:
+    """The nodes that have guardians, or had them: first those on which the ranks began, then the spare ones."""
+
+    plan: LaunchPlan
+    ready: set[int] = field(default_factory=set)
+    """The nodes whose guardians can start ranks."""
+    launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """The launchers that were started for lost nodes, and have not ended."""
+    _start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]] | None = None
+    _tries: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """When to start a guardian again on each lost node, and how long to wait after that."""
+
+    def __post_init__(self) -> None:
+        ranks = self.plan.ranks
+        self.count = len(self.plan.guarded)
+        spare = self.count - ranks.nodes
+        self.layout = (*ranks.layout, *[0] * spare)
+        """The ranks on each node."""
+        self._room = (*ranks.layout, *[ranks.ppn] * spare)
+
+    def best(self) -> tuple[int, ...] | None:
+        """Return the layout of as many ranks as the program can use on the nodes that are ready; None: too few are."""
+        room = [most if node in self.ready else 0 for node, most in enumerate(self._room)]
+        return next(filter(None, (divide(size, room) for size in self._sizes())), None)
+
+    def arrange(self) -> None:
+        """Let the next ranks have the best layout; there must be one."""
+        best = self.best()
+        assert best is not None
+        self.layout = best
+
+    def begin(self, start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]]) -> None:
+        """Bring back lost nodes from now on: ``start`` starts another launcher, whose guardian gets the text."""
+        self._start = start
+
+    def _sizes(self) -> Iterator[int]:
+        """Yield the numbers of ranks that the program accepts, the largest first."""
+        plan = self.plan
+        yield plan.ranks.np
+        if plan.options.least is None:
+            return
+        accepted: Collection[int] | None = None
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            folder = os.path.dirname(os.path.realpath(plan.env["WORDRUN_LAUNCH_RECORD"]))
+            with open(os.path.join(folder, "run.json")) as file:
+                accepted = json.load(file).get("sizes")
+        smaller = range(plan.ranks.np - 1, plan.options.least - 1, -1)
+        if accepted is not None:
+            yield from (size for size in smaller if size in accepted)
+        elif not plan.options.trains:  # before wordrun has said what it accepts, everything is launched again
+            yield from smaller
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables in which the ranks of this layout differ from those of the first one."""
+        plan = self.plan
+        used = [node for node, ranks in enumerate(self.layout) if ranks]
+        if used == [*range(plan.ranks.nodes)]:
+            return {}
+        hosts = [plan.job.hosts[node] for node in used]
+        found = {"WORDRUN_HOSTS": ",".join(hosts)} if "WORDRUN_HOSTS" in plan.env else {}
+        if len(used) == 1:
+            found["MASTER_ADDR"] = "127.0.0.1"
+        elif used[0] != 0:
+            found["MASTER_ADDR"], _, _ = address.of_first(hosts, plan.site, socket.gethostname())
+        return found
+
+    def named(self) -> str:
+        """Return the layout for a message."""
+        used = [f"{n} on {self.plan.job.hosts[node]}" for node, n in enumerate(self.layout) if n]
+        count = sum(self.layout)
+        return f"{count} rank{'s' * (count > 1)} ({', '.join(used[:4])}{', ...' * (len(used) > 4)})"
+
+    def lose(self, node: int) -> None:
+        """Remember to start a guardian again on a node."""
+        self.ready.discard(node)
+        self._tries[node] = time.monotonic() + FIRST_TRY_S, 2 * FIRST_TRY_S
+
+    def bring_back(self, contact: str) -> None:
+        """Start guardians on lost nodes if it is time; ``contact`` is what they need to know."""
+        now = time.monotonic()
+        for node, (due, pause) in self._tries.items():
+            if now > due and node not in self.ready and node not in self.launchers and self._start is not None:
+                self._tries[node] = now + pause, min(2 * pause, LONGEST_PAUSE_S)
+                with contextlib.suppress(OSError):
+                    self.launchers[node] = self._start(guardian_again(self.plan, node), f"{contact} {node}")
+
+    def notice(self, ended: Collection[int]) -> None:
+        """Forget the launchers whose process IDs are in ``ended``."""
+        self.launchers = {node: each for node, each in self.launchers.items() if each.pid not in ended}
+
+    def heir(self) -> subprocess.Popen[bytes] | None:
+        """Return, and forget, a launcher that can take the place of the first one, which has ended."""
+        node = next((node for node in self.launchers if node in self.ready), None)
+        return None if node is None else self.launchers.pop(node)
+
+
+def divide(size: int, room: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the ranks on each node for ``size`` ranks, with nodes filled in order; None: there is no room."""
+    layout: list[int] = []
+    for most in room:
+        layout.append(min(most, size - sum(layout)))
+    return tuple(layout) if sum(layout) == size else None
+
+
+def own_address(plan: LaunchPlan) -> str:
+    """Return the address at which the guardians reach this process."""
+    first = plan.hosts[0]
+    if len(plan.guarded) == 1 and (plan.job.is_local or short(first) == short(socket.gethostname())):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((plan.env["MASTER_ADDR"] if len(plan.hosts) > 1 else plan.guarded[-1], 9))  # sends nothing
+        return str(probe.getsockname()[0])

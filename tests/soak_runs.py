@@ -1,0 +1,146 @@
+"""What the trainings of soak.py are, and how far they are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 90
+# A rank that has the memory of its node: that of its guardian, whose number is its rank, or the end of what launch says
+# to one that replaces another. While there is a file, memory is full.
+RANK = """
+import os, sys
+from pathlib import Path
+environ = Path(f"/proc/{os.getppid()}/environ").read_text().split(chr(0))
+guardian = dict(line.partition("=")[::2] for line in environ)
+node = (guardian["WORDRUN_GUARDIAN_TOKEN"].split() + [guardian.get("RANK")])[3]
+base = sys.argv.pop(1)
+os.environ["WORDRUN_SHM"] = f"{base}{node}"
+os.makedirs(os.environ["WORDRUN_SHM"], exist_ok=True)
+from wordrun.checkpoint.node_memory import NodeMemory
+from wordrun.cli import main
+free = NodeMemory.free
+NodeMemory.free = lambda memory: 0 if os.path.exists(f"{base}.full") else free(memory)
+sys.exit(main())
+"""
+
+
+def command(
+    folder: Path, text: Path, steps: int, *, memory: bool = False, elastic: int = 0, fewer: bool = False
+) -> list[str]:
+    """Return the command that trains, or goes on; ``elastic`` is the number of ranks under guardians."""
+    python = [sys.executable]
+    if elastic:
+        words = command(folder, text, steps, memory=True)
+        hosts, script = folder.with_suffix(".hosts"), folder.with_suffix(".py")
+        hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
+        script.write_text(RANK)
+        return [
+            *words[:2], str(elastic), "--elastic", *([str(elastic // 2)] if fewer else []), "--retries", "100000",
+            "--hostfile", str(hosts), "--launcher-args", "-launcher fork", "--oversubscribe", sys.executable,
+            str(script), f"{folder.with_suffix('.node')}", *words[words.index("wordrun") + 1 :],
+            *(["model.dropout=0", "train.backend=DDP"] if fewer else []),
+        ]  # fmt: skip
+    if memory:  # each rank gets the memory of its node
+        node = folder.with_suffix(".node")
+        script = f'export WORDRUN_SHM="{node}$RANK"; mkdir -p "$WORDRUN_SHM"; exec "$@"'
+        python = ["sh", "-c", script, "sh", sys.executable]
+    return [
+        str(Path(sys.executable).with_name("launch")), "-n", "2", "--env", "OMP_NUM_THREADS=1", *python, "-m",
+        "wordrun", *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []), "data=text",
+        "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
+        "train.resume=auto",
+        f"train.max_iters={steps}", "train.log_interval=1", "train.eval_interval=0",
+        f"train.checkpoint_interval={20 if memory else 5}",
+        "train.sample_tokens=0", "train.dtype=fp32", "train.device=cpu", "model.n_layer=2", "model.n_embd=64",
+        "model.n_head=2", "model.block_size=32", "model.batch_size=4", "model.dropout=0.1",
+        "optimizer.warmup_iters=10",
+    ]  # fmt: skip
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step in a run's metrics."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, IndexError, ValueError):  # not there, empty, or half a line
+        return 0
+
+
+def saving(folder: Path) -> bool:
+    """Say whether a checkpoint is being written, on disk or in memory."""
+    return any(folder.glob("checkpoints/.step-*")) or any(folder.parent.glob(f"{folder.name}.node*/*/*/.step-*"))
+
+
+def environment(pid: int) -> bytes:
+    """Return the variables of a process; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S) -> bool:
+    """Wait until ``condition()``; say whether it came before the process ended."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def living(folder: Path) -> list[int]:
+    """Return the process IDs of a run's ranks, in order; none if one of them has ended."""
+    try:
+        pids: list[int] = json.loads((folder / "launch.json").read_text()).get("pids", [])
+    except (OSError, ValueError):  # it is being moved
+        return []
+    return pids if all(os.path.exists(f"/proc/{pid}") for pid in pids) else []
+
+
+def parent(pid: int) -> int:
+    """Return the process ID of a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def node_of(guardian: int) -> int:
+    """Return the number of a guardian's node, as RANK does."""
+    lines = environment(guardian).decode().split("\0")
+    found = dict(line.partition("=")[::2] for line in lines)
+    return int([*found["WORDRUN_GUARDIAN_TOKEN"].split(), found.get("RANK", "0")][3])
+
+
+def finish(folder: Path, words: list[str]) -> None:
+    """Let a training run to its end."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"{folder.name} did not finish:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+
+
+def compare(home: Path, steps: int, error: float = 0.0) -> None:
+    """Compare the losses of the training that was disturbed with those of the other: to the bit, or with an error."""
+    pairs = list(zip(figures(home / "run"), figures(home / "whole"), strict=True))
+    if any(abs(x - y) > error * abs(y) for mine, other in pairs for x, y in zip(mine, other, strict=True)):
+        raise SystemExit(f"the losses in {home / 'run'} are not those in {home / 'whole'}")
+    if len(figures(home / "run")) != steps:
+        raise SystemExit(f"{home / 'run'} has not one line for each of its {steps} steps")
+    if left := list(home.glob("*.node*/*/*")):
+        raise SystemExit(f"checkpoints are left in memory: {left}")
+
+
+def figures(folder: Path) -> list[tuple[Any, ...]]:
+    """Return what does not depend on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(line[key] for key in ("step", "loss", "lr", "grad_norm", "tokens")) for line in lines]
+
+
+def sources(folder: Path) -> list[str]:
+    """Return from where each launch resumed: memory or disk."""
+    record = json.loads((folder / "run.json").read_text())
+    return [part["resumed_from"]["source"] for part in [*record["earlier"], record] if "resumed_from" in part]
