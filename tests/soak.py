@@ -120,6 +120,15 @@ def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PA
     return True
 
 
+def wait_until_gone(ranks: list[int], seconds: float, victim: str) -> None:
+    """Wait until all ``ranks`` have ended; raise SystemExit if any is left after ``seconds``."""
+    end = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
+        if time.monotonic() > end:
+            raise SystemExit(f"ranks are left {seconds:g} s after {victim} had been killed")
+        time.sleep(0.01)
+
+
 def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: random.Random) -> str:
     """Start the command and kill ``victim`` at ``moment``; return what happened."""
     before = last_step(folder)
@@ -149,11 +158,7 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     except subprocess.TimeoutExpired:
         process.kill()
         raise SystemExit(f"launch did not end within 30 s after {victim} had been killed") from None
-    end = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
-        if time.monotonic() > end:
-            raise SystemExit(f"ranks are left 20 s after {victim} had been killed")
-        time.sleep(0.01)
+    wait_until_gone(ranks, 20, victim)
     if victim == NODE:
         shutil.rmtree(f"{folder.with_suffix('.node')}0", ignore_errors=True)
     where = " in a save" if in_save else ""
@@ -223,11 +228,7 @@ class Elastic:
         if victim == "launch":
             process.wait(timeout=30)
             self.process = None
-        end = time.monotonic() + 60
-        while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
-            if time.monotonic() > end:
-                raise SystemExit(f"ranks are left 60 s after {victim} had been killed")
-            time.sleep(0.01)
+        wait_until_gone(ranks, 60, victim)
         if victim == NODE:
             shutil.rmtree(f"{folder.with_suffix('.node')}{node}", ignore_errors=True)
         return f"killed {victim} ({len(pids)}) while {moment}, after step {step}"
