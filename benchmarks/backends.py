@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as td
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -89,11 +88,7 @@ def bare(trainer: wordrun.Trainer) -> Step:
     if name == "PP":
         part = new(blocks_of(rank, ranks, cfg.transformer.n_layer))
         stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
-
-        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            return part.criterion(logits, targets).mean()
-
-        schedule = Schedule1F1B(stage, 2, loss_of)
+        schedule = Schedule1F1B(stage, 2, lambda logits, targets: part.criterion(logits, targets).mean())
         parameters = list(part.parameters())
         optimizer = adamw(AdamWConfig(), part.named_parameters())
 

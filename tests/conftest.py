@@ -30,6 +30,7 @@ import forked
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+sys.dont_write_bytecode = False  # of the tests, which every worker and session would compile anew; see pytest_configure
 TIERS = ("unit", "dist", "mpi", "slurm", "pbs", "gpu")
 # Tests of real processes and schedulers, which depend on the machine's load, are run once more if they fail.
 TRIED_TWICE = ("dist", "mpi", "slurm", "pbs")
@@ -69,9 +70,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start every process with the usual reactions to signals, and with the usual buffering.
+    """Start every process with the usual reactions to signals, the usual buffering, and the usual caches of bytecode.
 
     Unbuffered, ``print`` writes its arguments one by one, and under a plain mpiexec lines of several ranks mix.
+    Container images often forbid bytecode files: then each process would compile wordrun anew, for 0.2 s.
 
     Under nohup, or in the background of a script, we ignore SIGHUP or SIGINT, and so would all that we start. A handler
     does as little, and a started process does not inherit it.
@@ -79,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.cpu_times:
         config.pluginmanager.register(cpu_times)
     os.environ.pop("PYTHONUNBUFFERED", None)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda number, frame: None)

@@ -44,6 +44,7 @@ from soak_runs import (
     saving,
     sources,
     wait_for,
+    wait_until_gone,
 )  # fmt: skip
 
 VICTIMS = ("a rank", "all ranks", "launch")
@@ -97,11 +98,7 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     except subprocess.TimeoutExpired:
         process.kill()
         raise SystemExit(f"launch did not end within 30 s after {victim} had been killed") from None
-    end = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
-        if time.monotonic() > end:
-            raise SystemExit(f"ranks are left 20 s after {victim} had been killed")
-        time.sleep(0.01)
+    wait_until_gone(ranks, 20, victim)
     if victim == NODE:
         shutil.rmtree(f"{folder.with_suffix('.node')}0", ignore_errors=True)
     where = " in a save" if in_save else ""
@@ -173,11 +170,7 @@ class Elastic:
         if victim == "launch":
             process.wait(timeout=30)
             self.process = None
-        end = time.monotonic() + 60
-        while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
-            if time.monotonic() > end:
-                raise SystemExit(f"ranks are left 60 s after {victim} had been killed")
-            time.sleep(0.01)
+        wait_until_gone(ranks, 60, victim)
         for each in {NODE: [node], "all nodes": [0, 1]}.get(victim, []):
             shutil.rmtree(f"{folder.with_suffix('.node')}{each}", ignore_errors=True)
         return f"hit {victim} ({len(pids)}) while {moment}, after step {step}"

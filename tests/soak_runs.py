@@ -95,6 +95,15 @@ def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PA
     return True
 
 
+def wait_until_gone(ranks: list[int], seconds: float, victim: str) -> None:
+    """Wait until all ``ranks`` have ended; raise SystemExit if any is left after ``seconds``."""
+    end = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
+        if time.monotonic() > end:
+            raise SystemExit(f"ranks are left {seconds:g} s after {victim} had been killed")
+        time.sleep(0.01)
+
+
 def living(folder: Path) -> list[int]:
     """Return the process IDs of a run's ranks, in order; none if one of them has ended."""
     try:

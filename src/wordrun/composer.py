@@ -6,13 +6,11 @@ import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -27,6 +25,7 @@ from wordrun.log import LOGGER
 from wordrun.part_source import PartSource, SearchPath
 from wordrun.registry import backends, parts
 from wordrun.run_id import new_run_id
+from wordrun.tree import Tree, composed_tree
 
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
 REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError)
@@ -40,15 +39,6 @@ PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
 
 
 GROUPS = (*SECTIONS, "experiment", "train.backend")
-
-
-@dataclass(frozen=True)
-class Tree:
-    """The root of the configuration tree; Hydra's --config-path, --config-name and --config-dir change it."""
-
-    name: str = "config"
-    path: str | None = None
-    extra_dir: str | None = None
 
 
 def compose(
@@ -200,20 +190,7 @@ def data_home() -> str:
 
 def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     register()
-    if tree.extra_dir:
-        overrides = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]", *overrides]
-    backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
-    GlobalHydra.instance().clear()
-    start = (
-        hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
-        if tree.path
-        else hydra.initialize_config_module("wordrun.conf", version_base="1.3")
-    )
-    try:
-        with start:
-            return hydra.compose(tree.name, overrides, return_hydra_config=True)
-    finally:
-        GlobalHydra.instance().hydra = backup
+    return composed_tree(overrides, tree)
 
 
 def _undeclared(composed: DictConfig) -> Iterator[str]:

@@ -3,6 +3,7 @@
 Python imports this file at its start from PYTHONPATH.
 """
 
+import gc
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
@@ -32,3 +33,4 @@ class Undrawn:
 
 
 sys.meta_path.insert(0, Undrawn)
+gc.set_threshold(20_000, 50, 50)  # at Python's own, importing torch looks for garbage for a fifth of its time

@@ -27,7 +27,7 @@ MODULES = sorted(
 BASE = {"version", "errors", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
-    "checks", "sizes", "composer",
+    "checks", "sizes", "composer", "tree",
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -59,7 +59,10 @@ MAY_USE: dict[str, set[str]] = {
     "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts"},
     "part_source": {"errors", "project", "registry", "config"},
     "sizes": {"errors", "config", "layouts", "checks"},
-    "composer": {"errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint"},
+    "tree": {"project", "registry"},
+    "composer": {
+        "errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint", "tree",
+    },  # fmt: skip
     "launch": BASE,
     "data": CONFIG | {"compat"},
     "model": CONFIG | {"compat", "compat_context", "compat_experts", "kernels"},

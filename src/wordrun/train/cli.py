@@ -25,13 +25,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist, log, project, sizes
-from wordrun.composer import Tree, compose, register, renamed, to_config
+from wordrun.composer import compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.dist import watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.plan.comparison import refuse_before_torch
 from wordrun.train.help import changed_groups, options_of, overview
 from wordrun.train.hints import own_command
+from wordrun.tree import Tree
 from wordrun.version import __version__, versions
 
 SWITCHES = ("--help -h", "--hydra-help", "--run -r", "--multirun -m", "--resolve", "--shell-completion -sc")
@@ -77,12 +78,15 @@ def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
         ranks = f" on {world.size} ranks" if world.size > 1 else ""
         log.LOGGER.info("wordrun %s: loading torch%s", __version__, ranks)
         is_first = "wordrun.train.trainer" not in sys.modules
+        if is_first:
+            gc.disable()  # searching for garbage would be a fifth of the time that importing torch takes
         # Not at the top: --help should not wait for torch, and MPI has to start before torch.
         from wordrun.train.stop import Interrupted
         from wordrun.train.trainer import Trainer
 
         if is_first:
             gc.freeze()  # torch stays until the end, so that no garbage collection needs to search it
+            gc.enable()
     try:
         with exit_when_stopped(world):
             trainer = Trainer(cfg, world, handle, command=command)
