@@ -60,9 +60,7 @@ MAY_USE: dict[str, set[str]] = {
     "part_source": {"errors", "project", "registry", "config"},
     "sizes": {"errors", "config", "layouts", "checks"},
     "tree": {"project", "registry"},
-    "composer": {
-        "errors", "run_id", "log", "project", "registry", "config", "part_source", "checks", "checkpoint", "tree",
-    },  # fmt: skip
+    "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree"},
     "launch": BASE,
     "data": CONFIG | {"compat"},
     "model": CONFIG | {"compat", "compat_context", "compat_experts", "kernels"},
