@@ -91,7 +91,6 @@ def main() -> int:
         except OSError as error:
             print(f"prewarm: {socket.gethostname()}: {error}", file=sys.stderr)
             return 1
-        sys.pycache_prefix = cache
     paths = sysconfig.get_paths()
     folders = {os.path.realpath(paths[name]): paths[name] for name in ("platlib", "purelib", "stdlib")}
     found = files(folders.values())
