@@ -63,7 +63,8 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
             continue
         field = declared.get(key.removeprefix(prefix))
         if field is None:
-            problems.append(f"unknown option '{key}'{nearest(key.removeprefix(prefix), declared, prefix)}")
+            remedy = nearest(key.removeprefix(prefix), declared, prefix) or "; --help lists the options"
+            problems.append(f"unknown option '{key}'{remedy}")
             continue
         kind, _, optional = str(field.type).partition(" ")
         convert, wanted = TYPES[kind]

@@ -105,3 +105,19 @@ def test_a_sweep_is_a_job_per_point_or_one_for_several(cluster: Cluster, tmp_pat
         assert cluster.job(name)["Exit_status"] == 0, [path.read_text() for path in tmp_path.glob("sweep*.o*")]
     runs = [tmp_path / folder / str(number) / "run.json" for folder in jobs for number in range(2)]
     assert [json.loads(run.read_text())["exit_reason"] for run in runs] == ["finished"] * 4
+
+
+@pytest.mark.timeout(300)
+def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_path: Path) -> None:
+    """A new submission begins a run of its own, also with train.resume=auto, but its log names the unfinished one."""
+    words = ["-N", "1", "--ppn", "1", *HYDRA, "--", "python", "-m", "wordrun", "data=sample", "tracker=jsonl",
+             "model.n_layer=1", "train.checkpoint_interval=5", "train.max_iters=100000"]  # fmt: skip
+    runs = tmp_path / "outputs/sample/nano-DDP"
+    job = submit(cluster, *words)
+    cluster.wait(lambda: [*runs.glob("*/checkpoints/step-*")], "a checkpoint", 100)
+    assert cluster.run("qdel", job).returncode == 0
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends")
+    (cancelled,) = runs.iterdir()
+    submit(cluster, *words, "train.resume=auto")
+    offer = f" train.resume={cancelled.relative_to(tmp_path)}\n"
+    cluster.wait(lambda: any(offer in path.read_text() for path in runs.glob("*/log.txt")), "the offer", 100)

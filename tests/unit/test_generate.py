@@ -232,6 +232,7 @@ def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pyt
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
         (["prompt="], 2, "prompt= has no value"),
         (["lenght=3", "top_k=x"], 2, "unknown option 'lenght'; did you mean 'length'?\ntop_k=x should be a whole"),
+        (["max_tokens=9"], 2, "unknown option 'max_tokens'; --help lists the options"),
         (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for greedy"),
         (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for no limit use top_k="),
         (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_p=1.5 should be above 0 and at most 1\n"),

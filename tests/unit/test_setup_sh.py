@@ -63,6 +63,12 @@ def test_active_environment(shell: str, tmp_path: Path, stub: str) -> None:
     check_output(done.stdout.splitlines(), stub)
 
 
+@pytest.mark.skipif(not shutil.which("dash"), reason="needs dash")
+def test_another_shell_is_refused(tmp_path: Path) -> None:
+    done = run("dash", "echo $?", tmp_path)
+    assert (done.stdout, done.stderr) == ("1\n", "setup: this shell is neither bash nor zsh\n")
+
+
 @in_each_shell
 def test_environment_by_argument(shell: str, tmp_path: Path, stub: str) -> None:
     done = run(shell, f"set -eu\nsetup_python {stub} && command -v python", tmp_path, VIRTUAL_ENV="/other")

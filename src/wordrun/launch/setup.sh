@@ -15,6 +15,9 @@
 # after a change of directory. zsh has no BASH_SOURCE, and bash cannot parse zsh's equivalent.
 if [ -n "${ZSH_VERSION:-}" ]; then
   eval '_wordrun_root=${${(%):-%x}:a:h:h:A}'
+elif [ -z "${BASH_VERSION:-}" ]; then
+  echo 'setup: this shell is neither bash nor zsh' >&2
+  return 1
 else
   _wordrun_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 fi
