@@ -71,7 +71,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_would_do() -> None:
     with pytest.raises(ConfigError) as caught:
         within_budget(fit(f"train.memory_budget_gb={least * 0.9}"))
     first, second = str(caught.value).splitlines()
-    assert f"this run needs at least {least:.2f} GB on each rank, with train.activation_checkpointing=full" in first
+    assert f"this run needs at least {least:.4g} GB on each rank, with train.activation_checkpointing=full" in first
     assert "largest model.batch_size that fits is" in second
 
 

@@ -40,7 +40,7 @@ def within_budget(fit: Fit) -> Fit:
             return tried
     least = min(needs, key=lambda setting: needs[setting])
     raise ConfigError("\n".join([
-        f"train.memory_budget_gb={budget:g}: this run needs at least {needs[least]:.2f} GB on each rank, with "
+        f"train.memory_budget_gb={budget:g}: this run needs at least {needs[least]:.4g} GB on each rank, with "
         f"train.activation_checkpointing={least}.",
         *tried.remedies(Room(budget * GB * TOLERANCE)),
     ]))  # fmt: skip

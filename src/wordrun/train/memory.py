@@ -94,7 +94,7 @@ class MemoryCheck:
         if (budget := self.cfg.train.memory_budget_gb) is not None and self._fit is not None:
             chosen, need = self.settled.train.activation_checkpointing, self._fit.need.total / 1e9
             LOGGER.info(
-                "train.memory_budget_gb=%g: train.activation_checkpointing=%s, and each rank needs about %.2f GB",
+                "train.memory_budget_gb=%g: train.activation_checkpointing=%s, and each rank needs about %.4g GB",
                 budget, chosen, need, extra=FIRST_RANK,
             )  # fmt: skip
         if self._fit is not None and not self._fit.fits(self.room):
