@@ -207,11 +207,19 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
             name = f"{prefix}{key!s}"
             unset = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
             if declared is not None and key not in declared and name != "hydra":
-                yield f"unknown option '{name}'{nearest(name, known)}"
+                yield f"unknown option '{name}'{_nearest_option(name, known)}"
             elif name != "hydra" and not unset and isinstance(node[key], DictConfig):
                 yield from walk(node[key], f"{name}.")
 
     yield from walk(composed, "")
+
+
+def _nearest_option(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean 'x'?" for the option like ``name``, elsewhere or in its section, or an empty string."""
+    section, _, last = name.rpartition(".")
+    inside = [each.rpartition(".")[2] for each in known if section and each.rpartition(".")[0] == section]
+    elsewhere = [each for each in known if not inside or each.rpartition(".")[2] == last]
+    return nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
 
 
 def _keys(composed: DictConfig) -> Iterator[str]:
@@ -297,7 +305,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{remedy}"
     known = sorted({*_keys(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":
-        return f"unknown option '{name}'{nearest(name, known)}"
+        return f"unknown option '{name}'{_nearest_option(name, known)}"
     # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
     wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):

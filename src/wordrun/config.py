@@ -1562,6 +1562,11 @@ class MetricConfig(Section):
 
 
 @dataclass
+class AccuracyConfig(MetricConfig):
+    """Share of targets that are the likeliest class (or, for text, token)."""
+
+
+@dataclass
 class TopKConfig(MetricConfig):
     """Share of targets that are among the likeliest classes (or, for text, tokens)."""
 

@@ -134,6 +134,7 @@ PAGES = {
     "wordrun.train.checkpoint": "checkpoints.md#when-checkpoints-are-written",
     "wordrun.train.cli": "",
     "wordrun.train.evaluation": "extend.md#a-metric",
+    "wordrun.train.examples": "tasks.md#your-own-model-data-and-metric",
     "wordrun.train.failing": "train.md#hooks",
     "wordrun.train.failing.explained": "",
     "wordrun.train.finite": "checkpoints.md#non-finite-gradients",

@@ -56,7 +56,7 @@ register("profiler", "torch", "wordrun.config:TorchProfilerConfig", "wordrun.tra
 register("profiler", "spans", "wordrun.config:SpansProfilerConfig", "wordrun.train.profile:SpansProfiler")
 register("profiler", "memory", "wordrun.config:MemoryProfilerConfig", "wordrun.train.profile:MemoryProfiler")
 
-register("metrics", "accuracy", "wordrun.config:MetricConfig", "wordrun.train.measures:accuracy")
+register("metrics", "accuracy", "wordrun.config:AccuracyConfig", "wordrun.train.measures:accuracy")
 register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures:top_k")
 
 register("hooks", "early_stop", "wordrun.config:EarlyStopConfig", "wordrun.train.hooks.early_stop:EarlyStop")

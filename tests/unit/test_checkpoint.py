@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(whole: Path, small: Wo
     train(small(*SAVING, "train.max_iters=8", "optimizer.lr_decay_iters=12"), folder)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "los')  # as a run leaves it that was killed
-    with pytest.raises(ConfigError, match=r"optimizer\.lr_decay_iters is 12 in the checkpoint and None here"):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr_decay_iters is 12 in the checkpoint and null here"):
         train(small(*SAVING, "train.resume=auto"), folder)
     trainer = train(small(*SAVING, "train.resume=auto", "optimizer.lr_decay_iters=12"), folder)
     found = figures(folder)

@@ -81,7 +81,9 @@ def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytes
         for field in fields(node):
             assert re.search(rf" {section}\.{field.name}=\S+ {re.escape(' '.join(docs[field.name].split()))}", flat)
     assert set(LEGEND) <= set(printed("--help", "metrics").split())
-    assert "hooks.early_stop.patience=" in printed("--help", "hooks")
+    hooks = printed("--help", "hooks")
+    assert "hooks.early_stop.patience=" in hooks
+    assert max(map(len, hooks.splitlines())) <= 110
 
 
 def test_the_help_of_a_group_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

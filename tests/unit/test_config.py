@@ -338,6 +338,7 @@ UNKNOWN = {
     "train.max_iter=3": ["'train.max_iter'", "did you mean 'train.max_iters'?"],
     "+train.eval_itersx=3": ["'train.eval_itersx'", "did you mean 'train.eval_iters'?"],
     "modle=gpt2": ["'modle'", "did you mean 'model'?"],
+    "train.batch_size=5": ["did you mean 'model.batch_size'?"],
     "model=gtp2": ["model=gtp2", "did you mean 'gpt2'?", "gpt2_medium", "nano"],
     "train.backend=FSPD": ["train.backend=FSPD", "unknown backend 'FSPD'", "DDP"],
     "experiment=shakspeare": ["experiment=shakspeare", "did you mean 'shakespeare'?"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from wordrun.checks import check
 from wordrun.config import Config, DataConfig, EarlyStopConfig, MetricConfig, ModelConfig
 from wordrun.config_images import ConvNetConfig
 from wordrun.data import images
-from wordrun.data.examples import ExampleOrder, Reader, Splits
+from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
 from wordrun.errors import ConfigError, UserError
 from wordrun.model import Model
 from wordrun.plan.cli import plan
@@ -247,11 +248,25 @@ def test_a_task_of_ones_own(own: Config) -> None:
     assert evaluations[-1]["val_absolute_error"] < 0.2 * evaluations[0]["val_absolute_error"]
 
 
-def test_losses_and_metrics_of_the_wrong_shape_are_refused(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_metrics_that_are_wrong_are_refused(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Line.losses
-    monkeypatch.setattr(Line, "losses", lambda self, batch, forward=None: right(self, batch, forward).mean())
-    with wordrun.Trainer(own) as trainer, pytest.raises(UserError, match=r"Line\.losses should return .* shape \[\]"):
-        trainer.train()
+    wanted = r"model=line \(.*\): losses\(batch\) should return .*, a floating-point tensor of shape \[16\] on cpu: "
+    wrong: dict[str, Callable[[torch.Tensor], Any]] = {
+        r"one of shape \[\] ": torch.mean,
+        r"one of shape \[15\] ": lambda losses: losses[1:],
+        r"one of shape \[16\] and torch.int64": torch.Tensor.long,
+        "on meta": lambda losses: losses.to("meta"),
+        r"one that does not depend on the weights \(was it detached\?\)": torch.Tensor.detach,
+        "float": lambda losses: 1.0,
+    }
+    with wordrun.Trainer(own) as trainer:
+        batch = trainer.loader.take(0, 1)[0]
+        for found, change in wrong.items():
+            monkeypatch.setattr(Line, "losses", lambda self, batch, change=change: change(right(self, batch)))
+            with pytest.raises(UserError, match=f"{wanted}it returned {'.*' * (found == 'on meta')}{found}"):
+                trainer.backend.forward_losses(batch)  # type: ignore[attr-defined]
+        with pytest.raises(UserError, match=wanted):
+            trainer.train()
     monkeypatch.setattr(Line, "losses", right)
     own.run_dir = "second"
     monkeypatch.setattr(sys.modules[__name__], "absolute_error", lambda options, outputs, batch: outputs.sum())
@@ -270,6 +285,10 @@ def test_a_metric_that_is_not_finite_is_reported_and_recorded(own: Config, monke
         trainer.train()
     assert lines()[-1]["val_absolute_error"] is None
     assert "the metric absolute_error is nan at step 1" in Path("run/log.txt").read_text()
+    monkeypatch.setattr(sys.modules[__name__], "absolute_error", lambda options, outputs, batch: outputs.abs() / 0)
+    own.model.batch_size, own.run_dir = 24, "second"  # 64 examples, and padding
+    with wordrun.Trainer(own) as trainer:
+        assert trainer.measure()["val_absolute_error"] == np.inf
 
 
 def test_a_label_out_of_range_is_refused() -> None:
@@ -279,6 +298,30 @@ def test_a_label_out_of_range_is_refused() -> None:
         ConfigError, match=r"example 2 of the training split of data=mine has the label 2, but .*0 to 1"
     ):
         ExampleOrder(reader, 1).fill(0, reader.empty(4))
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([(0.0, 1, 2)], "example 0 of the val split of data=mine should be an input and a target: it is 3 values"),
+        ([torch.zeros(2)], "it is Tensor"),
+        ([(0.0, 0), (0.0, 1.0)], r"example 1 of .* has the label 1.0, but .* 2 classes \(integers from 0 to 1\)"),
+        ([(0.0, 0), (0.0, [0, 1])], r"example 1 of .* has the label \[0, 1\], but"),
+        ([([0.0], 0), ([0.0, 1.0], 0)], r"example 1 of .* an input of shape \[2\], but the first .* shape \[1\]"),
+    ],
+)
+def test_examples_that_cannot_be_a_batch_are_named(items: list[Any], says: str) -> None:
+    def read() -> None:
+        FixedExamples(Reader(items, "val split of data=mine", classes=2), 2, None)[0]
+
+    with pytest.raises(ConfigError, match=says):
+        read()
+
+
+def test_a_function_that_does_not_return_data_is_named(own: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "points", lambda options: None)
+    with pytest.raises(UserError, match=r"data=points .* should return wordrun.data.examples.Splits, not NoneType"):
+        wordrun.Trainer(own)
 
 
 def test_the_best_checkpoint_and_early_stopping_follow_any_metric(own: Config) -> None:

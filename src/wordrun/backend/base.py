@@ -18,7 +18,7 @@ from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard
-from wordrun.config import Config
+from wordrun.config import Config, ModelConfig
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, UserError
@@ -170,18 +170,24 @@ def require_shards(folder: Path, facts: Mapping[str, Any], *, on_islands: bool) 
         )
 
 
-def checked(losses: Tensor, model: Model, device: torch.device) -> Tensor:
-    """Return ``losses``, which ``model`` has computed on ``device``.
+def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device) -> Tensor:
+    """Return ``losses``, which the model with these ``options`` has computed for ``batch`` on ``device``.
 
     Raises:
-        UserError: they are not one number for each example, or on another device.
+        UserError: they are not one number for each example, on another device, or do not depend on the weights.
     """
-    if losses.dim() != 1 or losses.device.type != device.type:
-        raise UserError(
-            f"{type(model).__name__}.losses should return the loss of each example, a tensor of shape [B] on "
-            f"{device.type}: it returned one of shape {list(losses.shape)} on {losses.device.type}"
-        )
-    return losses
+    size, found = len(batch), type(losses).__name__
+    if isinstance(losses, Tensor):
+        right = losses.shape == (size,) and losses.device.type == device.type and losses.is_floating_point()
+        if right and (losses.requires_grad or not torch.is_grad_enabled()):
+            return losses
+        found = f"one of shape {list(losses.shape)} and {losses.dtype} on {losses.device.type}"
+        if right:
+            found = "one that does not depend on the weights (was it detached?)"
+    raise UserError(
+        f"{part_of('model', options)}: losses(batch) should return the loss of each example, a floating-point "
+        f"tensor of shape [{size}] on {device.type}: it returned {found}"
+    )
 
 
 def build(spec: BackendSpec) -> Backend:

@@ -109,7 +109,7 @@ class DeepSpeedBackend:
         losses = []
         norm: Any = None
         for batch in batches:
-            loss = checked(self.engine(LossesOf(batch)), self.parts[0], self.device).mean()
+            loss = checked(self.engine(LossesOf(batch)), batch, self.spec.cfg.model, self.device).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
@@ -128,7 +128,7 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        return checked(self.engine(LossesOf(batch, outputs)), self.parts[0], self.device)
+        return checked(self.engine(LossesOf(batch, outputs)), batch, self.spec.cfg.model, self.device)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class NativeBackend:
         self.group = spec.mesh.get_group("replicate") if spec.mesh else dist.group.WORLD
         """The process group of a layout with copies only."""
         self.copies = shards.HostCopies()
-        self.parts = parts
+        self.parts, self.model_options = parts, spec.cfg.model
         self.parameters = [p for part in parts for p in part.parameters()]
         # Stored as names, because a module may replace a buffer with another tensor.
         persistent = {name for part in parts for name, _ in part.weights()}
@@ -142,7 +142,8 @@ class NativeBackend:
         """Return the loss of each example of ``batch``, (B,), as ``losses`` does, through the model's ``wrapper``."""
         model = self.parts[0]
         with self.forward_context():
-            return full(checked((model if wrapper is None else wrapper)(LossesOf(batch, outputs)), model, self.device))
+            losses = (model if wrapper is None else wrapper)(LossesOf(batch, outputs))
+            return full(checked(losses, batch, self.model_options, self.device))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ class Batch:
     pairs: Tensor | None = None
     """The number of each token's pair within its sequence, (B, T), if attention is confined to pairs."""
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     @classmethod
     def empty(cls, size: int, block_size: int, *, pinned: bool = False, eot: int | None = None) -> Batch:
         """Return an uninitialised batch of ``size`` sequences."""

@@ -78,14 +78,19 @@ class Reader:
         if not len(dataset):
             raise ConfigError(f"the {what} has no examples")
         self.pool = ThreadPoolExecutor(threads, "wordrun-examples") if threads > 1 else None
-        self.shapes = [(torch.as_tensor(each).shape, torch.as_tensor(each).dtype) for each in self[0]]
+        self.shapes = [(each.shape, each.dtype) for each in self[0]]
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        inputs, target = self.dataset[index]
-        if self.classes is not None and not 0 <= int(target) < self.classes:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        example = self.dataset[index]
+        if not isinstance(example, tuple | list) or len(example) != 2:
+            found = f"{len(example)} values" if isinstance(example, tuple | list) else type(example).__name__
+            raise ConfigError(f"example {index} of the {self.what} should be an input and a target: it is {found}")
+        inputs, target = map(torch.as_tensor, example)
+        is_class = not (target.dim() or target.is_floating_point())
+        if self.classes is not None and not (is_class and 0 <= target < self.classes):
             raise ConfigError(
-                f"example {index} of the {self.what} has the label {int(target)}, but there are {self.classes} classes "
-                f"(0 to {self.classes - 1}): correct the label, or the number of classes"
+                f"example {index} of the {self.what} has the label {target.tolist()}, but there are {self.classes} "
+                f"classes (integers from 0 to {self.classes - 1}): correct the label, or the number of classes"
             )
         return inputs, target
 
@@ -98,8 +103,13 @@ class Reader:
 
         def read(row: int, index: int) -> None:
             inputs, target = self[index]
-            batch.inputs[row] = vary(row, torch.as_tensor(inputs))
-            batch.targets[row] = torch.as_tensor(target)
+            for what, each, (shape, _) in zip(("an input", "a target"), (inputs, target), self.shapes, strict=True):
+                if each.shape != shape:
+                    raise ConfigError(
+                        f"example {index} of the {self.what} has {what} of shape {list(each.shape)}, but the first "
+                        f"example's has shape {list(shape)}: all should have the same"
+                    )
+            batch.inputs[row], batch.targets[row] = vary(row, inputs), target
 
         # The list raises what a thread has raised.
         list((self.pool.map if self.pool else map)(read, range(len(indices)), indices.tolist()))

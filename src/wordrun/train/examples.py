@@ -12,6 +12,7 @@ from wordrun.config import Config
 from wordrun.data.examples import ExampleOrder, Examples, FixedExamples, Reader, Splits
 from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
+from wordrun.errors import UserError
 from wordrun.log import LOGGER
 from wordrun.model import Model, new_model
 from wordrun.registry import part_of
@@ -67,8 +68,9 @@ class ExamplesTask(Task):
         """Log what the run trains on: ``examples`` of which data, in how many epochs."""
         train, val = len(self.data.train), len(self.data.val)
         LOGGER.info(
-            "data %s: %s; %s training and %s validation examples; %.2f epochs",
-            self.cfg.data.name, self.data.origin or "no origin given", f"{train:,}", f"{val:,}", examples / train,
+            "data %s: %s%s training and %s validation examples; %.2f epochs",
+            self.cfg.data.name, f"{self.data.origin}; " * bool(self.data.origin), f"{train:,}", f"{val:,}",
+            examples / train,
         )  # fmt: skip
 
 
@@ -77,12 +79,17 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
 
     Rank 0 opens them first, because it may have to download them; then one rank of each node, as nodes may have disks
     of their own; then the others.
+
+    Raises:
+        UserError: what the data's function returns is something else.
     """
-    load = part_of("data", cfg.data).build
+    part = part_of("data", cfg.data)
     found: Splits | None = None
     for turn in (world.rank == 0, world.local_rank == 0, True):
         if turn and found is None:
-            found = load(cfg.data)
+            found = part.build(cfg.data)
+            if not isinstance(found, Splits):
+                raise UserError(f"{part} should return wordrun.data.examples.Splits, not {type(found).__name__}")
         dist.share(None, world)
     assert found is not None
     return found

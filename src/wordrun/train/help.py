@@ -106,11 +106,16 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path], names: bo
         yield names_of(group, folders)
     chosen_parts = {name: node for name, node in parts.items() if name.partition(".")[0] == group}
     for name, node in chosen_parts.items():
-        yield "\n".join([f"{name}: {type(node).__doc__}", *describe(node, f"{name}.", width=35)])
+        yield "\n".join([_about(name, type(node)), *describe(node, f"{name}.", width=35)])
     if not chosen_parts:  # nothing is selected by default
         for name, part in schemas(group).items():
             schema = part.options
-            yield "\n".join([f"{group}=[{name}]: {schema.__doc__}", *describe(schema(), f"{group}.{name}.", width=35)])
+            yield "\n".join([_about(f"{group}=[{name}]", schema), *describe(schema(), f"{group}.{name}.", width=35)])
+
+
+def _about(name: str, options: type[Any]) -> str:
+    """Return what the dataclass ``options`` says about itself, as a paragraph."""
+    return textwrap.fill(f"{name}: {' '.join((options.__doc__ or '').split())}", help_width(), break_on_hyphens=False)
 
 
 def _first_comment(file: Path) -> str:

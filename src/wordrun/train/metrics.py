@@ -239,7 +239,8 @@ def means(
                 with torch.no_grad():
                     values |= measure(batch, outputs[-1])
             for name, each in values.items():
-                total = torch.stack(((each.cpu().double() * weights).sum(), weights.sum()))
+                counted = torch.where(weights > 0, each.cpu().double() * weights, 0.0)  # 0 x inf would be NaN
+                total = torch.stack((counted.sum(), weights.sum()))
                 totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + total
     sums = all_sum(torch.stack(list(totals.values())).float().to(backend.device)).tolist()
     return {name: total / count for name, (total, count) in zip(totals, sums, strict=True)}

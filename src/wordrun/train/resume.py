@@ -14,7 +14,7 @@ from torch import Tensor
 from wordrun import dist
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
-from wordrun.config import RENAMED, Config, to_plain
+from wordrun.config import RENAMED, Config, to_plain, value_text
 from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
@@ -222,7 +222,7 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
     theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
     theirs.setdefault("model.mup", False)
     different = [
-        f"  {name} is {theirs[name]} in the checkpoint and {value} here"
+        f"  {name} is {value_text(theirs[name])} in the checkpoint and {value_text(value)} here"
         for name, value in ours.items()
         if name in theirs and theirs[name] != value
     ]
