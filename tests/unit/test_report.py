@@ -16,7 +16,7 @@ import pytest
 
 from wordrun.arguments import parse
 from wordrun.errors import UserError
-from wordrun.report import cli, page, trace
+from wordrun.report import cli, facts, page, trace
 from wordrun.report.cli import ReportConfig, runs_in
 from wordrun.report.figures import Canvas, Curve, Figure, titles
 from wordrun.runs import ls, metrics, tail
@@ -80,6 +80,11 @@ def test_a_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
                  "train.max_iters", "<b>second</b>"):  # fmt: skip
         assert text in page_.text
     assert page_.tags.count("svg") == 3 * 6  # six figures over steps, tokens and time
+
+
+def test_large_numbers_fit_into_a_tile() -> None:
+    assert [page._count(n) for n in (1234567, 12_345_678, 2.5e9)] == ["1,234,567", "12.3 million", "2.5 billion"]
+    assert [facts.duration(s) for s in (7, 125, 900.5, 7260)] == ["7.0 s", "2 min 5 s", "15 min", "2 h 1 min"]
 
 
 def test_a_later_launch_is_a_row_and_a_mark(tmp_path: Path) -> None:

@@ -168,4 +168,6 @@ def duration(seconds: Any) -> str:
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     if hours:
         return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.1f} s"
+    if minutes:
+        return f"{minutes} min" + (f" {int(seconds % 60)} s" if minutes < 10 else "")
+    return f"{seconds:.1f} s"

@@ -78,6 +78,9 @@ class Canvas:
             self._axes = self._sheet.add_axes(BOX)  # an automatic layout takes as long as the drawing
             self._axes.grid(alpha=0.18, color=INK, lw=0.6)
             self._axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))  # 2.5 would be no step
+            # Where tick labels leave room; to find out how much takes long.
+            self._axes.xaxis.set_label_coords(0.5, -0.105)
+            self._axes.yaxis.set_label_coords(-0.13, 0.5)
             self._axes.tick_params(length=0, left=False, bottom=False)
             self._axes.spines[["top", "right"]].set_visible(False)
 

@@ -136,7 +136,9 @@ COUNTS = ("steps", "tokens", "parameters", "loss spikes")
 def _count(value: Any) -> str:
     if not isinstance(value, int | float):
         return ""
-    return f"{value:,.0f}" if value < 1e9 else f"{value / 1e9:,.1f} billion"  # what fits into a tile
+    if value < 1e7:
+        return f"{value:,.0f}"
+    return f"{value / 1e6:,.1f} million" if value < 1e9 else f"{value / 1e9:,.1f} billion"  # what fits into a tile
 
 
 def _result(name: str, value: Any) -> str:
