@@ -159,8 +159,10 @@ def test_quickstart_reuses_the_environment_and_shows_the_result(
     end = f"Curve:{end}"
     for name in re.findall(r"^(?:Curve|Report): +([^ \n]+)", end, re.MULTILINE):
         assert Path(name).stat().st_size > 5000
-    assert [line.split("#")[0].split() for line in end.partition("Next")[2].splitlines()[2:]] == [
-        ["wordrun", "generate", f"run={tmp_path}/run"], ["wordrun", "data=text", "data.path=README.md", "train=smoke"],
+    commands = [line.split() for line in end.partition("Next")[2].splitlines() if line.startswith("  ")]
+    assert commands == [
+        [".", ".venv/bin/activate"], ["wordrun", "generate", f"run={tmp_path}/run"],
+        ["wordrun", "data=text", "data.path=README.md", "train=smoke"],
         ["launch", "-n", "2", "wordrun", "data=sample", "train=smoke", "train.backend=FSDP"],
     ]  # fmt: skip
 
