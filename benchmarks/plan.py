@@ -1,6 +1,6 @@
 """How close ``wordrun plan`` comes to measurements, over the backends on 1, 2 and 4 ranks of this machine.
 
-    python benchmarks/plan.py DIR            # 200 million parameters: 16 GB of memory, and about 10 minutes on 2 cores
+    python benchmarks/plan.py DIR            # 250 million parameters: 18 GB of memory, and 10 to 15 minutes on 2 cores
     python benchmarks/plan.py DIR --small    # 25 million: 2 GB; what no plan counts is then a larger part of the memory
 
 DIR is the study's folder: start it again to continue. The table and the ratios beyond 1.3 for time and 1.15 for memory
@@ -20,7 +20,7 @@ LIMITS = {"step_s": 1.3, "memory_gib": 1.15}
 LAUNCH = "--launch=--env OMP_NUM_THREADS=1 --env MALLOC_MMAP_THRESHOLD_=262144"
 STUDY = ["--ranks", "1,2,4", "--backends", "DDP,FSDP,TP,PP", "--steps", "3", "--repeats", "3", LAUNCH]
 MODEL = ["data=sample", "train.dtype=fp32", "train.device=cpu", "model.block_size=32", "model.batch_size=1"]
-LARGE = ["model.n_layer=16", "model.n_embd=1024", "model.n_head=16"]
+LARGE = ["model.n_layer=20", "model.n_embd=1024", "model.n_head=16"]
 SMALL = ["model.n_layer=8", "model.n_embd=512", "model.n_head=8"]
 
 

@@ -189,7 +189,7 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
 def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 -> 2 -> 4 -> 1 ranks: DDP, padded FSDP, 3D, DDP; and from 1 straight into every other backend."""
     monkeypatch.chdir(tmp_path)
-    models = {"gpt": GPT, "llama": LLAMA}
+    models = {"gpt": GPT, "llama": [*LLAMA, "model.mup=true", "model.mup_base_width=8"]}
     muon = ["optimizer=muon", "optimizer.momentum_warmup=9"]
 
     def runs(name: str, source: str, step: int, backend: str, size: int, *more: str) -> dict[str, list[str]]:

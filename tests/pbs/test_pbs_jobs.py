@@ -49,13 +49,13 @@ def waiting(cluster: Cluster) -> Iterator[None]:
 def test_a_submission_gets_its_nodes_its_site_and_its_code(cluster: Cluster, tmp_path: Path) -> None:
     """Left to itself, PBS would put both chunks on one host, and its TMPDIR would be the ranks'."""
     (tmp_path / "mine.yaml").write_text("scheduler: pbs\nlauncher: hydra\nenv: {TMPDIR: [/tmp, short]}\n")
-    (tmp_path / "code").write_text("submitted")
-    show = "echo rank $RANK on $(hostname) with $TMPDIR and $OMP_NUM_THREADS: $(cat code)"
+    (tmp_path / "code.py").write_text("submitted")
+    show = "echo rank $RANK on $(hostname) with $TMPDIR and $OMP_NUM_THREADS: $(cat code.py)"
     with waiting(cluster):
         job = submit(
             cluster, "--site", "mine.yaml", "-N", "2", "--ppn", "2", "--cores", "2", *HYDRA, "--", "sh", "-c", show
         )
-        (tmp_path / "code").write_text("edited")
+        (tmp_path / "code.py").write_text("edited")
     cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends")
     assert cluster.job(job)["exec_host"] == "h1/0*2+h2/0*2"
     assert cluster.job(job)["Resource_List"]["place"] == "scatter"

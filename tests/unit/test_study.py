@@ -122,6 +122,7 @@ def test_the_page_has_speed_up_efficiency_cost_and_the_plan(tmp_path: Path) -> N
     assert "| DDP-1 | 400 | 500 | 1.25 | 1.6 | 2 | 1.25 | - |" in text
     assert r"| DDP-4 | failed | out of \| memory |" in text
     assert "DDP: 1,500 tokens/s on 2 ranks, 1.50 times as many as on 1 (efficiency 75%)" in text
+    assert "Speed-up and efficiency refer to the fastest backend on 1 rank." in text
     assert "DDP-2 |" not in text.split("## Planned")[1].split("##")[0]  # it has no plan
 
 
@@ -228,11 +229,12 @@ def test_jobs_are_submitted_once_and_collected_when_their_runs_have_finished(tmp
 
 
 @pytest.mark.usefixtures("_sbatch")
-def test_a_study_submits_a_job_for_each_point(tmp_path: Path) -> None:
+def test_a_study_submits_a_job_for_each_point(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As its page says, from a login node, which has neither the nodes nor the devices."""
     words = ["--submit", "--nodes", "1,2", "--weak", "--launch=--site perlmutter --queue regular --walltime 0:20:00 "
              "--account A --no-freeze", "--out", "out", "data=sample"]  # fmt: skip
     assert main(["scaling", *words]) == 75
+    assert "jobs without a result: 2" in capfd.readouterr().out
     with Points(tmp_path / "out", "scaling", scaling.VERSION, scaling.COLUMNS) as file:
         found = {row["point"]: [row[name] for name in ("state", "ranks", "nodes", "global_batch")] for row in
                  file.rows.values()}  # fmt: skip

@@ -74,7 +74,8 @@ def _page(by_backend: Mapping[str, Sequence[Row]], rows: Sequence[Row], study: S
             result = f"{most[1]} tokens/s on {most[0]} {study.unit}, {most[4]} times as many as on {least}"
             lines.append(f"- {backend}: {result} (efficiency {most[5]})")
     lines += ["", "![tokens per second](scaling.svg)", "", *tables]
-    lines += [NOTES.format(steps=study.steps, repeats=study.repeats, least=f"{least} {study.unit}"), ""]
+    unit = study.unit.removesuffix("s") if least == "1" else study.unit
+    lines += [NOTES.format(steps=study.steps, repeats=study.repeats, least=f"{least} {unit}"), ""]
     if planned := [[row["point"], *_compared(row)] for row in done if row["planned_memory_gib"]]:
         lines += ["## Planned and measured", "", markdown(("point", *COMPARED), planned), ""]
     if others := [[row["point"], row["state"], row["reason"]] for row in rows if row["state"] != DONE]:

@@ -172,6 +172,8 @@ class Runner:
         if self.stopped:
             LOGGER.warning("stopped: start the study again to continue")
         states = [self.file.rows.get(point.name, {}).get("state") for point in points]
+        if waiting := states.count(SUBMITTED):
+            LOGGER.info("jobs without a result: %d; start the study again when they have ended", waiting)
         return not self.stopped and set(states) <= {DONE, FAILED, IMPOSSIBLE}
 
     def _run(self, todo: list[Point], job: Job, needs: dict[str, int]) -> None:
