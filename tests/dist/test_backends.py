@@ -192,7 +192,7 @@ EIGHT = {
 }
 # Whole matrices by owner, also of matrices of which a rank has no rows (5 of 10 on 4 ranks).
 MUON = [
-    "optimizer=muon", "optimizer.learning_rate=1e-2", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5",
+    "optimizer=muon", "optimizer.learning_rate=5e-3", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5",
     "optimizer.grad_clip=0.85",
 ]  # fmt: skip
 # At twice the base width, where logits, attention, initial values and learning rates are all scaled.

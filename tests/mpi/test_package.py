@@ -194,3 +194,17 @@ def test_files_that_the_design_page_names_exist() -> None:
     assert [
         name for name in names if not list((ROOT / "src" / "wordrun").glob(name)) and not list(ROOT.glob(name))
     ] == []
+
+
+def test_names_on_the_design_page_are_defined() -> None:
+    table = (ROOT / "docs" / "design.md").read_text().partition("\n## A run")[0]
+    places = [row.rpartition(" | ")[2] for row in table.splitlines() if row.startswith("| ")]
+    names = {name for place in places for name in re.findall(r"`(?:\w+\.)?([A-Za-z_]+)(?:\(\))?`", place)} - {
+        "py",
+        "yml",
+    }
+    assert len(names) > 10
+    source = "\n".join(path.read_text() for path in (ROOT / "src" / "wordrun").rglob("*.py"))
+    assert [
+        name for name in sorted(names) if not re.search(rf"(def|class) {name}\b|^ *{name}\b.* = ", source, re.M)
+    ] == []
