@@ -1,15 +1,16 @@
 """Bytes sent against the final loss: DDP, and diloco with several intervals and precisions of the exchange.
 
-    launch -n 4 python benchmarks/diloco.py [--png FILE] [--runs NAME ...] [OVERRIDE ...]
+    launch -n 2 --launcher torchrun python benchmarks/diloco.py [--png FILE] [--runs NAME ...] [OVERRIDE ...]
 
 Every run trains on the same sequences. The bytes are those that the kernel has sent over the connections between
 ranks during training (TCP_INFO of Linux), with all messages of the trainer (log lines, signals, evaluations), but
-without the store, so use gloo: launch --launcher local, on one machine. Rank 0's are shown.
+without the store, so use gloo: launch --launcher torchrun, on one machine. Rank 0's are shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -66,6 +67,7 @@ def train(words: list[str], world: dist.World) -> dict[str, float]:
     """Train, and return the validation loss and the bytes sent per step."""
     cfg = dist.share(wordrun.compose(words, ranks=world.size) if world.rank == 0 else None, world)
     with wordrun.Trainer(cfg, world) as trainer:
+        gc.collect()  # closes the connections of the run before
         before = sent()
         summary = trainer.train()
         parameters = sum(p.numel() for part in trainer.backend.parts for p in part.parameters())

@@ -133,8 +133,8 @@ class Elastic:
         process, folder = self.start(), self.folder
         wait_for(lambda: (pids := living(folder)) and not {*pids} & {*self.before}, process)
         target = last_step(folder) + self.dice.randint(1, 6)
-        if moment != "starting":
-            wait_for(lambda: last_step(folder) >= target and (moment == "training" or saving(folder)), process)
+        if moment != "starting" or "memory" in victim:  # without any, a run does not begin
+            wait_for(lambda: last_step(folder) >= target and (moment != "saving" or saving(folder)), process)
         step, ranks = last_step(folder), living(folder)
         if not ranks:
             return f"nobody to kill after step {step}: {'ended' if process.poll() is not None else 'restarting'}"

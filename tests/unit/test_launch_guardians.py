@@ -20,6 +20,8 @@ from wordrun.launch.output import Output
 from wordrun.launch.parser import parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import make_plan
+from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.submit import inner
 from wordrun.launch.wire import VARIABLE, Link
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def test_under_hang_an_interpreter_starts() -> None:
     ("words", "message"),
     [
         (["--cpu-bind", "core"], "--cpu-bind core: with --elastic, guardians place the ranks; leave it out"),
+        (["--elastic", "2"], "--elastic 2: the run starts with 2 ranks, so use a number of at most 1, or none"),
         (["--launcher", "torchrun"], "--launcher torchrun: with --elastic, no torchrun is needed; leave it out"),
     ],
 )
@@ -115,9 +118,9 @@ def test_a_guardian_started_by_hand_says_who_starts_it(capsys: pytest.CaptureFix
 class Head:
     """``launch``'s side, with the guardians of two nodes played by the test."""
 
-    def __init__(self, folder: Path, left: int = 10) -> None:
+    def __init__(self, folder: Path, left: int = 10, *options: str) -> None:
         Path("hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
-        made = plan("--launcher", "hydra", "--hostfile", "hosts", "-n", "4", "python", "train.py")
+        made = plan(*options, "--launcher", "hydra", "--hostfile", "hosts", "-n", "4", "python", "train.py")
         self.said: list[str] = []
         self.folder, self.output, self.kills = folder, Output(), Kills(left=left)
         self.head = Guardians(made, self.kills, self.output, str(folder), None, self.said.append)
@@ -218,6 +221,14 @@ def test_the_answer_to_an_earlier_question_does_not_count(head: Head) -> None:
     assert [message["port"] for message in head.hear("start")] == [5000, 5000]
 
 
+def test_min_is_a_number_that_may_follow() -> None:
+    assert (parse(["--elastic", "python"]).elastic, parse(["--elastic", "python"]).least) == (True, None)
+    for words in (["--elastic", "1", "python"], ["--elastic=1", "python"]):
+        assert (parse(words).least, parse(words).command, parse(words).retries) == (1, ("python",), 10)
+    script = inner(parse(["--elastic", "1", "--elastic", "3", "-n", "4", "python"]), SCHEDULERS["slurm"])
+    assert script == ["launch", "-n", "4", "--retries", "10", "--elastic", "3", "--", "python"]
+
+
 def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
     head.start()
     head.nodes[1].close()
@@ -228,6 +239,41 @@ def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
     assert head.nodes[0].receive() is None
     assert head.head.lost == "the guardian on node1"
     assert head.said == ["the guardian on node1 has ended"]
+
+
+def test_without_a_node_the_others_continue_with_fewer_ranks(tmp_path: Path) -> None:
+    """A loss in the midst of a restart, and one of the last node, which leaves nothing to continue on."""
+    (tmp_path / "status").mkdir()
+    found = Head(tmp_path / "status", 10, "--elastic", "2")
+    found.start()
+    found.exits(0, 137)
+    found.hear("end")
+    found.nodes[1].close()
+    while len(found.said) < 2:
+        for key, _ in found.output.selector.select(0.05):
+            key.data()
+    assert found.said[1] == f"the guardian on node1 has ended: restarting 2 ranks (2 on {os.uname().nodename})"
+    assert [fault["cause"] for fault in found.head.kills.faults] == ["SIGKILL", "lost guardian"]
+    told = found.nodes[0]
+    told.socket.settimeout(60)
+    assert [message["do"] for message in told.receive() or []] == ["end"]
+    found.say(0, "ended", port=5000)
+    found.say(0, "ended", port=5001)
+    started: list[dict[str, Any]] = []
+    while not started:
+        for key, _ in found.output.selector.select(0.05):
+            key.data()
+        told.socket.settimeout(0.01)
+        started = told.receive() or []
+    assert [(each["do"], each["layout"], each["env"]["MASTER_ADDR"]) for each in started] == [
+        ("start", [2, 0], "127.0.0.1")
+    ]
+    found.nodes[0].close()
+    while not found.head.lost:
+        for key, _ in found.output.selector.select(0.05):
+            key.data()
+    assert found.head.lost == "the guardian on node0"
+    found.close()
 
 
 def test_guardians_that_are_lost_together(head: Head) -> None:

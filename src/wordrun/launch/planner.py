@@ -92,8 +92,9 @@ def _check_elastic(options: Options, ranks: Ranks) -> None:
     if options.launcher == "torchrun":
         raise ConfigError("--launcher torchrun: with --elastic, no torchrun is needed; leave it out")
     if options.least is not None and options.least >= ranks.np:
-        fits = f"--elastic N with N from 1 to {ranks.np - 1}, or --elastic alone" if ranks.np > 1 else "--elastic alone"
-        raise ConfigError(f"--elastic {options.least}: the run starts with {ranks.np} rank(s), so use {fits}")
+        begins = f"--elastic {options.least}: the run starts with {ranks.np} rank{'s' * (ranks.np > 1)}"
+        fits = f"a number of at most {ranks.np - 1}, or none" if ranks.np > 1 else "--elastic without a number"
+        raise ConfigError(f"{begins}, so use {fits}")
     if options.sweeps:
         raise ConfigError("--elastic: a sweep launches its points itself; use it with a command that is one run")
 
