@@ -44,9 +44,8 @@ def run(command: Command, ranks: Command, tmp_path: Path) -> Run:
             done = command(*shlex.split(line), timeout=150)
             if done.returncode == 134 and "terminate called without an active exception\n" in done.stderr:
                 # Torch's: while Python ends, a thread of gloo's may still need the interpreter to release a tensor.
-                # destroy_process_group joins the threads of a group only if nothing else refers to the group. A
-                # mesh's groups stay referenced by DTensor and FSDP, and a barrier of such a group does not help,
-                # because another thread of the group may take it. So no program can exclude it; wordrun.dist waits.
+                # destroy_process_group joins the threads of the world group, but those of a mesh's groups were still
+                # there after it, and barriers of those groups did not help (measured); wordrun.dist waits for them.
                 done = command(*shlex.split(line), timeout=150)
             assert done.returncode == 0, done.stdout + done.stderr
             OUTPUTS[line] = done.stdout
