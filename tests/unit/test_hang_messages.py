@@ -75,6 +75,8 @@ def test_the_place_of_ranks_in_a_layout_is_named() -> None:
         "rank 3 (b; pp=1, tp=1) is at user.py:7 in nap; rank 2 (b; pp=1, tp=0) is at tp.py:1 in f; "
         "ranks 0-1 (a; pp=0) are at pipe.py:4 in receive"
     )
+    assert hang.names([3], ["b"], Layout(replicate=4)) == "rank 3 (b)"
+    assert hang.names([3], ["b"], Layout(pp=4)) == "rank 3 (b; pp=3)"
 
 
 def test_without_collectives_the_lines_are_all_there_is() -> None:

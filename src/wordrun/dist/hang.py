@@ -168,7 +168,9 @@ def _who_waits(blocked: Blocked, layout: Layout) -> str:
 
 def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKNOWN) -> str:
     """Return ranks for a message, such as ``ranks 0-1, 5 (node1, node2; pp=1)``: the coordinates that they share."""
-    shared = {axis: {layout.index(rank, axis) for rank in ranks} for axis in AXES if getattr(layout, axis) > 1}
+    # Along any other axis of all ranks, the coordinate would be the rank itself.
+    axes = [axis for axis in AXES if 1 < getattr(layout, axis) < layout.size or (axis == "pp" and layout.pp > 1)]
+    shared = {axis: {layout.index(rank, axis) for rank in ranks} for axis in axes}
     at = ", ".join(f"{axis}={min(found)}" for axis, found in shared.items() if len(found) == 1)
     where = f"{', '.join(hosts[:SHOWN])}{', ...' if len(hosts) > SHOWN else ''}{f'; {at}' if at else ''}"
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{f' ({where})' if where else ''}"
