@@ -176,9 +176,10 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
     Raises:
         UserError: they are not one number for each example, on another device, or do not depend on the weights.
     """
-    size, found = len(batch), type(losses).__name__
+    size, found = len(batch) if hasattr(batch, "__len__") else "B", type(losses).__name__
     if isinstance(losses, Tensor):
-        right = losses.shape == (size,) and losses.device.type == device.type and losses.is_floating_point()
+        right = losses.dim() == 1 and losses.device.type == device.type and losses.is_floating_point()
+        right = right and size in ("B", len(losses))
         if right and (losses.requires_grad or not torch.is_grad_enabled()):
             return losses
         found = f"one of shape {list(losses.shape)} and {losses.dtype} on {losses.device.type}"
