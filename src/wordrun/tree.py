@@ -49,7 +49,7 @@ def composed_tree(overrides: Sequence[str], tree: Tree) -> DictConfig:
     if len(chosen) + len(values) < len(overrides) or not _only_own(tree):
         return _by_hydra(overrides, tree)
     try:
-        cfg: DictConfig = pickle.loads(_kept(chosen, tree, _changed()))
+        cfg: DictConfig = pickle.loads(_kept(chosen, tree, _changed(), os.getcwd()))
         for value in OverridesParser.create().parse_overrides(values):
             if value.is_sweep_override():
                 return _by_hydra(overrides, tree)
@@ -72,7 +72,7 @@ def _changed() -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(chosen: tuple[str, ...], tree: Tree, changed: int) -> bytes:
+def _kept(chosen: tuple[str, ...], tree: Tree, changed: int, cwd: str) -> bytes:  # Hydra's record has the folder
     return pickle.dumps(_by_hydra(chosen, tree))
 
 

@@ -63,7 +63,7 @@ def test_the_command_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit):
             cli.main([command, words[0], "--help"])
         shown = capsys.readouterr().out
-        assert [word for word in words if word.startswith("--") and word not in shown] == []
+        assert [word for word in words if word.startswith("--") and word.partition("=")[0] not in shown] == []
     if command in ("train", "prepare", "plan", "study"):
         # Without options of other commands and of Hydra, of a run that does not exist, and with several values.
         other = r"hydra[./]|plan\.|train.resume=runs|[\w.]+=([^\[,]+,|\w+\()"
