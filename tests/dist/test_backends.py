@@ -314,6 +314,7 @@ with dist.session(device="cpu") as world:
     made = []
     most = peak(lambda: made.append(backend.build(spec)))
     sys.stdout.write(json.dumps({"most": most}) + "\\n")
+    torch.distributed.barrier()  # the other rank may not have connected yet
     made[0].close()
 """
 

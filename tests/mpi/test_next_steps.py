@@ -86,7 +86,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_after_a_rank_was_killed(command: Command, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KILLED)
     done = command("launch", "-n", "2", "python", "train.py", *SMALL, *LONG)
-    assert done.returncode == 137, done.stdout + done.stderr
+    assert done.returncode == 137, f"{done.returncode}\n{done.stderr}{done.stdout}"
     (line,) = suggested(done.stderr, "launch: to continue from the last checkpoint:")
     assert re.match(r"  WORDRUN_RUN_ID=\S+ WORDRUN_RESUME=auto launch -n 2 python train\.py", line)
     continues(line, command, tmp_path)
