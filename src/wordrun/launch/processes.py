@@ -88,9 +88,25 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
 def of_launch(pid: int, launch_id: str, *, is_step: bool) -> set[int]:
     """Return the processes of a launch on this host: those below the launcher ``pid``, or those of its step (Linux)."""
     if not is_step:
-        return {pid, *(process.pid for process in descendants(pid))}
+        return {pid, *_below(pid)}
     setting = f"WORDRUN_LAUNCH_ID={launch_id}"
     return {each.pid for each in _table() if setting in read_proc(f"/proc/{each.pid}/environ").split("\0")}
+
+
+def _below(pid: int) -> Iterator[int]:
+    """Yield the processes below ``pid``, without reading the table of all processes of the host where that is possible.
+
+    The kernel may leave out a process while another one ends, so this is for those who look again.
+    """
+    if not os.path.exists("/proc/thread-self/children"):
+        yield from (process.pid for process in descendants(pid))
+        return
+    todo = [pid]
+    for parent in todo:
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                todo += map(int, read_proc(f"/proc/{parent}/task/{thread}/children").split())
+    yield from todo[1:]
 
 
 def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
