@@ -9,49 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+import hanging
 
 if TYPE_CHECKING:
     from conftest import Start
 
 pytestmark = pytest.mark.timeout(120)
 
-SCRIPT = """
-import math, os, re, signal, sys, threading, time
-from pathlib import Path
-import torch
-import torch.distributed
-import wordrun
-from wordrun import dist
-from wordrun.dist import stacks, watch
-from wordrun.train.training import Hook
-
-kind, run_dir = sys.argv[1:]
-
-reported, report = Path("reported").absolute(), watch.Watch._report
-reached, limit = threading.Event(), watch.Watch.limit.fget
-
-def report_and_say_so(*words):
-    report(*words)
-    sys.stdout.flush()
-    reported.touch()
-
-watch.Watch._report = report_and_say_so
-# On a busy machine any step may take seconds.
-watch.Watch.limit = property(lambda self: limit(self) if reached.is_set() else math.inf)
-
-def end_when_reported():
-    while not reported.exists():
-        time.sleep(0.05)
-    os._exit(1)
-
-def reach():
-    reached.set()
-    watch.mark()
-
+CULPRIT = """
 def loop_forever():
     while True: pass  # endless
 
@@ -100,44 +71,18 @@ class Culprit(Hook):
         if kind == "save" and dist.discover().rank == 1:
             time.sleep(1000)  # tensors
         return {}
-
-hang_s = 1 if kind == "start-up" else 2
-stacks.DUMP_S = 20.0
-threading.Thread(target=end_when_reported, daemon=True).start()
-with dist.session() as world:
-    torch.set_num_threads(1)
-    words = [f"hydra.run.dir={run_dir}", "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl",
-        "train.dtype=fp32", "train.device=cpu", "train.max_iters=8", "train.eval_interval=4", "train.eval_iters=1",
-        "train.sample_tokens=0", "train.global_batch_size=6", "train.checkpoint_interval=4", "train.save_best=false",
-        f"train.hang_s={hang_s}", "model.batch_size=2", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
-        "model.block_size=16"]
-    cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
-    with wordrun.Trainer(cfg, world, hooks=[Culprit()]) as trainer:
-        trainer.train()
 """
-TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 
 
 @pytest.fixture
-def hang(ranks: Any, tmp_path: Path) -> Callable[[str], tuple[str, str]]:
+def hang(ranks: Any) -> Callable[..., tuple[str, str]]:
     """Return a function that lets rank 1 of 3 hang, and returns the message and the report."""
-
-    def run(kind: str, **options: Any) -> tuple[str, str]:
-        (tmp_path / "text.txt").write_text(50 * TEXT)
-        (tmp_path / "hang.py").write_text(SCRIPT)
-        done = ranks(3, "hang.py", kind, "run", **{"under": "fork", "timeout": 60, **options})
-        assert (tmp_path / "reported").exists(), done.stdout + done.stderr
-        messages = re.findall(r"no progress for .*", done.stdout)
-        assert len(messages) == 1, done.stdout + done.stderr
-        (report,) = (tmp_path / "run" / "failures").glob("hang-*.txt")  # a rank may fail as another ends
-        return messages[0], report.read_text()
-
-    return run
+    return partial(hanging.run, ranks, 3, CULPRIT)
 
 
-def line_of(comment: str, script: str = SCRIPT) -> int:
+def line_of(comment: str) -> int:
     """Return the number of the script's line with a comment."""
-    return next(number for number, line in enumerate(script.splitlines(), 1) if line.endswith(f"# {comment}"))
+    return hanging.line_of(comment, hanging.script(CULPRIT))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +96,7 @@ def line_of(comment: str, script: str = SCRIPT) -> int:
     ],
 )
 def test_the_rank_that_does_not_come_is_named_with_its_line(hang: Any, kind: str, where: str, comment: str) -> None:
-    message, report = hang(kind)
+    message, report = hang(kind, *(["train.hang_s=1"] if kind == "start-up" else []))
     assert "rank 1 has not come to " in message
     assert re.search(r"rank 1 \([\w.-]+\) is at hang.py:" + str(line_of(comment)) + re.escape(f" in {where}"), message)
     assert re.search(r"ranks 0, 2 \([\w.-]+\) are at ", message)
@@ -205,7 +150,7 @@ def test_ranks_with_different_shapes_end_with_their_line(ranks: Any, tmp_path: P
     done = ranks(2, "shapes.py", timeout=60)
     assert done.returncode != 0
     assert "collective mismatch" in done.stdout + done.stderr
-    aborted = rf'shapes\.py", line {line_of("shapes", SHAPES)} in <module>'  # a traceback would have a comma
+    aborted = rf'shapes\.py", line {hanging.line_of("shapes", SHAPES)} in <module>'  # a traceback would have a comma
     assert re.search(aborted, done.stdout + done.stderr), done.stdout + done.stderr
 
 
@@ -273,5 +218,5 @@ def test_a_host_that_is_cut_off(hosts: Any, start: Start, tmp_path: Path) -> Non
     assert re.search(
         r"(all ranks have|rank \d has not) come to all_reduce number \d+ of float32 \[8\] of 2 ranks", text
     )
-    assert f"network.py:{line_of('network', NETWORK)} in <module>" in text
+    assert f"network.py:{hanging.line_of('network', NETWORK)} in <module>" in text
     assert ("(one)" in text and "(two)" in text) or "(one, two)" in text
