@@ -30,6 +30,7 @@ import forked
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+gc.set_threshold(20_000, 50, 50)  # as in tests/undrawn
 sys.dont_write_bytecode = False  # of the tests, which every worker and session would compile anew; see pytest_configure
 TIERS = ("unit", "dist", "mpi", "slurm", "pbs", "gpu")
 # Tests of real processes and schedulers, which depend on the machine's load, are run once more if they fail.

@@ -47,6 +47,7 @@ from soak_runs import (
     wait_until_gone,
 )  # fmt: skip
 
+A_MOMENT = 0.001  # a save of these small models takes milliseconds
 VICTIMS = ("a rank", "all ranks", "launch")
 NODE = "a node"
 MOMENTS = ("training", "saving", "starting")
@@ -78,7 +79,8 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
         time.sleep(dice.uniform(0.1, 1))
     elif moment == "saving":
         target = before + dice.randint(1, 6)
-        wait_for(lambda: last_step(folder) >= target and saving(folder), process)
+        wait_for(lambda: last_step(folder) >= target, process)
+        wait_for(lambda: saving(folder), process, pause=A_MOMENT)
     else:
         target = before + dice.randint(3, 12)
         wait_for(lambda: last_step(folder) >= target, process)
@@ -134,7 +136,9 @@ class Elastic:
         wait_for(lambda: (pids := living(folder)) and not {*pids} & {*self.before}, process)
         target = last_step(folder) + self.dice.randint(1, 6)
         if moment != "starting" or "memory" in victim:  # without any, a run does not begin
-            wait_for(lambda: last_step(folder) >= target and (moment != "saving" or saving(folder)), process)
+            wait_for(lambda: last_step(folder) >= target, process)
+        if moment == "saving":
+            wait_for(lambda: saving(folder), process, pause=A_MOMENT)
         step, ranks = last_step(folder), living(folder)
         if not ranks:
             return f"nobody to kill after step {step}: {'ended' if process.poll() is not None else 'restarting'}"

@@ -85,13 +85,15 @@ def environment(pid: int) -> bytes:
     return b""
 
 
-def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S) -> bool:
-    """Wait until ``condition()``; say whether it came before the process ended."""
+def wait_for(
+    condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S, pause: float = 0.01
+) -> bool:
+    """Wait until ``condition()``, asked for after each ``pause``; say whether it came before the process ended."""
     end = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > end:
             return False
-        time.sleep(0.001)
+        time.sleep(pause)
     return True
 
 
