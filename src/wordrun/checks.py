@@ -67,6 +67,17 @@ def stages(backend: PPConfig, pp: int) -> int:
     return pp * backend.stages_per_rank if backend.schedule in config.INTERLEAVED else pp
 
 
+def require_transformer(cfg: Config, why: str) -> config.TransformerConfig:
+    """Return the model's options, if it is one of wordrun's transformers.
+
+    Raises:
+        ConfigError: it is another model; ``why`` follows its name.
+    """
+    if not isinstance(cfg.model, config.TransformerConfig):
+        raise ConfigError(f"model={cfg.model.name}{why}")
+    return cfg.model
+
+
 def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
     """Return the number whose multiple the vocabulary is padded to; 1: no padding.
 
@@ -249,7 +260,7 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
         yield no_experts(model)
 
 
-def no_experts(model: config.MoEConfig) -> str:
+def no_experts(model: config.ModelConfig) -> str:
     """Return why ``model`` does not train with DeepSpeed."""
     return (
         f"model={model.name}: DeepSpeed's engine does not balance the load of experts after a step: use "

@@ -605,6 +605,8 @@ class BackendConfig(Section):
     """Whether a library's engine takes the steps, and flattens and shards the parameters."""
     replicated: ClassVar[bool] = False
     """Whether every rank has the whole model, with all gradients, as one module."""
+    sharded: ClassVar[bool] = False
+    """Whether FSDP shards each parameter across ranks."""
     independent: ClassVar[bool] = False
     """Whether groups of ranks take steps by themselves, with gradients that differ between the groups."""
 
@@ -666,6 +668,8 @@ class DDPConfig(BackendConfig):
 @dataclass
 class FSDPConfig(BackendConfig):
     """Fully sharded data parallel: parameters, gradients and optimizer state are sharded across ranks (ZeRO-3)."""
+
+    sharded: ClassVar[bool] = True
 
     name: str = "FSDP"
     """Name of the backend; set by train.backend."""
@@ -880,9 +884,11 @@ class DilocoConfig(BackendConfig):
             yield str(error)
             return
         yield from (self.of_inner(problem) for problem in inside.problems())
-        if isinstance(inside, FSDPConfig) and (inside.tp, inside.cp, inside.ep) != (1, 1, 1):
+        wanted = {**inside.axes(), "ep": inside.experts_over}
+        divided = [f"{axis}: {value_text(wanted[axis])}" for axis in ("tp", "cp", "ep") if wanted.get(axis, 1) != 1]
+        if divided:
             yield (
-                f"backend.inner_options={{tp: {inside.tp}, cp: {inside.cp}, ep: {inside.ep}}}: the islands of "
+                f"backend.inner_options={{{', '.join(divided)}}}: the islands of "
                 "train.backend=diloco have no tensor, context or expert parallelism: use replicate and shard only"
             )
 
@@ -996,6 +1002,15 @@ class OptimizerConfig(Section):
         """
         return None
 
+    def state_values(self, *, hidden: bool) -> tuple[int, int] | None:
+        """Return how many values the optimizer keeps for each weight, and for each tensor; None: not known, so that
+        memory cannot be planned.
+
+        Args:
+            hidden: of the hidden matrices, which Muon steps; False: of all other parameters.
+        """
+        return None
+
 
 @dataclass
 class AdamWConfig(OptimizerConfig):
@@ -1009,6 +1024,10 @@ class AdamWConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return two means for each weight, and a step count for each tensor."""
+        return 2, 1
 
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
@@ -1033,6 +1052,10 @@ class SGDConfig(OptimizerConfig):
         if self.nesterov and not self.momentum:
             yield "optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false"
 
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return one mean for each weight, if there is momentum."""
+        return int(self.momentum != 0), 0
+
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
         return 0.0, 1.0
@@ -1056,6 +1079,10 @@ class LionConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return one mean for each weight."""
+        return 1, 0
 
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
@@ -1119,6 +1146,10 @@ class MuonConfig(OptimizerConfig):
                 f"optimizer.ns_coefficients has {len(self.ns_coefficients)} numbers: use 3, or 3 for each of the "
                 f"optimizer.ns_steps={self.ns_steps} iterations"
             )
+
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return one mean for each weight of hidden matrices, and what AdamW keeps for the others."""
+        return (1, 0) if hidden else (2, 1)
 
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters.

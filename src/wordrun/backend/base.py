@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard
-from wordrun.config import Config, ModelConfig
+from wordrun.config import BackendConfig, Config, ModelConfig
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, UserError
@@ -32,6 +32,7 @@ MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim
 Hold = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
 """Copies the shards of a rank, with what its file says of all tensors; returns what completes the file."""
 Bring = Callable[[Iterable[str]], None]
+Options = TypeVar("Options", bound=BackendConfig)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class BackendSpec:
     def device(self) -> torch.device:
         """This rank's device."""
         return torch.device(self.world.device)
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """Return the backend's options, which are of this kind."""
+        options = self.cfg.backend
+        assert isinstance(options, kind)
+        return options
 
     def optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         """Return the run's optimizer for the named ``parameters``, with learning rates that suit the model's width."""

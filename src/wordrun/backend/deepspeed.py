@@ -33,8 +33,7 @@ class DeepSpeedBackend:
     """``train.backend=deepspeed``: the engine handles accumulation, clipping, loss scaling and sharding."""
 
     def __init__(self, spec: BackendSpec) -> None:
-        cfg, options = spec.cfg, spec.cfg.backend
-        assert isinstance(options, DeepSpeedConfig)
+        cfg, options = spec.cfg, spec.options_of(DeepSpeedConfig)
         self.spec, self.stage = spec, options.stage
         self.device, self.dtype = spec.device, spec.dtype
         dtype = next(name for name, each in TORCH_DTYPES.items() if each == self.dtype)

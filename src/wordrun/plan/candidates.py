@@ -97,7 +97,7 @@ class Planner:
         # A plan does not require DeepSpeed to be installed, so check the batch as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
         checks.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
-        if backend.own_engine and isinstance(cfg.model, config.MoEConfig):
+        if backend.own_engine and "ep" in cfg.model.divides:
             raise ConfigError(checks.no_experts(cfg.model))
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 

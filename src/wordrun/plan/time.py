@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.checks import vocab_multiple
-from wordrun.config import DDPConfig, PPConfig, checkpointing_of
+from wordrun.config import PPConfig, checkpointing_of
 from wordrun.errors import ConfigError
 from wordrun.plan.shapes import ModelShapes, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, stages_of
@@ -145,7 +145,7 @@ def step_time(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds
     if not strategy.on_cpu and strategy.layout.tp == strategy.layout.pp == 1:
         talk = max(0.0, talk - HIDDEN * compute)
     at = strategy.layout
-    shard = 1 if isinstance(strategy.backend, DDPConfig) else at.shards
+    shard = 1 if strategy.backend.replicated else at.shards
     held = numel(model.stage(model.layers), at.tp, shard) / at.pp
     return StepTime(compute, talk, speeds.update_s * held)
 
@@ -170,7 +170,7 @@ def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds:
 
 
 def _communication(found: Sequence[Traffic], strategy: Strategy, speeds: Speeds) -> float:
-    over_mpi = strategy.on_cpu and isinstance(strategy.backend, DDPConfig)
+    over_mpi = strategy.on_cpu and strategy.backend.replicated
     return sum(seconds(each, speeds.bandwidth, over_mpi=over_mpi) for each in found if each.ranks > 1 and each.sent)
 
 

@@ -18,11 +18,11 @@ import torch.distributed as td
 
 from wordrun import bandwidth, dist
 from wordrun.backend.precision import TORCH_DTYPES, fast_dtype
+from wordrun.checks import require_transformer
 from wordrun.composer import compose
-from wordrun.config import Config, TransformerConfig
+from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist.collectives import all_max
-from wordrun.errors import ConfigError
 from wordrun.launch.job import count_cores
 from wordrun.model import build
 from wordrun.plan.cli import vocabulary
@@ -40,8 +40,7 @@ SIZES = "64KB..4MB"
 def main(argv: Sequence[str]) -> int:
     """Measure, write the file, and return the exit status."""
     cfg = compose(argv[1:])
-    if not isinstance(cfg.model, TransformerConfig):
-        raise ConfigError(f"model={cfg.model.name}: the plan covers transformers only")
+    require_transformer(cfg, ": the plan covers transformers only")
     with dist.session(device=cfg.train.device, seed=0) as world:
         speeds = measure(cfg, world)
         if world.rank == 0:

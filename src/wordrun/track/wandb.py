@@ -46,7 +46,7 @@ class WandbTracker(Beside):
             self.started.result()
 
     def send(self, call: Callable[..., Any], *values: Any) -> Future[Any]:
-        """Let the thread call ``call(*values)``, or nothing with WANDB_MODE=disabled, for which wandb is not imported."""
+        """Let the thread call ``call(*values)``; with WANDB_MODE=disabled nothing, and wandb is not imported."""
         return super().send(call, *values) if self.mode != "disabled" else super().send(lambda: None)
 
     def _start(self, more: dict[str, Any]) -> None:
