@@ -6,7 +6,7 @@ import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -322,4 +322,4 @@ def _name(override: str) -> str:
 
 def as_yaml(cfg: Any) -> str:
     """Return ``cfg`` (a Config or a part of one) as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))  # structured, it takes twice as long
