@@ -85,9 +85,7 @@ def environment(pid: int) -> bytes:
     return b""
 
 
-def wait_for(
-    condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S, pause: float = 0.01
-) -> bool:
+def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S, pause: float = 0.01) -> bool:
     """Wait until ``condition()``, asked for after each ``pause``; say whether it came before the process ended."""
     end = time.monotonic() + seconds
     while not condition():
