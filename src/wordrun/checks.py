@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from wordrun import choices, config, ds_config
 from wordrun.config import Config, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, PartError
 from wordrun.layouts import layout
+from wordrun.registry import KINDS, part_of
 
 ALIGNED = 128
 """Accelerators multiply matrices faster if the vocabulary size is a multiple of this."""
@@ -27,9 +29,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None if unknown, which skips the checks that depend on it.
         per_node: ranks per node; None: all on one node.
     """
-    parts = config.parts_in(cfg).values()
-    problems = [problem for part in parts for problem in part.problems()] + [*choices.check(cfg)]
-    problems += [problem for part in parts for problem in part.conflicts(cfg)]
+    problems = [*_ask(cfg, "problems"), *choices.check(cfg), *_ask(cfg, "conflicts", cfg)]
     at = Layout()
     if ranks is not None:
         try:
@@ -44,6 +44,18 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     if problems:
         raise ConfigError("\n".join(problems))
     return at
+
+
+def _ask(cfg: Config, method: str, *arguments: Any) -> Iterator[str]:
+    """Yield what a ``method`` of each part's options returns; one from outside wordrun that fails is a problem, too."""
+    for section, options in config.parts_in(cfg).items():
+        try:
+            yield from getattr(options, method)(*arguments)
+        except Exception as error:
+            kind = section.partition(".")[0]
+            if kind not in KINDS or not (part := part_of(kind, options)).origin:
+                raise
+            yield str(PartError(f"{part}: {type(options).__name__}.{method} failed", error, type(options)))
 
 
 def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:

@@ -20,9 +20,9 @@ from yaml import YAMLError
 from wordrun import project
 from wordrun.checks import check
 from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ModelConfig, ScheduleConfig, parts_in, schemas
-from wordrun.errors import ConfigError, UserError, first_line, nearest
+from wordrun.errors import ConfigError, UserError, first_line, listed, nearest
 from wordrun.log import LOGGER
-from wordrun.part_source import PartSource, SearchPath
+from wordrun.part_source import PartSource, SearchPath, all_problems
 from wordrun.registry import backends, parts
 from wordrun.run_id import new_run_id
 from wordrun.tree import Tree, composed_tree
@@ -190,7 +190,8 @@ def data_home() -> str:
 
 def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     register()
-    return composed_tree(overrides, tree)
+    with all_problems():
+        return composed_tree(overrides, tree)
 
 
 def _undeclared(composed: DictConfig) -> Iterator[str]:
@@ -237,6 +238,8 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
         is_ours = isinstance(cause, ConfigError)
         return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"]
     good: list[str] = []
+    broken: list[str] = []
+    """Groups whose parts cannot be imported; whether their options are right is unknown."""
     # Hydra's search path first, since it adds files, then file selections, since they add options.
     rest = sorted(
         overrides, key=lambda o: (not _name(o).startswith("hydra"), "/" not in _name(o), _name(o) not in GROUPS)
@@ -252,7 +255,10 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
             tried = (count + refused) // 2
         good += rest[:count]
         if count < len(rest):
-            problems.append(_translate(rest[count], why, base))
+            if isinstance(why, ConfigError):
+                broken.append(f"{_name(rest[count])}.")
+            if not _name(rest[count]).startswith(tuple(broken)):
+                problems.append(_translate(rest[count], why, base))
         rest = rest[refused:]
     if not problems:
         return [first_line(cause)]
@@ -275,7 +281,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         known = options[1].partition("Config search path:")[0].split()
         offered = backends() if name == "train.backend" else known
         kind = name.rpartition(".")[2]
-        return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
+        return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)}{listed(offered)}"
     if isinstance(error, OverrideParseException) and "=" in override:
         return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
     if "=" not in override:
@@ -287,7 +293,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
     if unknown and unknown[1] in SEVERAL:
         offered = list(parts(unknown[1]))
         kind = unknown[1].removesuffix("s")
-        return f"{override}: unknown {kind} '{unknown[2]}'{nearest(unknown[2], offered)} ({', '.join(offered)})"
+        return f"{override}: unknown {kind} '{unknown[2]}'{nearest(unknown[2], offered)}{listed(offered)}"
     if name in SEVERAL and isinstance(error, TypeError):
         return f"{override} should be a list of names: {', '.join(schemas(name))}"
     if name in GROUPS:

@@ -170,7 +170,7 @@ def test_a_flag_that_is_an_option(
     "words",
     [
         ["data=text", "data.path=nothing"], ["data=sample", "train.resume=nothing"],
-        ["data=sample", "train.init_from=nothing", "tracker=jsonl"], ["generate", "run=nothing"],
+        ["data=shakespeare", "data.offline=error", "train.init_from=nothing"], ["generate", "run=nothing"],
         ["export", "run=nothing"], ["prepare", "data=text", "data.path=nothing"], ["--config-dir", "nothing"],
     ],
     ids=" ".join,

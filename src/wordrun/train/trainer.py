@@ -18,13 +18,13 @@ from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist import watch
 from wordrun.errors import UserError, first_line
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.registry import part_of, parts
+from wordrun.log import FIRST_RANK, LOG_FILE, LOGGER
+from wordrun.registry import part_of
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.announce import announce, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
-from wordrun.train.failing import FailedHooks, explained, note, noted
+from wordrun.train.failing import FailedHooks, attributed, explained, load_parts, note, noted
 from wordrun.train.hints import by_launch, has_huggingface_format, next_steps, relative
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.memory import CheckpointAndMemory
@@ -96,7 +96,7 @@ class Trainer(Training):
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
                 closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s).close)
-                with noted(cfg.run_dir, self.world.rank):
+                with noted(cfg.run_dir, self.world.rank), attributed(cfg):
                     self._build(hooks, closers)
             except BaseException:
                 self.close()
@@ -106,8 +106,10 @@ class Trainer(Training):
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
         world = self.world
+        configured = load_parts(self.cfg, world.rank)
         task = task_of(self.cfg)
         with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
+            resume.check_source(self.cfg, world, task.check_source)
             self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg = sizes.fit(self.cfg, world.size)
         self.in_memory = MemoryCheckpoints(cfg, world) if cfg.train.memory_checkpoint_interval else None
@@ -145,7 +147,6 @@ class Trainer(Training):
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
         first = [*([Compile()] if cfg.train.compile == "auto" else []), Log(), Bar(), Evaluate()]
-        configured = {name: parts("hooks")[name].build(options) for name, options in cfg.hooks.items()}
         last = CheckpointAndMemory(self.in_memory) if self.in_memory else Checkpoint()
         self.hooks = HookSet([*first, *self.task.hooks()], configured, hooks, last)
         self.failed_hooks = FailedHooks(self)
@@ -292,7 +293,7 @@ class Trainer(Training):
                 announce(self, facts)
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
-            with self.stop.listen(), self.profiler:
+            with self.stop.listen(), self.profiler, attributed(self.cfg):
                 self.evaluation.try_one_batch()
                 self.hooks.call("at_start", self)
                 yield
@@ -310,7 +311,6 @@ class Trainer(Training):
             self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
-            self.failed_hooks.close()  # also after any other error
             self.failed_hooks.wait()
 
     def _finish(self, error: str, *, failed: bool) -> None:
@@ -322,9 +322,9 @@ class Trainer(Training):
                 raise
             return
         if error or self.stop_reason:
-            level = logging.ERROR if failed else logging.INFO
+            level, extra = (logging.ERROR, LOG_FILE) if failed else (logging.INFO, FIRST_RANK)
             page = "; more: docs/jobs.md#what-happens-when" if error and not failed else ""
-            LOGGER.log(level, "%s (at step %d)%s", error or self.stop_reason, self.step, page, extra=FIRST_RANK)
+            LOGGER.log(level, "%s (at step %d)%s", error or self.stop_reason, self.step, page, extra=extra)
         if (loss := self.metrics.get("val_loss")) is not None:
             found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
             others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
