@@ -406,7 +406,7 @@ def halting(options: Any, parameters: Any) -> Any:
     [
         ("model", Stumbles, [], "Stumbles failed"),
         ("model", type("Stumbles", (Stumbles,), {"backward": True}), [], "Stumbles failed"),
-        ("data", unreadable, ["data=broken"], "unreadable failed on example 63 of the training split of data=data"),
+        ("data", unreadable, ["data=broken"], "unreadable failed on example 63 of the training split of data=broken"),
         ("optimizer", halting, ["optimizer=broken"], "halting failed"),
     ],
 )

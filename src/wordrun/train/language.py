@@ -256,8 +256,8 @@ class LanguageTask(Task):
         if self.cfg.data.kind != "pairs":
             return self.tokenizer.encode(prompt)
         if prompt == TrainConfig.sample_prompt:
-            first = self.corpus.val[:READ]
-            return plain(first[: np.flatnonzero(first & ANSWER)[0]]).astype(np.int64)
+            pairs = self.corpus.val[:READ]  # whose first token also ends what precedes it
+            return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64)
         before, _ = self.cfg.text.turn(prompt)
         return np.append(self.tokenizer.eot, self.tokenizer.encode(before)).astype(np.int64)
 
