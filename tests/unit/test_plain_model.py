@@ -360,6 +360,14 @@ def test_hooks_and_other_parts_that_cannot_be_made_are_named_together(
     assert third.startswith("metrics=third (parts.py:9): cannot import nowhere: ModuleNotFoundError")
     assert third.endswith("; traceback: run/failures/rank-0.txt")
     assert Path("run/failures/rank-0.txt").read_text().count("The above exception was the direct cause") == 3
+    whole = Part(OwnMetric, lambda options, outputs, batch: outputs, "metrics", "whole", "mine/parts.py:9")
+    monkeypatch.setitem(parts("metrics"), "whole", whole)
+    monkeypatch.setitem(parts("metrics"), "fails", Part(OwnMetric, fails, "metrics", "fails", "mine/parts.py:10"))
+    with pytest.raises(PartError) as caught:
+        trained(own(Net, "metrics=[whole,fails]"))
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("metrics=whole (mine/parts.py:9) should return a value for each example, a tensor of shape")
+    assert second.startswith("metrics=fails (mine/parts.py:10): fails failed: KeyError")
 
 
 class Stumbles(Net):
