@@ -130,6 +130,7 @@ PAGES = {
     "wordrun.dist.setup": "install.md#clusters",
     "wordrun.dist.world": "dist.md#how-a-process-is-identified",
     "wordrun.ds_config": "backends.md#deepspeed",
+    "wordrun.errors": "",
     "wordrun.export": "generate.md#export",
     "wordrun.generate": "generate.md#generate",
     "wordrun.launch": "launch.md#in-a-slurm-or-pbs-job",

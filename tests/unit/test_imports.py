@@ -56,7 +56,7 @@ MAY_USE: dict[str, set[str]] = {
     "ds_config": {"errors", "config"},
     "choices": {"validation", "registry", "config"},
     "layouts": {"errors", "dist", "config"},
-    "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts"},
+    "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts", "registry"},
     "part_source": {"errors", "project", "registry", "config"},
     "sizes": {"errors", "config", "layouts", "checks"},
     "tree": {"project", "registry"},
