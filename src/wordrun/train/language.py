@@ -259,6 +259,7 @@ class LanguageTask(Task):
             pairs = self.corpus.val[:READ]  # whose first token also ends what precedes it
             return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64)
         before, _ = self.cfg.text.turn(prompt)
+        assert self.tokenizer.eot is not None, "pairs need one"
         return np.append(self.tokenizer.eot, self.tokenizer.encode(before)).astype(np.int64)
 
     def _shown(self, text: NDArray[Any], begin: int) -> NDArray[Any]:
