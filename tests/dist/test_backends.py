@@ -204,7 +204,7 @@ MUP = [
     "optimizer.learning_rate=8e-3",
 ]
 MUON_EIGHT = {
-    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT],
+    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON],
     "muon-empty": ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=10", *MUON, *SHORT],
     "mup-3d": ["train.backend=3D", f"backend.tp={TP}", *MUP, *SHORT],
 }
@@ -221,7 +221,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     ones = {"gpt-one": MODELS["gpt"]}
     ones |= {f"{model}-one-short": [*words, *SHORT] for model, words in MODELS.items()}
     ones |= {f"{model}-four-short": [*words, FOUR, *SHORT] for model, words in MODELS.items()}
-    ones |= {"muon-one-short": [*MUON, *SHORT], "mup-one-short": [*MUP, *SHORT]}
+    ones |= {"muon-one": MUON, "mup-one-short": [*MUP, *SHORT]}
     ones |= {"masked-short": MASKED, "unmasked": [*MASKED, "data.mask_documents=false"]}
     train(ranks, 1, ones, home)
     runs, references = {}, {}
@@ -239,9 +239,10 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
                 runs[run] += SHORT
                 references[run] += "-short"
     for name, more in BOTH.items():
-        for kind, words in (("muon", MUON), ("mup", MUP)):
-            runs[f"{kind}-{name}-1"] = [*more, *words, *SHORT, "model.batch_size=2"]
-            references[f"{kind}-{name}-1"] = f"{kind}-one-short"
+        for one in ("muon-one", "mup-one-short"):
+            run = f"{one.partition('-')[0]}-{name}-1"
+            runs[run] = [*more, *ones[one], "model.batch_size=2"]
+            references[run] = one
     masked = {}
     for name in ("fsdp", "tp", "pp-1F1B"):
         run = f"masked-{name}"
@@ -268,7 +269,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     assert rounded["loss"] != exact["loss"]
     for model, one_rank, two_ranks in (
         ("gpt", "gpt-one", "gpt-fsdp-1"), ("llama", "llama-one-short", "llama-fsdp-2"),
-        ("modern", "modern-one-short", "modern-fsdp-2"), ("muon", "muon-one-short", "muon-fsdp-1"),
+        ("modern", "modern-one-short", "modern-fsdp-2"), ("muon", "muon-one", "muon-fsdp-1"),
     ):  # fmt: skip
         one = torch.load(home / one_rank / "found.pt", weights_only=False)["ranks"][0]
         for each in torch.load(home / two_ranks / "found.pt", weights_only=False)["ranks"]:
@@ -279,7 +280,8 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
 def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     alone = {"modern-alone-short": [*MODELS["modern"], *SHORT], "gpt-four-alone-short": [*MODELS["gpt"], FOUR, *SHORT]}
-    alone |= {f"{name}-alone-short": words[2:] for name, words in MUON_EIGHT.items()}
+    references = {name: f"{name}-alone{'-short' * (SHORT[0] in words)}" for name, words in MUON_EIGHT.items()}
+    alone |= {references[name]: words[2:] for name, words in MUON_EIGHT.items()}
     train(ranks, 1, alone, home)
     runs = {
         name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={(4 if FOUR in more else 2) * TP}"]
@@ -289,8 +291,8 @@ def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.Monke
     muon = {name: [*words, f"model.batch_size={sizes[name]}"] for name, words in MUON_EIGHT.items()}
     muon["mup-3d"] += ["backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective"]
     train(ranks, 8, runs | muon, home)
-    for name in muon:
-        compare(home, name, f"{name}-alone-short")
+    for name, reference in references.items():
+        compare(home, name, reference)
     for name, words in runs.items():
         compare(home, name, "gpt-four-alone-short" if FOUR in words else f"{name.partition('-')[0]}-alone-short")
 
