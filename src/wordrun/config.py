@@ -1223,6 +1223,9 @@ class TrainConfig(Section):
     """Sample from the k most likely tokens; null: from all tokens."""
     dtype: str = "auto"
     """Compute precision: fp32, bf16, fp16, or auto (bf16 if the device supports it at full speed, else fp32)."""
+    float8: str = "none"
+    """Linear layers of the blocks that multiply in float8, with train.dtype=bf16: none, or tensorwise or rowwise, which
+    scale each matrix by one factor or each of its rows by its own; for NVIDIA GPUs from Ada or Hopper on."""
     compile: bool | str = False
     """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: measure some steps
     without and with it, and keep what is faster, if enough of the run is left for that to pay."""
@@ -1291,6 +1294,7 @@ class TrainConfig(Section):
                 yield f"train.{name}={getattr(self, name)} should be at most {most}"
         yield from one_of("train.dtype", self.dtype, DTYPES)
         yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        yield from one_of("train.float8", self.float8, ["none", "tensorwise", "rowwise"])
         if self.compile not in (True, False, "auto"):
             yield f"train.compile={self.compile} should be true, false or auto"
         yield from one_of("train.compile_scope", self.compile_scope, ["blocks", "model"])

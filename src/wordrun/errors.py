@@ -55,6 +55,7 @@ PAGES = {
     "wordrun.arguments": "",
     "wordrun.backend": "backends.md#which-models-on-which-backends",
     "wordrun.backend.deepspeed": "backends.md#deepspeed",
+    "wordrun.backend.float8": "speed.md#float8",
     "wordrun.backend.pipeline": "backends.md#pipelines",
     "wordrun.bandwidth": "backends.md#how-fast-do-the-ranks-communicate",
     "wordrun.checkpoint": "checkpoints.md#what-a-checkpoint-contains",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wordrun import compat
+from wordrun.backend import float8
 from wordrun.backend.optimizer import NamedParameters, remember_ratios, scale_rates
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
@@ -193,5 +194,7 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
 
 def build(spec: BackendSpec) -> Backend:
     """Return the backend selected by ``train.backend``; every rank must call this."""
+    if spec.cfg.train.float8 != "none":
+        float8.require(spec.cfg.train.float8, spec.device)
     backend: Backend = part_of("backend", spec.cfg.backend).load()(spec)
     return backend
