@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wordrun import compat
+from wordrun import compat, heap
 from wordrun.backend import float8
 from wordrun.backend.optimizer import NamedParameters, remember_ratios, scale_rates
 from wordrun.backend.precision import choose_dtype
@@ -194,6 +194,8 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
 
 def build(spec: BackendSpec) -> Backend:
     """Return the backend selected by ``train.backend``; every rank must call this."""
+    if spec.device.type == "cpu":
+        heap.keep_freed()
     if spec.cfg.train.float8 != "none":
         float8.require(spec.cfg.train.float8, spec.device)
     backend: Backend = part_of("backend", spec.cfg.backend).load()(spec)

@@ -46,7 +46,8 @@ def _kernel() -> Callable[..., Any]:
     """Return FlexAttention, compiled unless it becomes a part of something compiled: else it computes all weights."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else _compiled()
+    kernel: Any = flex_attention
+    return kernel if torch.compiler.is_compiling() else _compiled()  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1)
