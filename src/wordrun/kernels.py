@@ -12,6 +12,8 @@ CHUNK = 2**25
 """Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
 WHOLE = 2**22
 """Values of an attention mask up to which its memory does not matter."""
+TRITON = find_spec("triton") is not None
+"""Whether there is a compiler for FlexAttention's kernels; looked up once, because a compiled model cannot."""
 LEAST_HEAD = 16
 """Elements of an attention head that FlexAttention needs on a GPU."""
 
@@ -22,7 +24,7 @@ def skips_blocks(device: str, values: int, p: float, head_size: int) -> bool:
     On CPUs it has no backward pass, and none of its kernels has dropout.
     """
     suits = values > WHOLE and p == 0 and head_size >= LEAST_HEAD
-    return suits and device == "cuda" and find_spec("triton") is not None
+    return suits and device == "cuda" and TRITON
 
 
 def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention
+from torch.utils._pytree import tree_map
 
 from wordrun import kernels, model as models
 from wordrun.config import GPTConfig, LlamaConfig
@@ -69,6 +70,7 @@ def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
     dense = (NUMBERS[:, None, :, None] == NUMBERS[:, None, None, :]).tril()
     masks = flex.block_masks(NUMBERS, [T, 11])
     assert [*masks] == [11, T]
+    masks = tree_map(lambda leaf: leaf, masks)  # as FSDP does with arguments, to cast those with a fraction
     ours = attention.causal_attention(q, k, v, 0.0, masks, 0.3, window)
     theirs = attention.causal_attention(q, k, v, 0.0, dense, 0.3, window)
     torch.testing.assert_close(ours, theirs)
@@ -94,7 +96,7 @@ def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.Monk
     for device in ("cpu", "cuda"):
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "WHOLE", 0)
-            patch.setattr(kernels, "find_spec", lambda name: name == "triton")
+            patch.setattr(kernels, "TRITON", True)
             chosen = kernels.skips_blocks(device, 2 * T * T, 0.0, 16)
             assert chosen == (device == "cuda")
             patch.setattr(attention, "skips_blocks", lambda _, *facts: kernels.skips_blocks(device, *facts))  # noqa: B023
@@ -113,12 +115,12 @@ def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.Monk
 
 
 def test_what_has_no_such_kernel_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name == "triton")
+    monkeypatch.setattr(kernels, "TRITON", True)
     large = kernels.WHOLE + 1
     assert kernels.skips_blocks("cuda", large, 0.0, 64)
     for other in (("cuda", large, 0.1, 64), ("cuda", large, 0.0, 8), ("cuda", 4096, 0.0, 64), ("cpu", large, 0.0, 64)):
         assert not kernels.skips_blocks(*other), other
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "TRITON", False)
     assert not kernels.skips_blocks("cuda", large, 0.0, 64)
 
 
