@@ -164,6 +164,11 @@ def is_compile_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``module.compile()`` has been called; without the name, False."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def uncompile(module: torch.nn.Module) -> None:
     """Undo ``module.compile()``; without the name, it stays compiled."""
     module._compiled_call_impl = None

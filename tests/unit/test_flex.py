@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_map
 
@@ -141,3 +142,18 @@ def test_a_cpu_makes_small_masks_only() -> None:
     for window in (None, 40):
         ours, theirs = (attention.causal_attention(q, k, v, 0.0, mask, None, window) for mask in (runs, dense))
         torch.testing.assert_close(ours, theirs)
+
+
+# See test_loss.py.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_are_not_compiled_again_for_other_documents() -> None:
+    model = models.build(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=512), 50)
+    plain = models.build(model.cfg, 50)
+    for block in model.blocks.values():
+        block.compile(backend="eager")
+    tokens, graphs = torch.arange(1024).view(2, 512) % 50, []
+    for lengths in ([100, 412], [7] * 73 + [1], [300, 212]):
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+        torch.testing.assert_close(model(tokens, documents=numbers), plain(tokens, documents=numbers))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1]

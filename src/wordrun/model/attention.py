@@ -27,22 +27,25 @@ Mask = Tensor | tuple[int | Tensor, ...] | dict[int, "BlockMask"]
 documents by their lengths, and runs of n tokens in short documents by masks (n, n). A dictionary: see ``flex``."""
 
 
-def document_mask(documents: Tensor, p: float = 0.0, head_size: int = 0, spans: Collection[int] = ()) -> Mask:
+def document_mask(
+    documents: Tensor, p: float = 0.0, head_size: int = 0, spans: Collection[int] = (), *, compiled: bool = False
+) -> Mask:
     """Return the causal attention mask within each of ``documents`` (B, T) (Llama 3, section 3.2).
 
-    Only small masks are made whole. A CPU computes the attention of each document by itself, or of some short ones
-    together; a GPU leaves out the blocks of tokens that share no document.
+    Only small masks are made whole, but for compiled blocks on a CPU: a CPU computes the attention of each document by
+    itself, or of some short ones together; a GPU leaves out the blocks of tokens that share no document.
 
     Args:
         documents: document number of each token.
         p: dropout probability of the attention weights.
         head_size: elements of a head.
         spans: the largest number of tokens to which a token attends, for each kind of block of the model.
+        compiled: whether it is for compiled blocks, which would be compiled again for documents of other lengths.
     """
     (B, T), device = documents.shape, documents.device.type
     if skips_blocks(device, B * T * T, p, head_size):
         return flex.block_masks(documents, spans)
-    if device == "cpu" and not torch.compiler.is_compiling():
+    if device == "cpu" and not (compiled or torch.compiler.is_compiling()):
         ends = (documents.diff(dim=1, append=documents[:, -1:] + 1).flatten() != 0).nonzero().flatten() + 1
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
         if len(lengths) * LONG <= documents.numel():

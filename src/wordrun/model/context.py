@@ -85,10 +85,10 @@ class Context:
         dist.all_reduce(losses, group=self.group)
         return losses / self.size
 
-    def mask(self, documents: Tensor, *facts: Any) -> Mask:
+    def mask(self, documents: Tensor, *facts: Any, compiled: bool = False) -> Mask:
         """Return what ``attention`` needs to keep within ``documents`` (B, T); ``facts`` as for ``document_mask``."""
         whole = self.whole(documents)
-        return document_mask(whole, *facts) if self.kind == "heads" else whole
+        return document_mask(whole, *facts, compiled=compiled) if self.kind == "heads" else whole
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None, scale: float | None = None,

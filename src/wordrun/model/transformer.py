@@ -234,8 +234,9 @@ class Transformer(Model):
         mask = None
         if documents is not None:
             cfg, p = self.cfg, self.cfg.dropout if self.training else 0.0
-            make = context.mask if context else document_mask
-            mask = make(documents, p, cfg.attention_width() // cfg.n_head, cfg.attention_spans())
+            facts = p, cfg.attention_width() // cfg.n_head, cfg.attention_spans()
+            compiled = any(map(compat.is_compiled, self.blocks.values()))
+            mask = (context.mask if context else document_mask)(documents, *facts, compiled=compiled)
         for (layer, block), cache in zip(self.blocks.items(), caches or repeat(None), strict=False):
             x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens), **given)
         if not self.is_last:
