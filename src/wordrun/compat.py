@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PRODUCTS = (
-    "mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention",
+    "mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
