@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("compile_", ["false", "true"])
 def test_losses_are_near_those_in_bf16(train: Train, device: torch.device, recipe: str, compile_: str) -> None:
-    pytest.importorskip("torchao", reason="needs torchao: pip install 'wordrun[float8]'")
+    pytest.importorskip("torchao.float8", exc_type=ImportError, reason="pip install 'wordrun[float8]'")
     from wordrun.backend import float8
     from wordrun.errors import ConfigError
 

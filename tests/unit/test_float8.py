@@ -24,7 +24,7 @@ CFG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute the products of float8 values in fp32."""
-    pytest.importorskip("torchao", reason="needs torchao: pip install 'wordrun[float8]'")
+    pytest.importorskip("torchao.float8", exc_type=ImportError, reason="pip install 'wordrun[float8]'")
     settings: Callable[[str], Any] = float8.settings
     monkeypatch.setattr(float8, "settings", lambda recipe: replace(settings(recipe), emulate=True))
 
