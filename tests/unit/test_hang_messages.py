@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun import stack_requests
-from wordrun.dist import World, hang, stacks, watch
+from wordrun.dist import World, hang, imported, stacks, waits, watch
 from wordrun.dist.hang import Answer
 from wordrun.dist.mesh import Layout
 
@@ -49,9 +50,11 @@ def test_different_shapes_in_one_collective_are_named() -> None:
     other = replace(waiting(3), pending=[{**CALL, "size": "float32 [9]"}])
     text = hang.describe([waiting(0), waiting(1), waiting(2), other], WORLD)
     assert text.startswith(
-        "the ranks have called different collectives: rank 3 is in all_reduce number 12 of float32 [9], "
-        "ranks 0-2 are in all_reduce number 12 of float32 [8], of 4 ranks; "
+        "the ranks have called different collectives: rank 3 all_reduce number 12 of float32 [9], "
+        "ranks 0-2 all_reduce number 12 of float32 [8], of 4 ranks; "
     )
+    ended = replace(other, pending=[], recent=other.pending, last={"0": 13}, line="train.py:10 in step")
+    assert hang.describe([waiting(0), waiting(1), waiting(2), ended], WORLD).startswith(text.partition(";")[0])
 
 
 def test_the_rank_that_waits_for_nobody_is_the_reason() -> None:
@@ -97,9 +100,9 @@ def test_ten_thousand_ranks_are_one_paragraph_and_one_stack() -> None:
 
 
 def test_members_of_a_group_are_few_ranges() -> None:
-    assert watch._spans(range(8), 8) == []
-    assert watch._spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
-    assert watch._spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
+    assert waits.spans(range(8), 8) == []
+    assert waits.spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
+    assert waits.spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
 
 
 def test_ranges_are_short() -> None:
@@ -182,6 +185,18 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
     assert f"{Path(__file__).name}:" in caplog.messages[0]
     assert "no progress for 1 s: at " in caplog.messages[0]
     assert "cannot ask other ranks: " in caplog.messages[0]
+
+
+def test_a_module_is_seen_right_after_its_first_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_module.py").write_text("ready = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[bool] = []
+    finders = [*sys.meta_path]
+    imported.when_imported("late_module", lambda module: seen.append(module.ready))
+    importlib.import_module("late_module")
+    imported.when_imported("late_module", lambda module: seen.append(module.ready))
+    assert seen == [True, True]
+    assert sys.meta_path == finders
 
 
 RECORDS = """

@@ -43,8 +43,12 @@ class Answer:
     """The function of torch.distributed that the main thread is in."""
     pending: Sequence[Mapping[str, Any]] = ()
     """The collectives that it waits for: group, number in the group (seq), operation (op) and size."""
+    aborts: bool = False
+    """Whether C++ code is about to abort it."""
     last: Mapping[str, int] = field(default_factory=dict)
     """The number of its last collective in each group."""
+    recent: Sequence[Mapping[str, Any]] = ()
+    """Its last collectives, also those that have ended, described as ``pending``."""
 
     def waits_for(self, group: str) -> Mapping[str, Any] | None:
         """Return the first collective of ``group`` that it waits for."""
@@ -73,9 +77,15 @@ class Blocked:
     missing: frozenset[int]
     """Members of the group that have not come to it."""
     calls: Mapping[tuple[str, str], Sequence[int]]
-    """The ranks that wait, by operation and size; several if they disagree."""
+    """The ranks that have come to it, as far as is known, by operation and size; several if they disagree."""
     members: Sequence[int]
     """The ranks of the group."""
+
+
+def aborts(answers: Sequence[Answer]) -> str:
+    """Return which ranks C++ code is about to abort."""
+    ranks = [answer.rank for answer in answers if answer.aborts]
+    return f"C++ code aborts {names(ranks) if ranks else 'a rank'}"
 
 
 def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN) -> str:
@@ -135,13 +145,13 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
     members = [rank for first, last, distance in spans for rank in range(first, last + 1, distance)]
     came = {a.rank for a in answers if a.last.get(group, 0) >= seq}
     calls: dict[tuple[str, str], list[int]] = {}
-    for rank, call in waits.items():
-        if call["seq"] == seq:
-            calls.setdefault((call["op"], call["size"]), []).append(rank)
-    return Blocked(
-        group, seq, frozenset(rank for ranks in calls.values() for rank in ranks), frozenset({*members} - came), calls,
-        members,
-    )  # fmt: skip
+    for answer in answers:
+        for call in (*answer.pending, *answer.recent):
+            if (call["group"], call["seq"]) == (group, seq):
+                calls.setdefault((call["op"], call["size"]), []).append(answer.rank)
+                break
+    waiting = frozenset(rank for rank, call in waits.items() if call["seq"] == seq)
+    return Blocked(group, seq, waiting, frozenset({*members} - came), calls, members)
 
 
 def _who_waits(blocked: Blocked, layout: Layout) -> str:
@@ -161,7 +171,7 @@ def _who_waits(blocked: Blocked, layout: Layout) -> str:
             f"{names(sorted(blocked.missing))} {have} not come to {calls[0][0]} {of}"
         )  # fmt: skip
     if len(calls) > 1:
-        each = ", ".join(f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} in {what}" for what, ranks in calls)
+        each = ", ".join(f"{names(ranks)} {what}" for what, ranks in calls)
         return f"the ranks have called different collectives: {each}, {of}"
     return f"all ranks have come to {calls[0][0]} {of}, but it does not end: is the network between them intact?"
 
