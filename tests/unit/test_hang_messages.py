@@ -18,6 +18,7 @@ from wordrun import stack_requests
 from wordrun.dist import World, hang, imported, stacks, waits, watch
 from wordrun.dist.hang import Answer
 from wordrun.dist.mesh import Layout
+from wordrun.train import failing
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -170,6 +171,20 @@ def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.Log
     (report,) = (tmp_path / "failures").iterdir()
     assert f"{Path(__file__).name}" in report.read_text()
     assert signal.getsignal(signal.SIGQUIT) == before
+
+
+def test_a_hang_is_reported_before_the_collective_fails(tmp_path: Path) -> None:
+    one = watch.Watch(World(), tmp_path, 120.0, timeout_s=300)
+    try:
+        with one.phase("start-up", watch.SLOW):
+            assert one.limit == 240
+        assert failing.reason(ValueError("late")) == "ValueError: late"
+        one.reported = tmp_path / "hang-1.txt"
+        assert failing.reason(ValueError("late")) == f"ValueError: late; before that a hang: hang-1.txt"
+        one.mark(1)
+        assert watch.reported() is None
+    finally:
+        one.close()
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -159,7 +159,7 @@ def session(
         world = identify()
     with guard(world):
         world = setup(world, device=device, timeout_s=timeout_s, seed=seed)
-        end_watch = watch.start_for_script(world, hang_s)
+        end_watch = watch.start_for_script(world, hang_s, timeout_s)
         try:
             yield world
         finally:

@@ -29,10 +29,10 @@ def before_abort(call: Callable[[], None]) -> None:
     if _kept:
         return
     try:
-        set_terminate = getattr(ctypes.CDLL(LIBRARY, os.RTLD_NOW | os.RTLD_NOLOAD), SET_TERMINATE)
+        library = ctypes.CDLL(LIBRARY, os.RTLD_NOW | os.RTLD_NOLOAD)
+        set_terminate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)((SET_TERMINATE, library))
     except (OSError, AttributeError):
         return
-    set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     function = ctypes.CFUNCTYPE(None)
 
     def handle() -> None:

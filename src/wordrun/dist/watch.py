@@ -38,6 +38,7 @@ TICK_S = 1.0
 START_S = 120.0
 # All ranks together look for requests this often, since they ask one metadata server.
 LOOKS_PER_S = 500.0
+EARLIER = 0.8  # of the time limit of collectives
 ASKED_S = 10.0  # the same for an answer to a question, without a hang, or before an abort
 
 
@@ -50,10 +51,16 @@ class Watch:
         hang_s: seconds without progress that count as a hang; 0: only answer questions.
         waits: returns for how many seconds the oldest collective has been waiting, for programs that do not call
             ``phase`` and ``mark``.
+        timeout_s: seconds after which a collective fails; a hang is reported earlier, whatever its limit.
     """
 
-    def __init__(self, world: World, folder: Path, hang_s: float, waits: Callable[[], float] = lambda: 0.0) -> None:
-        self.world, self.folder, self.hang_s, self.waits = world, folder, hang_s or math.inf, waits
+    def __init__(
+        self, world: World, folder: Path, hang_s: float, waits: Callable[[], float] = lambda: 0.0,
+        timeout_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        self.world, self.folder, self.waits, self._most = world, folder, waits, EARLIER * timeout_s
+        self.hang_s = min(hang_s, self._most) if hang_s else math.inf
+        self.reported: Path | None = None
         self.step: int | None = None
         self.layout = Layout()  # until it is known
         self._count, self._phase, self._factor = 0, "", math.inf
@@ -87,6 +94,7 @@ class Watch:
         self._count += 1
         self.layout = layout or self.layout
         if step is not None:
+            self.reported = None
             if self.step is not None:
                 self._known.add("training")
             self.step = step
@@ -108,7 +116,8 @@ class Watch:
     def limit(self) -> float:
         """Seconds without progress that count as a hang now."""
         first = 1.0 if self._phase in self._known else SLOW
-        return self.hang_s * max(self._factor, first)
+        limit = self.hang_s * max(self._factor, first)
+        return limit if math.isinf(limit) else min(limit, self._most)
 
     def ask(self, why: str) -> None:
         """Ask all ranks where they are, unless somebody has just done so; ``why``: hang, question or abort."""
@@ -236,9 +245,10 @@ class Watch:
         }[kind]  # fmt: skip
         text = f"{lead}: {hang.describe(found, self.world, self.layout)}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
-        stack_requests.withdraw(self.folder, asked["id"])
+        self.reported = path if kind == "hang" else None
         log = LOGGER.warning if kind == "stacks" else LOGGER.error
         log("%s. Stacks of all ranks: %s; more: docs/jobs.md#a-hang", text, os.path.relpath(path))
+        stack_requests.withdraw(self.folder, asked["id"])  # after which a rank that is to be aborted is
 
 
 _active: list[Watch] = []
@@ -250,9 +260,14 @@ def _before_abort() -> None:
         _active[-1].before_abort()
 
 
-def start(world: World, run_dir: str, hang_s: float) -> Watch:
+def reported() -> Path | None:
+    """Return the report about a hang since the last step, on the rank that has written it: rank 0, if it can answer."""
+    return _active[-1].reported if _active else None
+
+
+def start(world: World, run_dir: str, hang_s: float, timeout_s: float) -> Watch:
     """Watch this rank of a run, with reports in ``failures`` of its directory; see ``Watch``."""
-    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s)
+    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s, timeout_s=timeout_s)
 
 
 def mark(step: int | None = None, layout: Layout | None = None) -> None:
@@ -276,11 +291,11 @@ def folder_of_job(env: Mapping[str, str]) -> Path:
     return Path.cwd() / "failures" / (step or env.get("TORCHELASTIC_RUN_ID") or env.get("MASTER_PORT") or "job")
 
 
-def start_for_script(world: World, hang_s: float) -> Callable[[], None]:
+def start_for_script(world: World, hang_s: float, timeout_s: float = math.inf) -> Callable[[], None]:
     """Watch the collectives of a program that does not call ``mark``; return what ends that."""
     if _active or world.size == 1:
         return lambda: None
-    return Watch(world, folder_of_job(os.environ), hang_s, Waits()).close
+    return Watch(world, folder_of_job(os.environ), hang_s, Waits(), timeout_s).close
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from wordrun import compat, dist
 from wordrun.config import TrainConfig, value_text
+from wordrun.dist import watch
 from wordrun.dist.collectives import first_text
 from wordrun.errors import PartError, UserError, first_line
 from wordrun.train import rng
@@ -59,6 +60,13 @@ def explained(train: TrainConfig) -> Iterator[None]:
             f"train.compile={value_text(train.compile)}: torch.compile failed to compile the model "
             f"({first_line(error)}): install a C++ compiler (g++), or use train.compile=false"
         ) from error
+
+
+def reason(error: BaseException) -> str:
+    """Return why a run ended with ``error``, for its record; if it hung, also the file that says for whom it waited."""
+    text = f"{type(error).__name__}: {first_line(error, 400)}"
+    report = watch.reported()
+    return f"{text}; before that a hang: {relative(report)}" if report else text
 
 
 class FailedHooks:

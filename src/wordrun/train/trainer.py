@@ -17,14 +17,14 @@ from wordrun.checks import accumulation, check
 from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist import watch
-from wordrun.errors import UserError, first_line
+from wordrun.errors import UserError
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
 from wordrun.train.announce import announce, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
-from wordrun.train.failing import FailedHooks, explained, note, noted
+from wordrun.train.failing import FailedHooks, explained, note, noted, reason
 from wordrun.train.hints import by_launch, has_huggingface_format, next_steps, relative
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.memory import CheckpointAndMemory
@@ -95,7 +95,7 @@ class Trainer(Training):
                 if log_handle is None:
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
-                closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s).close)
+                closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s, timeout).close)
                 with noted(cfg.run_dir, self.world.rank):
                     self._build(hooks, closers)
             except BaseException:
@@ -300,9 +300,7 @@ class Trainer(Training):
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
                 note(error, self.cfg.run_dir, self.world.rank, self.step)
-            error_text = (
-                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error, 400)}"
-            )
+            error_text = str(error) if isinstance(error, Interrupted) else reason(error)
             raise
         finally:
             self.state.stop_clock()
