@@ -83,6 +83,18 @@ def test_the_place_of_ranks_in_a_layout_is_named() -> None:
     assert hang.names([3], ["b"], Layout(pp=4)) == "rank 3 (b; pp=3)"
 
 
+def test_ranks_that_are_asked_while_they_work_do_not_hang() -> None:
+    everyone = [waiting(rank) for rank in range(4)]
+    asked = hang.describe(everyone, WORLD, hangs=False)
+    assert asked.startswith("all ranks have come to all_reduce number 12 of float32 [8] of 4 ranks; ranks 0-3 (")
+    assert "is the network between them intact?" in hang.describe(everyone, WORLD)
+
+
+def test_files_of_wordrun_are_named_as_modules_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert stacks.short(stacks.__file__) == "wordrun/dist/stacks.py"
+
+
 def test_without_collectives_the_lines_are_all_there_is() -> None:
     found = [Answer(rank, "a", 1, line=f"x.py:{rank // 3} in f") for rank in range(4)]
     assert hang.describe(found, WORLD) == "rank 3 (a) is at x.py:1 in f; ranks 0-2 (a) are at x.py:0 in f"

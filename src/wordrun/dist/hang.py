@@ -88,19 +88,20 @@ def aborts(answers: Sequence[Answer]) -> str:
     return f"C++ code aborts {names(ranks) if ranks else 'a rank'}"
 
 
-def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN) -> str:
+def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, *, hangs: bool = True) -> str:
     """Return one paragraph about the ``answers`` of the ranks: who waits for whom, and the line of each group of ranks.
 
     Args:
         answers: of the ranks that have answered, or that others have answered for, in order.
         world: a rank of the job.
         layout: of the job's ranks, whose coordinates the message names.
+        hangs: whether the job makes no progress; else the ranks have been asked while they work.
     """
     by_rank = {answer.rank: answer for answer in answers}
     silent = [rank for rank in range(world.size) if rank not in by_rank]
     sentences = []
     if blocked := culprit(answers, world.size):
-        sentences.append(_who_waits(blocked, layout))
+        sentences.append(_who_waits(blocked, layout, hangs))
     elif (waiting := [answer.rank for answer in answers if answer.call]) and len(waiting) < len(answers):
         others = [rank for rank in by_rank if rank not in waiting]
         calls = " and ".join(sorted({answer.call for answer in answers if answer.call}))
@@ -154,7 +155,7 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
     return Blocked(group, seq, waiting, frozenset({*members} - came), calls, members)
 
 
-def _who_waits(blocked: Blocked, layout: Layout) -> str:
+def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
     """Return who has not come to a collective, or how the ranks disagree about it."""
     of, first = f"of {len(blocked.members)} ranks", blocked.members[0]
     if blocked.group not in ("0", mpi_calls.GROUP):
@@ -173,7 +174,8 @@ def _who_waits(blocked: Blocked, layout: Layout) -> str:
     if len(calls) > 1:
         each = ", ".join(f"{names(ranks)} {what}" for what, ranks in calls)
         return f"the ranks have called different collectives: {each}, {of}"
-    return f"all ranks have come to {calls[0][0]} {of}, but it does not end: is the network between them intact?"
+    everyone = f"all ranks have come to {calls[0][0]} {of}"
+    return f"{everyone}, but it does not end: is the network between them intact?" if hangs else everyone
 
 
 def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKNOWN) -> str:

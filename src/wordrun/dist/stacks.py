@@ -102,7 +102,7 @@ def compiles() -> bool:
 
 def short(file: str) -> str:
     """Return the path of a source file relative to the working directory, or to the folder of its package."""
-    for folder in (os.getcwd(), *sorted(filter(None, sys.path), key=len, reverse=True)):
+    for folder in (os.getcwd(), os.path.dirname(OWN), *sorted(filter(None, sys.path), key=len, reverse=True)):
         if file.startswith(f"{folder}/"):
             return file[len(folder) + 1 :]
     return file

@@ -243,7 +243,7 @@ class Watch:
             "hang": f"no progress for {asked['seconds']:g} s", "abort": hang.aborts(found),
             "stacks": "where the ranks are now",
         }[kind]  # fmt: skip
-        text = f"{lead}: {hang.describe(found, self.world, self.layout)}"
+        text = f"{lead}: {hang.describe(found, self.world, self.layout, hangs=kind != 'stacks')}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
         self.reported = path if kind == "hang" else None
         log = LOGGER.warning if kind == "stacks" else LOGGER.error
