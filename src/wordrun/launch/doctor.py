@@ -304,6 +304,9 @@ def _show(findings: Sequence[Finding]) -> None:
 
     colours = {"ok": "green", "warning": "yellow", "wrong": "red"}
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")
     for finding in findings:
         state = f"[{colours[finding.state]}]{finding.state}[/]"
         remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
