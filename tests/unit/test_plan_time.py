@@ -79,6 +79,8 @@ def test_other_numbers_of_ranks_take_as_long_as_their_ring() -> None:
     assert seconds(four, measured("all_gather", ranks=2)) == pytest.approx(100e-6 * (3 / 4) / (1 / 2))
     nearest = [*measured("all_gather", 2), *measured("all_gather", 4, (20, 200))]
     assert seconds(four, nearest) == pytest.approx(200e-6)
+    axes = [*nearest, *measured("all_gather", 4, (30, 150))]
+    assert seconds(four, axes) == pytest.approx(200e-6), "the slowest of two groups of four ranks"
 
 
 def test_mpi_is_preferred_on_cpus_under_ddp() -> None:

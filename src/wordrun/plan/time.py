@@ -190,7 +190,8 @@ def seconds(found: Traffic, results: Sequence[dict[str, Any]], *, over_mpi: bool
     if not mine:
         raise ConfigError(f"the bandwidth of {found.operation} has not been measured")
     ranks = min({each["ranks"] for each in mine}, key=lambda n: (n < 2, abs(math.log(n / found.ranks))))
-    times = sorted((each["size"], each["seconds"]) for each in mine if each["ranks"] == ranks)
+    # Of several groups of so many ranks, such as those of two axes, the slowest.
+    times = [*dict(sorted((each["size"], each["seconds"]) for each in mine if each["ranks"] == ranks)).items()]
     # A ring of n ranks sends (n - 1) / n of the buffer in each pass, so that many passes take longer with more ranks.
     passes = PASSES.get(found.operation)
     share, measured = (1.0, 1.0) if passes is None else (ring(passes, found.ranks), ring(passes, ranks) or 1.0)
