@@ -1217,6 +1217,8 @@ class TrainConfig(Section):
     """Prompt for the samples."""
     suggest: bool = True
     """Suggest commands for the next step when the run has finished."""
+    report: bool = True
+    """Draw the plots and write report.html when the run ends; wordrun report also writes the page later."""
     temperature: float = 0.8
     """Sampling temperature; lower is more deterministic."""
     top_k: int | None = 200

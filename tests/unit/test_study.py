@@ -107,7 +107,8 @@ def rows() -> list[dict[str, str]]:
     common = dict.fromkeys((*OWN, *LAST, *scaling.COLUMNS), "")
     common |= {"backend": "DDP", "scaling": "strong", "nodes": "1", "state": DONE, "started": "today", "device": "cpu"}
     first = {"point": "DDP-1", "ranks": "1", "tps": "1000", "tps_min": "900", "tps_max": "1100", "step_s": "0.5",
-             "planned_step_s": "0.4", "memory_gib": "2", "planned_memory_gib": "1.6"}  # fmt: skip
+             "planned_step_s": "0.4", "memory_gib": "2", "planned_memory_gib": "1.6",
+             "planned_sent_gib": "0"}  # fmt: skip
     second = {"point": "DDP-2", "ranks": "2", "tps": "1500", "tps_min": "1500", "tps_max": "1500", "step_s": "0.25"}
     failed = {"point": "DDP-4", "state": FAILED, "reason": "out of | memory"}
     return [{**common, **each} for each in (first, second, failed)]
@@ -119,7 +120,7 @@ def test_the_page_has_speed_up_efficiency_cost_and_the_plan(tmp_path: Path) -> N
     assert names == ["scaling.md", "scaling.png", "scaling.svg"]
     text = (tmp_path / "scaling.md").read_text()
     assert "| 2 | 1,500 | 1,500 | 1,500 | 1.50 | 75% | 250 | - | - | 185 |" in text
-    assert "| DDP-1 | 400 | 500 | 1.25 | 1.6 | 2 | 1.25 | - |" in text
+    assert "| DDP-1 | 400 | 500 | 1.25 | 1.6 | 2 | 1.25 | 0 |" in text
     assert r"| DDP-4 | failed | out of \| memory |" in text
     assert "DDP: 1,500 tokens/s on 2 ranks, 1.50 times as many as on 1 (efficiency 75%)" in text
     assert "Speed-up and efficiency refer to the fastest backend on 1 rank." in text

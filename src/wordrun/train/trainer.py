@@ -277,7 +277,7 @@ class Trainer(Training):
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
-        facts = start_facts(self) | {"memory_before": self.memory.before}
+        facts = start_facts(self)
         if accepted := sizes.accepted(self.cfg):
             facts["sizes"] = accepted
         with noted(self.cfg.run_dir, self.world.rank, self.step):
