@@ -165,7 +165,7 @@ with dist.guard(world):
     import torch
 
     device = torch.device(device)
-    for pair in json.loads(sys.argv[1]):
+    for run, pair in enumerate(json.loads(sys.argv[1])):
         for words in pair:  # a small model first, so that what a process has besides the model is there before
             before, _ = used_memory(device)
             Path("/proc/self/clear_refs").write_text("5")  # the peak is that since now
@@ -174,7 +174,7 @@ with dist.guard(world):
                 trainer.train()
             del trainer
             _, most = used_memory(device)
-        sys.stdout.write(json.dumps({"most": most - before}) + "\\n")
+        sys.stdout.write(json.dumps({"run": run, "most": most - before}) + "\\n")
         sys.stdout.flush()
     dist.cleanup()
 """
@@ -196,13 +196,12 @@ def test_the_peak_of_a_run_is_within_15_percent(n: int, ranks: Any, tmp_path: Pa
              for i, pair in enumerate(runs)]  # fmt: skip
     done = ranks(n, "peaks.py", json.dumps(named), under="fork", timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line)["most"] for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == n * len(runs)
-    # Ranks write in any order, but none begins a run before the others have ended the last.
-    peaks = [max(found[n * i : n * (i + 1)]) for i in range(len(runs))]
-    for (_, words), peak in zip(runs, peaks, strict=True):
+    for number, (_, words) in enumerate(runs):
+        peak = max(each["most"] for each in found if each["run"] == number)
         cfg = compose(words)
         model = shapes_of(cfg.model, VOCAB)
         planner = Planner(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
         need = memory(model, planner.strategy("as asked", cfg.backend), "none")
-        assert 2**30 * peak == pytest.approx(need.total, rel=0.15), words
+        assert 2**30 * peak == pytest.approx(need.total, rel=0.15), words[-8:]

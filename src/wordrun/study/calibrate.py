@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from wordrun import bandwidth, dist
 from wordrun.backend.native import full
 from wordrun.backend.precision import TORCH_DTYPES, fast_dtype
-from wordrun.compat import is_sharded
 from wordrun.composer import compose
 from wordrun.config import Config, TransformerConfig
 from wordrun.data.batch import Batch
@@ -130,8 +128,7 @@ class Ranks:
 
         def passes(model: Transformer) -> None:
             autocast = torch.autocast(self.device.type, dtype=TORCH_DTYPES[self.dtype], enabled=self.dtype != "fp32")
-            divided = any(map(is_sharded, model.parameters()))
-            with autocast, loss_parallel() if divided else nullcontext():
+            with autocast, loss_parallel():  # which changes nothing unless the model is divided
                 torch.autograd.backward(full(model.losses(batch)).mean())
             model.zero_grad()
 
