@@ -69,7 +69,10 @@ def measure(cfg: Config, world: dist.World, *, with_bandwidth: bool = True) -> S
     if with_bandwidth and world.size > 1:
         results = bandwidth.measure(world, bandwidth.sizes(SIZES), None, lambda text: None)["results"]
     crowd = max(1.0, world.local_size / count_cores()[0]) if ranks.on_cpu else 1.0
-    return Speeds(*slowest.tolist(), crowd, ranks.dtype, results)
+    block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, copy_s = slowest.tolist()
+    return Speeds(
+        block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, copy_s, crowd, ranks.dtype, results
+    )  # fmt: skip
 
 
 class Ranks:
