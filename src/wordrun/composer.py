@@ -263,11 +263,17 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
     return problems
 
 
+def unparsable(override: str) -> str:
+    """Return the message for an ``override`` with a value that is not in Hydra's grammar."""
+    key, _, value = override.partition("=")
+    return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
+
+
 def _translate(override: str, error: Exception, base: DictConfig) -> str:
     """Return our message for an ``override`` that Hydra rejects with ``error``."""
     if isinstance(error, ConfigError):  # about a part, which Hydra was loading
         return str(error)
-    key, _, value = override.partition("=")
+    value = override.partition("=")[2]
     name, text = _name(override), str(error)
     if isinstance(error, YAMLError):
         return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
@@ -277,7 +283,7 @@ def _translate(override: str, error: Exception, base: DictConfig) -> str:
         kind = name.rpartition(".")[2]
         return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)} ({', '.join(offered)})"
     if isinstance(error, OverrideParseException) and "=" in override:
-        return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
+        return unparsable(override)
     if "=" not in override:
         return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
     reason = first_line(error.__cause__ or error)

@@ -229,6 +229,36 @@ def test_jobs_are_submitted_once_and_collected_when_their_runs_have_finished(tmp
 
 
 @pytest.mark.usefixtures("_sbatch")
+def test_a_job_that_has_ended_without_a_result_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output says why; while it waits, nothing submits the point again, and a later result counts."""
+    queue, squeue = tmp_path / "queue", tmp_path / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\ncat {queue} 2>&- || {{ echo 'error: Invalid job id specified' >&2; exit 1; }}\n")
+    squeue.chmod(0o755)
+    queue.write_text("17 debug a PD\n")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*more: str) -> list[str]:
+        with opened(tmp_path / "out") as file:
+            args = arguments(tmp_path / "out", "--submit", "--launch=--scheduler slurm --walltime 0:10:00", *more)
+            runner.Runner(file, args, lambda point, run: {"speed": 3}).run([A])
+            return [file.rows["a"][name] for name in ("state", "reason")]
+
+    assert [run(), run("--retry-failed")] == [["submitted", "job 17"]] * 2
+    assert len(list((tmp_path / "outputs" / "jobs").glob("a-*.sh"))) == 1
+    queue.write_text("")
+    assert run() == ["failed", "job 17 printed nothing"]
+    queue.write_text("17 debug a R\n")
+    assert run("--retry-failed") == ["submitted", "job 17"]
+    queue.unlink()
+    (tmp_path / "a-17.out").write_text("loading modules\nERROR data.path=x does not exist\nmore: docs/data.md\n")
+    assert run() == ["failed", "ERROR data.path=x does not exist"]
+    folder = tmp_path / "out" / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"exit_reason": "finished"}')
+    assert run() == ["done", ""]
+
+
+@pytest.mark.usefixtures("_sbatch")
 def test_a_study_submits_a_job_for_each_point(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As its page says, from a login node, which has neither the nodes nor the devices."""
     words = ["--submit", "--nodes", "1,2", "--weak", "--launch=--site perlmutter --queue regular --walltime 0:20:00 "

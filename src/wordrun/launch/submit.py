@@ -298,7 +298,7 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
         SubmitError: the scheduler refuses the job.
     """
     site, why = site_files.find(options.site, socket.gethostname(), os.environ)
-    scheduler = _choose(options, site)
+    scheduler = scheduler_of(options, site)
     # In the job, a file of the user's own may be neither found by its name nor recognise the host.
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
@@ -337,8 +337,8 @@ def freeze_for(name: str) -> Frozen | None:
     return frozen
 
 
-def _choose(options: Options, site: Site) -> Scheduler:
-    """Return the scheduler given by --scheduler, else the site's, else one whose command is in PATH."""
+def scheduler_of(options: Options, site: Site) -> Scheduler:
+    """Return --scheduler's, else the site's, else one whose command is in PATH; a ConfigError if there is none."""
     in_path = (name for name, each in SUBMITTERS.items() if shutil.which(each.submitter))
     name = options.scheduler or site.scheduler or next(in_path, "")
     if name not in SUBMITTERS:

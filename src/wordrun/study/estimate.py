@@ -60,7 +60,7 @@ class Estimates:
             LOGGER.info("measuring how fast %d rank(s) compute and communicate", look(self.args, words)[1].np)
             command = [sys.executable, "-m", "wordrun.study.calibrate", str(file), *self.args.overrides]
             output = self.folder / "logs" / f"{file.stem}.txt"
-            whole = [*launch_command(self.args, words), *command]
+            whole = [*launch_command([*self.args.launch, *words]), *command]
             try:
                 output.parent.mkdir(exist_ok=True)
                 with output.open("wb") as stream:

@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist, log, project, sizes
-from wordrun.composer import compose, register, renamed, to_config
+from wordrun.composer import compose, register, renamed, to_config, unparsable
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.dist import watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
@@ -184,8 +184,15 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
                 file=sys.stderr,
             )
         return ConfigError.exit_status
-    for point in sweep_points(args.overrides):
-        compose(point, tree=_tree(args))  # find a mistake in the last point before the first one trains
+    points = sweep_points(args.overrides)
+    shared = set(points[0]).intersection(*points)
+    for number, point in enumerate(points):  # find a mistake in the last point before the first one trains
+        try:
+            compose(point, tree=_tree(args))
+        except ConfigError as error:
+            if len(own := [word for word in point if word not in shared]) > 1:  # else the message itself has it
+                error.args = (f"{error}\nin point {number} of the sweep ({' '.join(own)}); none has started",)
+            raise
 
     def task(composed: DictConfig) -> None:
         with dist.guard(world):
@@ -204,11 +211,13 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
     from hydra.core.override_parser.types import Glob
     from hydra.errors import HydraException
 
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(first_line(error)) from None
-    pairs = list(zip(overrides, parsed, strict=True))
+    parser, pairs = OverridesParser.create(), []
+    for text in overrides:
+        try:
+            pairs.append((text, parser.parse_override(text)))
+        except HydraException as error:
+            raise ConfigError(unparsable(text) if "=" in text else first_line(error)) from None
+    parsed = [override for _, override in pairs]
     swept = [override for override in parsed if override.is_sweep_override()]
     other = any(override.get_key_element() == "hydra/sweeper" and override.value() != "basic" for override in parsed)
     if other or any(isinstance(override.value(), Glob) or not override.is_discrete_sweep() for override in swept):
