@@ -5,9 +5,12 @@
 
 ``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
 tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: so many
-clients of one store meet, get the config, and agree that a checkpoint has been written (at most 10^4, each of which is
-a connection). ``owners``: Muon's first step. ``mesh``: torch's groups. ``launch``: the list of hosts. ``files``: a
-folder with a file of each rank. The last thing printed is a table of all of it.
+clients of one store, each of which is a connection, meet, get the config, and agree that a checkpoint has been written.
+``owners``: Muon's first step. ``mesh``: torch's groups. ``launch``: the list of hosts. ``files``: a folder with a file
+of each rank. The last thing printed is a table of all of it.
+
+A store with 10^5 clients needs as many open files (ulimit -n 110000), and more ports than one address has, so that each
+process of clients connects to an address of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 PER_NODE, LAYERS, WIDTH = 8, 32, 4096
-CLIENT_PROCESSES = 4
+CLIENT_PROCESSES, CLIENT_THREADS = 4, 2500
 
 
 def timed(call: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[float, Any]:
@@ -104,11 +107,13 @@ def store(ranks: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     pipes = []
     here = World(size=ranks, hosts=("127.0.0.1",))
-    server = rendezvous._host_store("127.0.0.1", 0, here, timedelta(seconds=300), wait=False)
+    server = rendezvous._host_store("0.0.0.0", 0, here, timedelta(seconds=300), wait=False)
     for number in range(CLIENT_PROCESSES):
         ours, theirs = context.Pipe()
         count = (ranks - 1) // CLIENT_PROCESSES + (number < (ranks - 1) % CLIENT_PROCESSES)
-        context.Process(target=clients, args=(theirs, server.port, ranks, count), daemon=True).start()
+        context.Process(
+            target=clients, args=(theirs, f"127.0.0.{number + 1}", server.port, ranks, count), daemon=True
+        ).start()
         pipes.append(ours)
         ours.recv()
 
@@ -131,17 +136,17 @@ def store(ranks: int) -> dict[str, float]:
     return found
 
 
-def clients(pipe: Any, port: int, ranks: int, count: int) -> None:
-    """Be ``count`` clients of the store at ``port``."""
+def clients(pipe: Any, address: str, port: int, ranks: int, count: int) -> None:
+    """Be ``count`` clients of the store at ``address`` and ``port``."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     def connect(_: int) -> Any:
-        return TCPStore("127.0.0.1", port, ranks, False, timeout=timedelta(seconds=300))
+        return TCPStore(address, port, ranks, False, timeout=timedelta(seconds=300))
 
     mine: list[Any] = []
     acts: dict[str, Callable[[], Any]] = {
         # At the same time, as ranks do: torch looks the address up in the DNS before each connection.
-        "connect": lambda: mine.extend(ThreadPoolExecutor(count).map(connect, range(count))),
+        "connect": lambda: mine.extend(ThreadPoolExecutor(min(count, CLIENT_THREADS)).map(connect, range(count))),
         "config": lambda: [each.get("config") for each in mine],
         "arrive": lambda: [each.add("here", 1) for each in mine],
         "look": lambda: [each.check(["end"]) for each in mine],
@@ -219,8 +224,6 @@ def files(ranks: int) -> dict[str, float]:
 
 
 PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch, files)}
-MOST = {"store": 10_000}
-"""Most ranks of a part."""
 
 
 def main() -> None:
@@ -236,7 +239,9 @@ def main() -> None:
         for ranks in sizes:
             if options.here:
                 print(json.dumps({name: float(f"{value:.3g}") for name, value in PARTS[part](ranks).items()}))
-            elif ranks <= MOST.get(part, ranks):
+            elif part == "store" and ranks > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
+                print(f"{part} of {ranks} ranks: left out, ulimit -Hn is too low", file=sys.stderr)
+            else:
                 words = [sys.executable, __file__, "--parts", part, "--ranks", str(ranks), "--here"]
                 text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
                 print(json.dumps({"part": part, "ranks": ranks, **json.loads(text)}), flush=True)

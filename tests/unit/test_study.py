@@ -237,21 +237,20 @@ def test_a_job_that_has_ended_without_a_result_has_failed(tmp_path: Path, monkey
     queue.write_text("17 debug a PD\n")
     monkeypatch.chdir(tmp_path)
 
-    def run(*more: str) -> list[str]:
+    def run(*more: str, submitted: bool = False) -> list[str]:
         with opened(tmp_path / "out") as file:
-            args = arguments(tmp_path / "out", "--submit", "--launch=--scheduler slurm --walltime 0:10:00", *more)
+            if submitted:
+                file.put(A, "submitted", "job 17")
+            args = arguments(tmp_path / "out", "--submit", "--launch=--scheduler slurm --job-name=a", *more)
             runner.Runner(file, args, lambda point, run: {"speed": 3}).run([A])
             return [file.rows["a"][name] for name in ("state", "reason")]
 
-    assert [run(), run("--retry-failed")] == [["submitted", "job 17"]] * 2
-    assert len(list((tmp_path / "outputs" / "jobs").glob("a-*.sh"))) == 1
+    assert [run(submitted=True), run("--retry-failed")] == [["submitted", "job 17"]] * 2
     queue.write_text("")
     assert run() == ["failed", "job 17 printed nothing"]
-    queue.write_text("17 debug a R\n")
-    assert run("--retry-failed") == ["submitted", "job 17"]
     queue.unlink()
     (tmp_path / "a-17.out").write_text("loading modules\nERROR data.path=x does not exist\nmore: docs/data.md\n")
-    assert run() == ["failed", "ERROR data.path=x does not exist"]
+    assert run(submitted=True) == ["failed", "ERROR data.path=x does not exist"]
     folder = tmp_path / "out" / "runs" / "a"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"exit_reason": "finished"}')

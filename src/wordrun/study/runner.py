@@ -335,4 +335,5 @@ def _last_line(file: Path) -> str:
         lines = []
     own = [line for line in lines if not line.startswith("launch:")]
     errors = [line for line in own if re.search(r"\bERROR\b|Error\b", line)]
-    return first_line(next(iter([*errors[-1:], *own[-1:], *lines[-1:]]), ""))
+    last = [*errors[-1:], *own[-1:], *lines[-1:]]
+    return first_line(last[0]) if last else ""
