@@ -6,8 +6,8 @@
 ``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
 tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: so many
 clients of one store, each of which is a connection, meet, get the config, and agree that a checkpoint has been written.
-``owners``: Muon's first step. ``mesh``: torch's groups. ``launch``: the list of hosts. ``files``: a folder with a file
-of each rank. The last thing printed is a table of all of it.
+``owners``: Muon's first step. ``mesh``: torch's groups. ``launch``: the list of hosts. ``gather``: a message of every
+rank. ``files``: a folder with a file of each rank. The last thing printed is a table of all of it.
 
 A store with 10^5 clients needs as many open files (ulimit -n 110000), and more ports than one address has, so that each
 process of clients connects to an address of its own.
@@ -205,6 +205,23 @@ def launch(ranks: int) -> dict[str, float]:
     return {"nodes": nodes, "expand_hosts_s": seconds, "hosts_bytes": len(",".join(hosts))}
 
 
+def gather(ranks: int) -> dict[str, float]:
+    """Measure what a rank does with a message of every rank, as those of checkpoints in memory."""
+    from unittest import mock
+
+    from wordrun.dist.collectives import gather_json
+
+    def all_gather(found: list[Any], value: Any, group: Any) -> None:
+        for each in found:
+            each.copy_(value)
+
+    with mock.patch.multiple(
+        "wordrun.dist.collectives.dist", get_world_size=lambda group: ranks, all_gather=all_gather
+    ):
+        seconds, _ = timed(lambda: gather_json(["x1000c0s0b0n0", "x1000c0s0b0n0:54321", "x1000c0s0b0n0"]))
+    return {"gather_json_s": seconds}
+
+
 def files(ranks: int) -> dict[str, float]:
     """Measure a folder with so many files on a local disk: to make them, to list them, and to remove them."""
     with tempfile.TemporaryDirectory() as name:
@@ -223,7 +240,7 @@ def files(ranks: int) -> dict[str, float]:
         return {**found, "remove_s": timed(remove)[0]}
 
 
-PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch, files)}
+PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch, gather, files)}
 
 
 def main() -> None:
