@@ -6,8 +6,9 @@
 ``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
 tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: so many
 clients of one store, each of which is a connection, meet, get the config, and agree that a checkpoint has been written.
-``owners``: Muon's first step. ``mesh``: torch's groups. ``launch``: the list of hosts. ``gather``: a message of every
-rank. ``files``: a folder with a file of each rank. The last thing printed is a table of all of it.
+``owners``: Muon's first step. ``mesh``: torch's groups. ``zero``: DeepSpeed's engine. ``launch``: the list of hosts.
+``gather``: a message of every rank. ``files``: a folder with a file of each rank. The last thing printed is a table of
+all of it.
 
 A store with 10^5 clients needs as many open files (ulimit -n 110000), and more ports than one address has, so that each
 process of clients connects to an address of its own.
@@ -196,6 +197,35 @@ def mesh(ranks: int) -> dict[str, float]:
     }
 
 
+def zero(ranks: int) -> dict[str, float]:
+    """Measure how long DeepSpeed's engine takes to build over so many ranks, in a fake process group."""
+    from functools import partial
+
+    import deepspeed  # noqa: F401 (not to be measured)
+    import torch.distributed as td
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import wordrun
+    from wordrun import backend
+    from wordrun.checks import check
+    from wordrun.dist.world import World
+    from wordrun.model import meta_model
+    from wordrun.registry import part_of
+
+    td.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+    world = World(rank=ranks - 1, size=ranks, local_rank=PER_NODE - 1, local_size=PER_NODE, device="cpu")
+    found = {}
+    for stage in (1, 3):
+        words = ["data=sample", "train.device=cpu", "train.dtype=fp32", "train.backend=deepspeed"]
+        cfg = wordrun.compose([*words, "model.n_layer=1", "model.n_embd=64", f"backend.stage={stage}"], ranks=ranks)
+        make = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
+        model = partial(meta_model, cfg.model, 67)
+        spec = backend.BackendSpec(cfg, world, check(cfg, ranks, PER_NODE), model, make)
+        found[f"stage_{stage}_s"], made = timed(lambda spec=spec: backend.build(spec))
+        made.close()
+    return {**found, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
 def launch(ranks: int) -> dict[str, float]:
     """Measure the list of hosts: its length, and how long a rank needs to read it."""
     from wordrun.slurm import expand_hosts
@@ -240,7 +270,7 @@ def files(ranks: int) -> dict[str, float]:
         return {**found, "remove_s": timed(remove)[0]}
 
 
-PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch, gather, files)}
+PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, zero, launch, gather, files)}
 
 
 def main() -> None:

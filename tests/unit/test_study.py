@@ -249,8 +249,8 @@ def test_a_job_that_has_ended_without_a_result_has_failed(tmp_path: Path, monkey
     queue.write_text("")
     assert run() == ["failed", "job 17 printed nothing"]
     queue.unlink()
-    (tmp_path / "a-17.out").write_text("loading modules\nERROR data.path=x does not exist\nmore: docs/data.md\n")
-    assert run(submitted=True) == ["failed", "ERROR data.path=x does not exist"]
+    (tmp_path / "a-17.out").write_text("PATH=x\ndata.path=x cannot be read\nmore: docs/data.md\nsrun: Terminating\n")
+    assert run(submitted=True) == ["failed", "data.path=x cannot be read"]
     folder = tmp_path / "out" / "runs" / "a"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"exit_reason": "finished"}')

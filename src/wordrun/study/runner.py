@@ -333,7 +333,7 @@ def _last_line(file: Path) -> str:
         lines = lines_without_pages(file.read_text(errors="replace"))
     except OSError:
         lines = []
-    own = [line for line in lines if not line.startswith("launch:")]
+    own = [line for line in lines if not line.startswith(("launch:", "srun:", "slurmstepd:"))]
     errors = [line for line in own if re.search(r"\bERROR\b|Error\b", line)]
     last = [*errors[-1:], *own[-1:], *lines[-1:]]
     return first_line(last[0]) if last else ""
