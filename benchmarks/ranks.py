@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -198,30 +199,36 @@ def mesh(ranks: int) -> dict[str, float]:
 
 
 def zero(ranks: int) -> dict[str, float]:
-    """Measure how long DeepSpeed's engine takes to build over so many ranks, in a fake process group."""
+    """Measure how long DeepSpeed's engine takes to build and to step over so many ranks, in a fake process group."""
     from functools import partial
 
-    import deepspeed  # noqa: F401 (not to be measured)
+    import torch
     import torch.distributed as td
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import wordrun
     from wordrun import backend
+    from wordrun.backend.stopwatch import Stopwatch
     from wordrun.checks import check
+    from wordrun.data.batch import Batch
     from wordrun.dist.world import World
     from wordrun.model import meta_model
     from wordrun.registry import part_of
 
-    td.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
-    world = World(rank=ranks - 1, size=ranks, local_rank=PER_NODE - 1, local_size=PER_NODE, device="cpu")
+    importlib.import_module("deepspeed")  # not to be measured
+    td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # DeepSpeed compares with rank 0
+    world = World(rank=0, size=ranks, local_rank=0, local_size=PER_NODE, device="cpu")
     found = {}
     for stage in (1, 3):
         words = ["data=sample", "train.device=cpu", "train.dtype=fp32", "train.backend=deepspeed"]
         cfg = wordrun.compose([*words, "model.n_layer=1", "model.n_embd=64", f"backend.stage={stage}"], ranks=ranks)
         make = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
-        model = partial(meta_model, cfg.model, 67)
+        model = partial(meta_model, cfg.transformer, 67)
         spec = backend.BackendSpec(cfg, world, check(cfg, ranks, PER_NODE), model, make)
-        found[f"stage_{stage}_s"], made = timed(lambda spec=spec: backend.build(spec))
+        found[f"build_stage_{stage}_s"], made = timed(partial(backend.build, spec))
+        tokens = torch.zeros(cfg.model.batch_size, cfg.transformer.block_size, dtype=torch.int64)
+        step = partial(made.train_step, [Batch(tokens, tokens)], 1e-3, Stopwatch(made.device))
+        found[f"step_stage_{stage}_s"], _ = timed(step)
         made.close()
     return {**found, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 

@@ -190,9 +190,11 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
         try:
             compose(point, tree=_tree(args))
         except ConfigError as error:
-            if len(own := [word for word in point if word not in shared]) > 1:  # else the message itself has it
-                error.args = (f"{error}\nin point {number} of the sweep ({' '.join(own)}); none has started",)
-            raise
+            own = [word for word in point if word not in shared]
+            if len(own) < 2:  # the message itself has it
+                raise
+            text = f"{error}\nin point {number} of the sweep ({' '.join(own)}); none has started"
+            raise ConfigError(text).with_traceback(error.__traceback__) from None
 
     def task(composed: DictConfig) -> None:
         with dist.guard(world):
