@@ -215,7 +215,8 @@ def zero(ranks: int) -> dict[str, float]:
     from wordrun.model import meta_model
     from wordrun.registry import part_of
 
-    importlib.import_module("deepspeed")  # not to be measured
+    for name in ("deepspeed", "torch._dynamo"):  # not to be measured
+        importlib.import_module(name)
     td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # DeepSpeed compares with rank 0
     world = World(rank=0, size=ranks, local_rank=0, local_size=PER_NODE, device="cpu")
     found = {}
