@@ -13,6 +13,8 @@ from pathlib import Path
 from wordrun.errors import UserError
 from wordrun.launch import site_files
 from wordrun.launch.parser import parse
+from wordrun.launch.request import Options
+from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.submit import scheduler_of
 
 
@@ -41,14 +43,18 @@ def are_left(launch: Sequence[str], ids: Sequence[str]) -> bool | None:
         launch: the options of launch that submitted them.
         ids: the scheduler's ids.
     """
-    options = parse([*launch, "--", "wordrun"])
-    scheduler = scheduler_of(options, site_files.find(options.site, socket.gethostname(), os.environ)[0])
+    _, scheduler = _submission(launch)
     answers = {scheduler.has_job(each) for each in ids}
     return True if True in answers else None if None in answers else False
 
 
 def output(launch: Sequence[str], job_id: str) -> Path:
     """Return the file with the output of the job ``job_id``, which the options ``launch`` submitted."""
-    options = parse([*launch, "--", "wordrun"])
-    scheduler = scheduler_of(options, site_files.find(options.site, socket.gethostname(), os.environ)[0])
+    options, scheduler = _submission(launch)
     return Path(scheduler.output.format(name=options.job_name, number=job_id.partition(".")[0]))
+
+
+def _submission(launch: Sequence[str]) -> tuple[Options, Scheduler]:
+    """Return the options ``launch`` as parsed, and the scheduler that they submit to."""
+    options = parse([*launch, "--", "wordrun"])
+    return options, scheduler_of(options, site_files.find(options.site, socket.gethostname(), os.environ)[0])
