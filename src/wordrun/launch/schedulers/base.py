@@ -88,7 +88,9 @@ class Scheduler:
         raise NotImplementedError
 
     def has_job(self, job_id: str) -> bool | None:
-        """Return whether a job waits or runs; None: the scheduler does not answer."""
+        """Return whether a job waits or runs; None: the scheduler does not answer, or cannot be asked."""
+        if not self.job_query:
+            return None
         try:
             done = subprocess.run([*self.job_query, job_id], capture_output=True, text=True, timeout=20, check=False)
         except (OSError, subprocess.TimeoutExpired):
