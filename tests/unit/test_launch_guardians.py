@@ -276,6 +276,33 @@ def test_without_a_node_the_others_continue_with_fewer_ranks(tmp_path: Path) -> 
     found.close()
 
 
+def test_a_guardian_that_has_died_before_it_connected_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher may notice, or not."""
+    for notices in (True, False):
+        (tmp_path / f"{notices}").mkdir()
+        found = Head(tmp_path / f"{notices}")
+        found.say(0, "hello", secret=found.secret, node=0, host="node0")
+        monkeypatch.setattr(elastic, "READY_S", 300.0 if notices else 0.0)
+        found.nodes[1].close()
+        told, asked = found.nodes[0], []
+        told.socket.settimeout(0.01)
+        while not asked:
+            for key, _ in found.output.selector.select(0.05):
+                key.data()
+            asked = told.receive() or []
+        found.say(0, "ready", port=5000)
+        while not found.head.lost:
+            for key, _ in found.output.selector.select(0.05):
+                key.data()
+            found.head.look()
+            if notices and found.head.nodes.ready:
+                found.head.finish()
+        assert found.head.lost == "the guardian on localhost"
+        how = "has ended" if notices else "has not answered for 0 seconds"
+        assert found.said == [f"the guardian on localhost {how}"]
+        found.close()
+
+
 def test_guardians_that_are_lost_together(head: Head) -> None:
     """What one selection has found is acted on, though the first loss closes all connections."""
     head.start()

@@ -35,6 +35,8 @@ from wordrun.launch.wire import Door, Link
 FIRST_CAUSE_S = 0.5
 # A guardian that has not killed its ranks after this long [s] counts as lost.
 ANSWER_S = 60.0
+# One that is not ready this long [s] after another one does, too: it may have died before it connected.
+READY_S = 300.0
 # Ranks that are asked to save, because a node is back, are killed after this long [s].
 SAVE_S = 600.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
@@ -106,7 +108,8 @@ class Guardians:
             self._end()
         elif now > self._answer_by:
             node = next(node for node in self._asked if node not in self._done)
-            self._lose(node, f"has not answered for {ANSWER_S:g} seconds")
+            limit = READY_S if self.state == "meeting" else ANSWER_S
+            self._lose(node, f"has not answered for {limit:g} seconds")
         if self.state == "running" and not self.stopping:
             self.nodes.bring_back(self.contact)
 
@@ -137,8 +140,9 @@ class Guardians:
 
     def finish(self) -> None:
         """Note whether a guardian was lost before the ranks had ended, and close: the launcher has ended."""
-        if not self.lost and self.state != "leaving" and self.generation >= 0 and not self.stopping:
-            self.lost = self._named(next(iter(self._links), 0))
+        if not self.lost and self.state != "leaving" and self._hosts and not self.stopping:
+            absent = [node for node in range(self.nodes.count) if node not in self._hosts]
+            self.lost = self._named(next(iter(absent or self._links), 0))
             self.say(f"{self.lost} has ended")
         self.close()
 
@@ -175,7 +179,9 @@ class Guardians:
                 self._ports[node] = message["port"]
             if message["event"] == "ready":
                 self.nodes.ready.add(node)
-                if self.state != "meeting":
+                if self.state == "meeting":
+                    self._answer_by = min(self._answer_by, time.monotonic() + READY_S)
+                else:
                     self._grow()
             if message["event"] == AWAITED.get(self.state) and node in self._asked:
                 self._done[node] = message.get("pids")
