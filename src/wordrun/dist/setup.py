@@ -226,11 +226,13 @@ def _report(world: World, message: str) -> None:
     if world.size == 1:
         print(message, file=sys.stderr, flush=True)
         return
+    ending_s = 1.0
     if "WORDRUN_GENERATION" in os.environ:
         time.sleep(GUARDIAN_S)  # if another rank was killed, this one is about to be
+        ending_s = 6.0  # launch lets the other ranks end by themselves before it ends them
     if _joined.store is None:
         # Without a store, no rank knows who failed first. This early, all usually fail alike, so rank 0 reports.
-        time.sleep(1.0 if world.rank else 0.0)
+        time.sleep(ending_s if world.rank else 0.0)
     else:
         try:
             _joined.store.set_timeout(timedelta(seconds=5))
