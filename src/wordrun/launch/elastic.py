@@ -29,6 +29,7 @@ from wordrun.launch.nodes import Nodes, own_address
 from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
+from wordrun.launch.survivors import those_that_stay
 from wordrun.launch.wire import Door, Link
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
@@ -76,6 +77,8 @@ class Guardians:
     """The nodes that were told to."""
     _ports: dict[int, int] = field(default_factory=dict)
     """A free port on each node."""
+    _before: tuple[int, ...] = ()
+    """The ranks on each node in the generation before."""
     _saved: bool = False
     """The ranks have saved, and ended before the end of the run."""
     _living: set[int] = field(default_factory=set)
@@ -178,7 +181,7 @@ class Guardians:
                 if self.state != "meeting":
                     self._grow()
             if message["event"] == AWAITED.get(self.state) and node in self._asked:
-                self._done[node] = message.get("pids")
+                self._done[node] = message
                 self._proceed()
             # else: the answer to what was asked before
 
@@ -192,7 +195,7 @@ class Guardians:
         elif self.state == "starting":
             self._started(answers)
         else:
-            self._start()
+            self._start(answers)
 
     def _tell(self, **message: Any) -> None:
         """Tell the guardians that are ready what to do next."""
@@ -200,11 +203,14 @@ class Guardians:
         for node in sorted(self._asked):
             self._links[node].send(**message)
 
-    def _start(self) -> None:
-        """Start a generation."""
+    def _start(self, answers: dict[int, Any]) -> None:
+        """Start a generation; ``answers`` are those to the end of the last one."""
         self.generation += 1
         self.nodes.arrange()
         layout, env = self.nodes.layout, self.nodes.variables()
+        stay = those_that_stay(self._before or layout, layout, answers)
+        self._before = layout
+        self.kills.came_back(len(stay), sum(layout) - len(stay))
         port = self._ports[next(node for node, ranks in enumerate(layout) if ranks)]
         self.state = "starting"
         self._living, self._failures = {*range(sum(layout))}, []
@@ -214,10 +220,10 @@ class Guardians:
             port = int(self.plan.env["MASTER_PORT"])
         if self.kills.faults:
             env["WORDRUN_FAULTS"] = json.dumps(self.kills.faults)
-        self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout)
+        self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout, stay=stay)
 
     def _started(self, answers: dict[int, Any]) -> None:
-        self.pids = {int(rank): pid for pids in answers.values() for rank, pid in pids.items()}
+        self.pids = {int(rank): pid for answer in answers.values() for rank, pid in answer["pids"].items()}
         self.state = "running"
         if self.record is not None:  # before a rank can move it
             with contextlib.suppress(OSError):
@@ -264,7 +270,7 @@ class Guardians:
             if fault is not None:
                 self.kills.start_again()
                 self.say(f"{fault.meaning} ({fault.line}): restarting the ranks")
-                self._end()
+                self._end(self.plan.options.stay)
                 return
             self._failures.insert(0, self._failures.pop())  # the first cause
         if self.stopping or outcome.killed or status == REQUEUE:
@@ -274,10 +280,10 @@ class Guardians:
         elif not self._living and not self._failures:
             self._leave(succeeded=True)
 
-    def _end(self) -> None:
-        """End the generation: have all its ranks killed."""
+    def _end(self, stay_s: float = 0.0) -> None:
+        """End the generation: have its ranks killed, except those that offer to stay and leave within ``stay_s``."""
         self.state, self._failures, self._decide_at = "ending", [], float("inf")
-        self._tell(do="end")
+        self._tell(do="end", stay=stay_s)
 
     def _give_up(self) -> None:
         """Report the failures, in order; ``Supervisor`` ends the launch."""
@@ -333,7 +339,7 @@ class Guardians:
             self.kills.start_again()
             self.nodes.arrange()
             self.say(f"{name} {how}: restarting {self.nodes.named()}")
-            self._end()
+            self._end(self.plan.options.stay)
         else:
             self.say(f"{name} {how}; it had no ranks")
         return True

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from wordrun.files import read_proc
@@ -27,15 +27,15 @@ class Process:
     name: str
 
 
-def descendants(pid: int, without: int = 0) -> list[Process]:
-    """Return the living processes below ``pid``, parents first, except ``without`` and its descendants."""
+def descendants(pid: int, without: Collection[int] = ()) -> list[Process]:
+    """Return the living processes below ``pid``, parents first, except those in ``without`` and their descendants."""
     children: dict[int, list[Process]] = {}
     for process in _table():
         children.setdefault(process.parent, []).append(process)
     found: list[Process] = []
     todo = [pid]
     while todo:
-        below = [process for process in children.get(todo.pop(0), []) if process.pid != without]
+        below = [process for process in children.get(todo.pop(0), []) if process.pid not in without]
         found += below
         todo += [process.pid for process in below]
     return found
@@ -128,12 +128,12 @@ def orphans(child: int) -> bool:
     return any(int(pid) != child for pid in read_proc(f"/proc/self/task/{os.getpid()}/children").split())
 
 
-def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
+def end_all(patience_s: float, spare: Collection[int] = ()) -> dict[int, int]:
     """End all descendants of this process: SIGTERM, then SIGKILL for any that remain after ``patience_s``.
 
     Args:
         patience_s: seconds between the two signals.
-        spare: a child to leave alone, with its descendants.
+        spare: children to leave alone, with their descendants.
 
     Returns:
         The wait statuses of the children reaped meanwhile, by pid.

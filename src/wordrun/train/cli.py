@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from wordrun import dist, log, project, sizes
 from wordrun.composer import compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
-from wordrun.dist import watch
+from wordrun.dist import staying, watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.plan.comparison import refuse_before_torch
 from wordrun.train.help import changed_groups, options_of, overview
@@ -43,7 +43,18 @@ FLAGS = ("--version", "--info", *(names.split()[0] for names in (*SWITCHES, *SET
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status.
+
+    Under ``launch --elastic``, run it again in the same process whenever another rank has died.
+    """
+    staying.begin()
+    while True:
+        with contextlib.suppress(staying.Restart):
+            return _main(argv)
+        dist.begin_anew()  # outside of the block: a traceback would keep everything of the last generation
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = typed = list(sys.argv[1:] if argv is None else argv)
     world = dist.discover_or_exit()
     if problems := unknown_flags(arguments):

@@ -224,6 +224,14 @@ class Run:
             if self._lock is not None:
                 self._lock.close()
 
+    def abandon(self) -> None:
+        """Close everything as it is, since the run goes on from a checkpoint."""
+        for tracker in self.trackers.values():
+            with contextlib.suppress(Exception):
+                tracker.abandon()
+        if self._lock is not None:
+            self._lock.close()
+
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
         files.replace(self.path / RECORD, f"{text}\n")

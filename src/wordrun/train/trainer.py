@@ -16,7 +16,7 @@ from wordrun.backend.precision import settled_dtype
 from wordrun.checks import accumulation, check
 from wordrun.config import Config
 from wordrun.data.batch import Batch
-from wordrun.dist import watch
+from wordrun.dist import staying, watch
 from wordrun.errors import UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.registry import part_of, parts
@@ -131,7 +131,7 @@ class Trainer(Training):
         spec = backend.BackendSpec(
             self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
         )  # fmt: skip
-        with self.memory.explained():
+        with self.memory.explained(), staying.noting_sockets():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)
         self.loader = self.task.loader(self.gas, self.backend.device)
@@ -186,6 +186,7 @@ class Trainer(Training):
                     continue
                 self.state.count_step()
                 self.run.step_done()
+                staying.offer(self.world.device)
                 self.meter.add(self.result, lr, self.examples_of(self.gas))
                 self.hooks.call("after_step", self)
                 self.profiler.step()
@@ -283,7 +284,7 @@ class Trainer(Training):
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None
-        error_text, failed = "", False
+        error_text, failed, restarts = "", False, False
         for part in self.backend.parts:
             part.train()
         try:
@@ -292,10 +293,13 @@ class Trainer(Training):
                 announce(self, facts)
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
-            with self.stop.listen(), self.profiler:
+            with self.stop.listen(), self.profiler, staying.noticing():
                 self.evaluation.try_one_batch()
                 self.hooks.call("at_start", self)
                 yield
+        except staying.Restart:
+            restarts = True
+            raise
         except BaseException as error:
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
@@ -307,7 +311,11 @@ class Trainer(Training):
         finally:
             self.state.stop_clock()
             self.hooks.close()
-            self._finish(error_text, failed=failed)
+            if restarts:
+                self.run.abandon()
+                self.checkpoints.join(LAST_SAVE_S)
+            else:
+                self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
             self.failed_hooks.close()  # also after any other error
@@ -346,5 +354,5 @@ class Trainer(Training):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an error in a parallel run, leaving the group could wait for ranks that no longer respond.
-        if error is None or self.world.size == 1:
+        if error is None or isinstance(error, staying.Restart) or self.world.size == 1:
             self.close()
