@@ -93,7 +93,13 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     home = Path(tempfile.mkdtemp(prefix="restart-"))
     # As many steps as the others take.
-    train("living ranks stay", 0, args.n, home / "whole", [f"train.max_iters={BETWEEN * (args.faults + 1)}", *args.overrides])
+    train(
+        "living ranks stay",
+        0,
+        args.n,
+        home / "whole",
+        [f"train.max_iters={BETWEEN * (args.faults + 1)}", *args.overrides],
+    )
     losses = [line["loss"] for line in steps(home / "whole")]
     medians = {}
     for way in args.ways:
@@ -106,7 +112,8 @@ def main() -> None:
         lost = max(fault["last_step"] - fault["resumed_step"] for fault in found)
         late = seconds[max(0, round(0.95 * len(seconds)) - 1)]
         stayed = [fault.get("stayed", 0) for fault in found]
-        print(f"{way:<21} {medians[way]:6.2f} s (median), {late:6.2f} s (95th percentile), at most {lost} steps lost, {stayed} ranks stayed")
+        facts = f"at most {lost} steps lost, {min(stayed)} to {max(stayed)} ranks stayed"
+        print(f"{way:<21} {medians[way]:6.2f} s (median), {late:6.2f} s (95th percentile), {facts}")
     for way, seconds in medians.items():
         print(f"{way}: {seconds / medians[args.ways[-1]]:.2f} of the time of '{args.ways[-1]}'")
     print(f"the losses are equal to the bit; {home}")

@@ -239,8 +239,7 @@ def _report(world: World, message: str) -> None:
     if world.size == 1:
         print(message, file=sys.stderr, flush=True)
         return
-    if "WORDRUN_GENERATION" in os.environ:
-        time.sleep(staying.GUARDIAN_S)  # if another rank was killed, this one is about to be
+    staying.wait_for_guardian()
     if _joined.store is None:
         # Without a store, no rank knows who failed first. This early, all usually fail alike, so rank 0 reports.
         time.sleep(1.0 if world.rank else 0.0)

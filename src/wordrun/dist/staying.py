@@ -75,7 +75,7 @@ def offer(device: str) -> None:
 def is_over(patience_s: float = 0.0) -> bool:
     """Return whether the guardian has said, or says within ``patience_s``, that the generation is over."""
     if _rank.over or _rank.line is None or not _rank.offered:
-        return _rank.over
+        return _rank.over  # a rank that has not offered to stay is killed instead
     ready, _, _ = select.select([_rank.line], [], [], patience_s)
     with contextlib.suppress(BlockingIOError):  # another thread has read it
         if ready and _rank.line.recv(64, socket.MSG_DONTWAIT):  # it says nothing else
@@ -89,16 +89,17 @@ def noticing() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if fails_alone():
+        if not is_over(0.0 if _rank.waited else GUARDIAN_S):
+            _rank.waited = _rank.offered
             raise
         _shut_sockets()
         raise Restart from error
 
 
-def fails_alone() -> bool:
-    """Return, after an error, whether the guardian does not say that another rank is the cause."""
-    patience, _rank.waited = 0.0 if _rank.waited else GUARDIAN_S, True
-    return not is_over(patience)
+def wait_for_guardian() -> None:
+    """After an error, wait for the time in which a guardian ends this process if another one is the cause."""
+    if "WORDRUN_GENERATION" in os.environ and not _rank.waited:
+        time.sleep(GUARDIAN_S)
 
 
 @contextlib.contextmanager
@@ -160,4 +161,5 @@ def _shut_sockets() -> None:
     """
     for number, _ in _rank.sockets & _open_sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as same:
-            same.shutdown(socket.SHUT_RDWR)
+            if not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # to shut a listening one ends the process
+                same.shutdown(socket.SHUT_RDWR)

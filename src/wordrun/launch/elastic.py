@@ -38,6 +38,8 @@ FIRST_CAUSE_S = 0.5
 ANSWER_S = 60.0
 # Ranks that are asked to save, because a node is back, are killed after this long [s].
 SAVE_S = 600.0
+# Ranks that live get this long [s] to leave a generation, without --stay: about what it takes to start them again.
+STAY_S = 1.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
 """What all guardians say before the next state."""
 
@@ -270,7 +272,7 @@ class Guardians:
             if fault is not None:
                 self.kills.start_again()
                 self.say(f"{fault.meaning} ({fault.line}): restarting the ranks")
-                self._end(self.plan.options.stay)
+                self._end(stays=True)
                 return
             self._failures.insert(0, self._failures.pop())  # the first cause
         if self.stopping or outcome.killed or status == REQUEUE:
@@ -280,8 +282,9 @@ class Guardians:
         elif not self._living and not self._failures:
             self._leave(succeeded=True)
 
-    def _end(self, stay_s: float = 0.0) -> None:
-        """End the generation: have its ranks killed, except those that offer to stay and leave within ``stay_s``."""
+    def _end(self, *, stays: bool = False) -> None:
+        """End the generation: have its ranks killed or, if it ``stays``, those that cannot leave it in time."""
+        stay_s = (STAY_S if self.plan.options.stay is None else self.plan.options.stay) if stays else 0.0
         self.state, self._failures, self._decide_at = "ending", [], float("inf")
         self._tell(do="end", stay=stay_s)
 
@@ -339,7 +342,7 @@ class Guardians:
             self.kills.start_again()
             self.nodes.arrange()
             self.say(f"{name} {how}: restarting {self.nodes.named()}")
-            self._end(self.plan.options.stay)
+            self._end(stays=True)
         else:
             self.say(f"{name} {how}; it had no ranks")
         return True

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
-import runpy
 import select
 import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
-from wordrun.launch import processes
+from wordrun.launch import processes, program
 from wordrun.launch.address import free_port
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.oom import OomWatch
@@ -38,13 +35,6 @@ STOPPED_S = 10.0
 LEFTOVER_PATIENCE_S = 2.0
 CLOSED: dict[str, Any] = {"do": "leave"}
 """What a guardian does when the connection to ``launch`` closes."""
-RUNNERS = ("guardian.py", "runpy.py", "<frozen runpy>")
-"""Files whose frames begin the tracebacks of forked ranks."""
-FOR_WORDRUN = (
-    "torch._dynamo", "torch.distributed.checkpoint", "wordrun.train.cli", "wordrun.train.trainer",
-    "wordrun.train.language",
-)  # fmt: skip
-"""What ranks of wordrun import sooner or later. Importing starts neither threads of torch nor a device."""
 
 
 class Guardian:
@@ -101,7 +91,7 @@ class Guardian:
                 action = message["do"]
                 if action == "setup":
                     self.setup = message
-                    _import_before(message)
+                    program.import_before(message)
                     gc.collect()
                     gc.freeze()  # a collection in a rank would copy all memory that it shares with the others
                     self.link.send(event="ready", port=free_port())
@@ -216,9 +206,10 @@ class Guardian:
 
         But those that offer to stay live on if they leave their generation within ``stay_s``.
         """
-        able = self.survivors.offers() & {*self.ranks} if stay_s else set()
-        self._kill({*self.ranks} - able)
-        self._staying = self.survivors.leave(able, stay_s)
+        able = (self.survivors.offers() & {*self.ranks}) - self._staying if stay_s else set()
+        stay = {*self._staying} if stay_s else set()  # a second fault before the next generation began
+        self._kill({*self.ranks} - able - stay)
+        self._staying = stay | self.survivors.leave(able, stay_s)
         self._kill({*self.ranks} - self._staying)
         self._close_gate()
         ended = processes.end_all(patience_s, self._staying)
@@ -305,33 +296,7 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
     sys.meta_path.insert(0, _MpiNotice(guardian))
     if "numpy" in sys.modules:  # forked processes would all draw the same numbers
         sys.modules["numpy"].random.seed()
-    run(command)
-
-
-def run(command: Sequence[str]) -> None:
-    """Run ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS`` in this process as ``python`` would."""
-    safe = getattr(sys.flags, "safe_path", False)
-    try:
-        if command[0] == "-m":
-            sys.argv = list(command[1:])
-            sys.path[:0] = [] if safe else [os.getcwd()]
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(command)
-            sys.path[:0] = [] if safe else [os.path.dirname(os.path.realpath(command[0]))]
-            runpy.run_path(command[0], run_name="__main__")
-    except Exception as error:
-        frames = _own_frames(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
-        raise SystemExit(1) from None
-
-
-def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this file and runpy's, with which it begins."""
-    first = frames
-    while first and os.path.basename(first.tb_frame.f_code.co_filename) in RUNNERS:
-        first = first.tb_next
-    return first or frames
+    program.run(command)
 
 
 class _MpiNotice:
@@ -355,22 +320,6 @@ def _take_cores(guardian: Guardian, rank: int) -> None:
         if each:
             place = ranks.index(rank)
             os.sched_setaffinity(0, cores[place * each : (place + 1) * each])
-
-
-def _import_before(setup: Mapping[str, Any]) -> None:
-    """Import what the ranks will need."""
-    if not setup["imports"]:
-        return
-    command = setup["command"]
-    is_wordrun = command[:2] == ["-m", "wordrun"] or os.path.basename(command[0]) == "wordrun"
-    for name in ("torch", *(FOR_WORDRUN if is_wordrun else ())):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            return  # the ranks may not need it
-        except Exception:
-            traceback.print_exc()
-            return
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
