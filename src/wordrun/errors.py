@@ -76,6 +76,7 @@ PAGES = {
     "wordrun.data.order": "data.md#loading",
     "wordrun.data.tokenizers": "data.md#tokenizers",
     "wordrun.dist.agreement": "jobs.md#a-hang",
+    "wordrun.dist.device": "install.md#clusters",
     "wordrun.dist.mesh": "backends.md#layout-of-the-ranks",
     "wordrun.dist.mpi": "dist.md#how-a-process-is-identified",
     "wordrun.dist.rendezvous": "launch.md#who-can-connect",

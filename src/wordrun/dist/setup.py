@@ -15,16 +15,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wordrun.dist import mpi, staying, values, watch
+from wordrun.dist.device import backend_of, choose_device
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError, WorldError, show, with_page
 from wordrun.log import LOGGER
-
-if TYPE_CHECKING:
-    import torch
 
 # A rank that fails because another one did waits this long for the launcher to end it, then exits.
 SECONDARY_WAIT_S = 5.0
@@ -276,7 +274,7 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     try:
         with staying.noting_sockets():
             torch.distributed.init_process_group(
-                _group_backend(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
+                backend_of(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
                 rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
                 device_id=chosen if chosen.type != "cpu" else None,
             )  # fmt: skip
@@ -311,49 +309,3 @@ def _leave() -> None:
             time.sleep(QUIET_S)
             torch.distributed.destroy_process_group()
     _joined.world, _joined.store, _joined.users = None, None, 0
-
-
-def choose_device(kind: str, world: World) -> torch.device:
-    """Return the device of ``world``'s process.
-
-    Args:
-        kind: ``auto`` (the accelerator if there is one, else the CPU), ``cpu``, ``cuda`` or ``xpu``.
-        world: says how many ranks share this node's devices.
-
-    Raises:
-        WorldError: torch finds no such device.
-    """
-    import torch
-
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    have = found.type if found is not None and found.type in ("cuda", "xpu") else "cpu"
-    if kind == "auto":
-        kind = have
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind != have:
-        found_here = f"{'no accelerator' if have == 'cpu' else have} on {world.host}"
-        remedy = f"use device=auto, or install a torch built for {kind}"
-        raise WorldError(f"device={kind}, but torch {torch.__version__} finds {found_here}: {remedy}")
-    count = torch.accelerator.device_count()
-    if count != 1 and world.local_size > count:
-        LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
-    # A single visible device is number 0 for every local rank: the launcher has already assigned them.
-    return torch.device(kind, 0 if count == 1 else world.local_rank % count)
-
-
-def _group_backend(device: torch.device) -> str:
-    import torch.distributed
-
-    if device.type == "cpu":
-        return "gloo"
-    if device.type == "cuda":
-        return "nccl"
-    if torch.distributed.is_backend_available("xccl"):
-        return "xccl"
-    try:
-        import oneccl_bindings_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError as error:
-        missing = "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed"
-        raise WorldError(f"{missing}: load the site's frameworks module") from error
-    return "ccl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,14 +17,14 @@ from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist import staying, watch
 from wordrun.errors import UserError, first_line
-from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.log import LOGGER
 from wordrun.registry import part_of, parts
 from wordrun.train import finite, profile, resume, rng
-from wordrun.train.announce import announce, start_facts
+from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, explained, note, noted
-from wordrun.train.hints import by_launch, has_huggingface_format, next_steps, relative
+from wordrun.train.hints import by_launch, has_huggingface_format, next_steps
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.memory import CheckpointAndMemory
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
@@ -329,17 +328,7 @@ class Trainer(Training):
             if not error:
                 raise
             return
-        if error or self.stop_reason:
-            level = logging.ERROR if failed else logging.INFO
-            page = "; more: docs/jobs.md#what-happens-when" if error and not failed else ""
-            LOGGER.log(level, "%s (at step %d)%s", error or self.stop_reason, self.step, page, extra=FIRST_RANK)
-        if (loss := self.metrics.get("val_loss")) is not None:
-            found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
-            others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
-            LOGGER.info("validation loss %.4f%s", loss, f" ({others})" if others else "")
-        for file in drawn:
-            LOGGER.info("%s: %s", "report" if file.suffix == ".html" else "plot", relative(file))
-        LOGGER.info("run directory: %s", relative(self.run.path))
+        announce_end(self, error, drawn, failed=failed)
         # launch itself says how to continue a failed run
         if self.world.rank == 0 and not (failed and by_launch()) and (error or self.cfg.train.suggest):
             command = () if self.stop_reason else self.command
