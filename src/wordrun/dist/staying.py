@@ -24,8 +24,8 @@ VARIABLE = "WORDRUN_STAY"
 GUARDIAN_S = 1.0
 # A thread of the generation that is over has this long [s] to end.
 THREADS_S = 0.3
-KEPT_THREADS = ("InductorSubproc", "tqdm")
-"""Beginnings of the names of threads that belong to no generation."""
+KEPT_THREADS = ("InductorSubproc", "matplotlib", "tqdm", "wandb-")
+"""Beginnings of the names of threads that belong to the process: compilers, an import, W&B's connection."""
 
 
 class Restart(BaseException):

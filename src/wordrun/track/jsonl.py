@@ -54,10 +54,6 @@ class JsonlTracker(Tracker):
         """Close the file."""
         self._metrics.close()
 
-    def abandon(self) -> None:
-        """Close the file."""
-        self._metrics.close()
-
 
 def finite(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return ``metrics`` with None in place of NaN and the infinities, which JSON lacks."""

@@ -53,7 +53,3 @@ class TensorBoardTracker(Tracker):
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:
         """Write what is pending, and close."""
         self._writer.close()
-
-    def abandon(self) -> None:
-        """End the writer's thread."""
-        self._writer.close()

@@ -224,11 +224,9 @@ class Run:
             if self._lock is not None:
                 self._lock.close()
 
-    def abandon(self) -> None:
-        """Close everything as it is, since the run goes on from a checkpoint."""
-        for tracker in self.trackers.values():
-            with contextlib.suppress(Exception):
-                tracker.abandon()
+    def pause(self) -> None:
+        """Close the trackers, with all that they have: the run goes on from a checkpoint, in this process."""
+        self._each("finish", {}, 1)
         if self._lock is not None:
             self._lock.close()
 

@@ -311,7 +311,7 @@ class Trainer(Training):
             self.state.stop_clock()
             self.hooks.close()
             if restarts:
-                self.run.abandon()
+                self.run.pause()
                 self.checkpoints.join(LAST_SAVE_S)
             else:
                 self._finish(error_text, failed=failed)
