@@ -45,6 +45,28 @@ def test_under_guardians_no_fault_leaves_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_a_rank_that_lives_stays(start: Start, tmp_path: Path) -> None:
+    """The other tests compare losses, whether ranks stay or not."""
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
+    launch, *words = soak_runs.command(run, text, 30)
+    words = [*words[words.index("-m") :], "train.memory_checkpoint_interval=2"]
+    options = ["--elastic", "--stay", "60", "--env", "OMP_NUM_THREADS=1"]
+    process = start(launch, "-n", "2", *options, sys.executable, *words)
+    assert soak_runs.wait_for(lambda: soak_runs.last_step(run) >= 8 and soak_runs.living(run), process)
+    before = soak_runs.living(run)
+    os.kill(before[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    after = json.loads((run / "launch.json").read_text())["pids"]
+    assert after[1] == before[1]
+    assert after[0] != before[0]
+    (fault,) = json.loads((run / "run.json").read_text())["recoveries"]
+    assert [fault[key] for key in ("rank", "stayed", "started", "source")] == [0, 1, 1, "memory"]
+    assert [line[0] for line in soak_runs.figures(run)] == [*range(1, 31)]
+
+
+@pytest.mark.timeout(300)
 def test_with_fewer_ranks_until_the_node_is_back_the_losses_are_the_same(start: Start, tmp_path: Path) -> None:
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
