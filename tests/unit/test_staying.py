@@ -27,7 +27,7 @@ def guardian(monkeypatch: pytest.MonkeyPatch) -> Iterator[Survivors]:
     monkeypatch.setattr(staying, "_rank", staying._Rank())
     monkeypatch.setattr(staying, "GUARDIAN_S", 0.01)
     ours, theirs = socket.socketpair()
-    monkeypatch.setenv(survivors.VARIABLE, str(theirs.detach()))
+    monkeypatch.setenv(survivors.VARIABLE, f"{os.getpid()} {theirs.detach()}")
     staying.begin()
     made = Survivors()
     made.connect(PID, ours)
@@ -63,6 +63,13 @@ def test_a_rank_leaves_and_begins_anew(guardian: Survivors, monkeypatch: pytest.
     assert os.environ["WORDRUN_TEST"] == "next"
     assert not staying.is_over()
     assert guardian.offers() == set(), "it has not taken a step yet"
+
+
+def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staying, "_rank", staying._Rank())
+    monkeypatch.setenv(survivors.VARIABLE, f"{os.getppid()} 0")
+    staying.begin()
+    assert staying._rank.line is None
 
 
 def test_an_error_of_its_own_stays_an_error(guardian: Survivors) -> None:

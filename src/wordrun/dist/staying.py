@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 VARIABLE = "WORDRUN_STAY"
-"""The number of the file descriptor that connects a rank with its guardian."""
+"""A rank's process ID, and the file descriptor that connects it with its guardian."""
 # A rank that fails because another one was killed learns of that within this time [s].
 GUARDIAN_S = 1.0
 # A thread of the generation that is over has this long [s] to end.
@@ -55,8 +55,8 @@ _rank = _Rank()
 
 def begin() -> None:
     """Take over the connection to the guardian, if there is one: the caller handles ``Restart``."""
-    number = os.environ.pop(VARIABLE, "")
-    if number and _rank.line is None:
+    pid, _, number = os.environ.pop(VARIABLE, "").partition(" ")
+    if pid == str(os.getpid()) and _rank.line is None:  # not in a process that another program's rank has started
         _rank.line = socket.socket(fileno=int(number))
         _rank.threads, _rank.since = frozenset(threading.enumerate()), time.monotonic()
 

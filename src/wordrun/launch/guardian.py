@@ -292,7 +292,7 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
     if not setup["fork"]:
         os.execvpe(command[0], command, env)
     assert guardian.line is not None
-    os.environ[STAY] = str(guardian.line.detach())
+    os.environ[STAY] = f"{os.getpid()} {guardian.line.detach()}"
     sys.meta_path.insert(0, _MpiNotice(guardian))
     if "numpy" in sys.modules:  # forked processes would all draw the same numbers
         sys.modules["numpy"].random.seed()

@@ -14,7 +14,7 @@ from typing import Any
 from wordrun.launch.wire import Link
 
 VARIABLE = "WORDRUN_STAY"
-"""Tells a rank the file descriptor of its connection."""
+"""Tells a rank its process ID, so that no other process uses what follows: the file descriptor of its connection."""
 
 
 class Survivors:
