@@ -186,7 +186,7 @@ def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None
     assert head.head.known() == {0: 100, 1: 101, 2: 102, 3: 103}
     head.exits(0, 1)
     head.exits(3, 137)
-    assert [message["stay"] for message in head.hear("end")] == [1.0, 1.0]
+    assert [message["stay"] for message in head.hear("end")] == [5.0, 5.0]
     head.both("ended", {"port": 5000, "stays": [0, 1]}, {"port": 5001, "stays": [2]})
     head.start()
     assert head.reports() == {}

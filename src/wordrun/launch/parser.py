@@ -148,7 +148,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             ("--stay",),
             "stay",
-            "with --elastic, how long ranks of wordrun have to leave a generation and stay for the next (default 1; 0: "
+            "with --elastic, how long ranks of wordrun have to leave a generation and stay for the next (default 5; 0: "
             "all ranks are started again)",
             "S",
             _seconds_or_0,
