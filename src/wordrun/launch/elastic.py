@@ -38,7 +38,7 @@ FIRST_CAUSE_S = 0.5
 ANSWER_S = 60.0
 # Ranks that are asked to save, because a node is back, are killed after this long [s].
 SAVE_S = 600.0
-# Ranks that live get this long [s] to leave a generation, without --stay, but not longer than their own start has taken.
+# Without --stay, ranks that live get this long [s] to leave a generation, or as long as their own start has taken.
 STAY_S = 5.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
 """What all guardians say before the next state."""
