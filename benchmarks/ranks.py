@@ -5,15 +5,20 @@
 
 ``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
 tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: so many
-clients of one store meet, get the config, and agree that a checkpoint has been written (at most 10^4, each of which is
-a connection). ``owners``: Muon's first step. ``mesh``: torch's groups. ``launch``: the list of hosts. ``files``: a
-folder with a file of each rank. The last thing printed is a table of all of it.
+clients of one store, each of which is a connection, meet, get the config, and agree that a checkpoint has been written.
+``owners``: Muon's first step. ``mesh``: torch's groups. ``zero``: DeepSpeed's engine. ``launch``: the list of hosts.
+``gather``: a message of every rank. ``files``: a folder with a file of each rank. The last thing printed is a table of
+all of it.
+
+A store with 10^5 clients needs as many open files (ulimit -n 110000), and more ports than one address has, so that each
+process of clients connects to an address of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -29,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 PER_NODE, LAYERS, WIDTH = 8, 32, 4096
-CLIENT_PROCESSES = 4
+CLIENT_PROCESSES, CLIENT_THREADS = 4, 2500
 
 
 def timed(call: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[float, Any]:
@@ -104,11 +109,13 @@ def store(ranks: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     pipes = []
     here = World(size=ranks, hosts=("127.0.0.1",))
-    server = rendezvous._host_store("127.0.0.1", 0, here, timedelta(seconds=300), wait=False)
+    server = rendezvous._host_store("0.0.0.0", 0, here, timedelta(seconds=300), wait=False)
     for number in range(CLIENT_PROCESSES):
         ours, theirs = context.Pipe()
         count = (ranks - 1) // CLIENT_PROCESSES + (number < (ranks - 1) % CLIENT_PROCESSES)
-        context.Process(target=clients, args=(theirs, server.port, ranks, count), daemon=True).start()
+        context.Process(
+            target=clients, args=(theirs, f"127.0.0.{number + 1}", server.port, ranks, count), daemon=True
+        ).start()
         pipes.append(ours)
         ours.recv()
 
@@ -131,17 +138,17 @@ def store(ranks: int) -> dict[str, float]:
     return found
 
 
-def clients(pipe: Any, port: int, ranks: int, count: int) -> None:
-    """Be ``count`` clients of the store at ``port``."""
+def clients(pipe: Any, address: str, port: int, ranks: int, count: int) -> None:
+    """Be ``count`` clients of the store at ``address`` and ``port``."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     def connect(_: int) -> Any:
-        return TCPStore("127.0.0.1", port, ranks, False, timeout=timedelta(seconds=300))
+        return TCPStore(address, port, ranks, False, timeout=timedelta(seconds=300))
 
     mine: list[Any] = []
     acts: dict[str, Callable[[], Any]] = {
         # At the same time, as ranks do: torch looks the address up in the DNS before each connection.
-        "connect": lambda: mine.extend(ThreadPoolExecutor(count).map(connect, range(count))),
+        "connect": lambda: mine.extend(ThreadPoolExecutor(min(count, CLIENT_THREADS)).map(connect, range(count))),
         "config": lambda: [each.get("config") for each in mine],
         "arrive": lambda: [each.add("here", 1) for each in mine],
         "look": lambda: [each.check(["end"]) for each in mine],
@@ -191,6 +198,42 @@ def mesh(ranks: int) -> dict[str, float]:
     }
 
 
+def zero(ranks: int) -> dict[str, float]:
+    """Measure how long DeepSpeed's engine takes to build and to step over so many ranks, in a fake process group."""
+    from functools import partial
+
+    import torch
+    import torch.distributed as td
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import wordrun
+    from wordrun import backend
+    from wordrun.backend.stopwatch import Stopwatch
+    from wordrun.checks import check
+    from wordrun.data.batch import Batch
+    from wordrun.dist.world import World
+    from wordrun.model import meta_model
+    from wordrun.registry import part_of
+
+    for name in ("deepspeed", "torch._dynamo"):  # not to be measured
+        importlib.import_module(name)
+    td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # DeepSpeed compares with rank 0
+    world = World(rank=0, size=ranks, local_rank=0, local_size=PER_NODE, device="cpu")
+    found = {}
+    for stage in (1, 3):
+        words = ["data=sample", "train.device=cpu", "train.dtype=fp32", "train.backend=deepspeed"]
+        cfg = wordrun.compose([*words, "model.n_layer=1", "model.n_embd=64", f"backend.stage={stage}"], ranks=ranks)
+        make = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
+        model = partial(meta_model, cfg.transformer, 67)
+        spec = backend.BackendSpec(cfg, world, check(cfg, ranks, PER_NODE), model, make)
+        found[f"build_stage_{stage}_s"], made = timed(partial(backend.build, spec))
+        tokens = torch.zeros(cfg.model.batch_size, cfg.transformer.block_size, dtype=torch.int64)
+        step = partial(made.train_step, [Batch(tokens, tokens)], 1e-3, Stopwatch(made.device))
+        found[f"step_stage_{stage}_s"], _ = timed(step)
+        made.close()
+    return {**found, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
 def launch(ranks: int) -> dict[str, float]:
     """Measure the list of hosts: its length, and how long a rank needs to read it."""
     from wordrun.slurm import expand_hosts
@@ -198,6 +241,23 @@ def launch(ranks: int) -> dict[str, float]:
     nodes = -(-ranks // PER_NODE)
     seconds, hosts = timed(lambda: expand_hosts(f"x[{0:05d}-{nodes - 1:05d}]"))
     return {"nodes": nodes, "expand_hosts_s": seconds, "hosts_bytes": len(",".join(hosts))}
+
+
+def gather(ranks: int) -> dict[str, float]:
+    """Measure what a rank does with a message of every rank, as those of checkpoints in memory."""
+    from unittest import mock
+
+    from wordrun.dist.collectives import gather_json
+
+    def all_gather(found: list[Any], value: Any, group: Any) -> None:
+        for each in found:
+            each.copy_(value)
+
+    with mock.patch.multiple(
+        "wordrun.dist.collectives.dist", get_world_size=lambda group: ranks, all_gather=all_gather
+    ):
+        seconds, _ = timed(lambda: gather_json(["x1000c0s0b0n0", "x1000c0s0b0n0:54321", "x1000c0s0b0n0"]))
+    return {"gather_json_s": seconds}
 
 
 def files(ranks: int) -> dict[str, float]:
@@ -218,9 +278,7 @@ def files(ranks: int) -> dict[str, float]:
         return {**found, "remove_s": timed(remove)[0]}
 
 
-PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, launch, files)}
-MOST = {"store": 10_000}
-"""Most ranks of a part."""
+PARTS = {each.__name__: each for each in (checkpoint, store, owners, mesh, zero, launch, gather, files)}
 
 
 def main() -> None:
@@ -236,7 +294,9 @@ def main() -> None:
         for ranks in sizes:
             if options.here:
                 print(json.dumps({name: float(f"{value:.3g}") for name, value in PARTS[part](ranks).items()}))
-            elif ranks <= MOST.get(part, ranks):
+            elif part == "store" and ranks > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
+                print(f"{part} of {ranks} ranks: left out, ulimit -Hn is too low", file=sys.stderr)
+            else:
                 words = [sys.executable, __file__, "--parts", part, "--ranks", str(ranks), "--here"]
                 text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
                 print(json.dumps({"part": part, "ranks": ranks, **json.loads(text)}), flush=True)

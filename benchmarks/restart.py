@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-WAYS = {"guardians": ["--elastic"], "launched again": []}
+WAYS = {"living ranks stay": ["--elastic"], "all ranks are forked": ["--elastic", "--stay", "0"], "launched again": []}
 BETWEEN = 12
 """Steps between two faults."""
 
@@ -87,15 +87,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=4, help="ranks")
     parser.add_argument("--faults", type=int, default=5, help="how often a rank is killed, each way")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="what to measure")
     parser.add_argument("overrides", nargs="*", help="options of the run")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     home = Path(tempfile.mkdtemp(prefix="restart-"))
     # As many steps as the others take.
-    train("guardians", 0, args.n, home / "whole", [f"train.max_iters={BETWEEN * (args.faults + 1)}", *args.overrides])
+    train(
+        "living ranks stay",
+        0,
+        args.n,
+        home / "whole",
+        [f"train.max_iters={BETWEEN * (args.faults + 1)}", *args.overrides],
+    )
     losses = [line["loss"] for line in steps(home / "whole")]
     medians = {}
-    for way in WAYS:
+    for way in args.ways:
         folder = home / way.replace(" ", "-")
         found = train(way, args.faults, args.n, folder, args.overrides)
         if [line["loss"] for line in steps(folder)] != losses:
@@ -104,8 +111,11 @@ def main() -> None:
         medians[way] = statistics.median(seconds)
         lost = max(fault["last_step"] - fault["resumed_step"] for fault in found)
         late = seconds[max(0, round(0.95 * len(seconds)) - 1)]
-        print(f"{way:<15} {medians[way]:6.2f} s (median), {late:6.2f} s (95th percentile), at most {lost} steps lost")
-    print(f"guardians take {medians['guardians'] / medians['launched again']:.2f} of the time of launching again")
+        stayed = [fault.get("stayed", 0) for fault in found]
+        facts = f"at most {lost} steps lost, {min(stayed)} to {max(stayed)} ranks stayed"
+        print(f"{way:<21} {medians[way]:6.2f} s (median), {late:6.2f} s (95th percentile), {facts}")
+    for way, seconds in medians.items():
+        print(f"{way}: {seconds / medians[args.ways[-1]]:.2f} of the time of '{args.ways[-1]}'")
     print(f"the losses are equal to the bit; {home}")
 
 

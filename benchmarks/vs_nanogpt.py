@@ -189,6 +189,8 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT with its data prepared")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program per setting (default 3)")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1337], help="seeds of the quality runs")
+    numbers = [*range(1, len(SHAPES) + 1)]
+    parser.add_argument("--settings", type=int, nargs="+", default=numbers, choices=numbers, help="default: all")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per program")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -196,7 +198,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         rows = []
-        for shape in SHAPES:
+        for shape in [SHAPES[number - 1] for number in args.settings]:
             print(shape.name, flush=True)
             ours, theirs, ratios = speed(nanogpt, shape, args.rounds, scratch)
             ratio = statistics.median(ratios)

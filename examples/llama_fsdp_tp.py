@@ -9,6 +9,8 @@ From MIT's Engaging recipes (fsdp_tp_example.py), whose data is random too. What
 3. fully_shard divides over "dp" what each rank of a "tp" group holds. Ranks of a "tp" group read the same sequences.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,12 +38,10 @@ class Block(nn.Module):
         return x + self.down(silu(self.gate(normed)) * self.up(normed))
 
 
-def rotate(x):
-    """Apply the rotary position embedding to ``x``, (B, heads, T, head size)."""
-    half = x.shape[-1] // 2
-    frequencies = 10_000 ** (-torch.arange(half, device=x.device) / half)
-    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies
+def rotate(x):  # the rotary position embedding of (B, heads, T, head size)
     a, b = x.chunk(2, -1)
+    frequencies = 10_000 ** (-torch.arange(a.shape[-1], device=x.device) / a.shape[-1])
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
 
@@ -64,10 +64,9 @@ for block in blocks:
     fully_shard(block, mesh=dp)
 fully_shard(model, mesh=dp)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-batch = torch.randint(VOCAB, (BATCH_SIZE, LENGTH + 1))  # the same in each step, to be learned by heart
-own = batch.chunk(dp.size())[dp.get_local_rank()].to(device)
-for step in range(STEPS):
-    loss = cross_entropy(model(own[:, :-1]), own[:, 1:].flatten())
+batch = torch.randint(VOCAB, (BATCH_SIZE, LENGTH + 1)).chunk(dp.size())[dp.get_local_rank()].to(device)
+for step in range(STEPS):  # with the same batch, to be learned by heart
+    loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -75,6 +74,7 @@ for step in range(STEPS):
     if rank == 0 and step in (0, STEPS - 1):
         print(f"step {step}: loss {mean.item():.5f}")
 shape = tuple(model[1].q.weight.to_local().shape)
-print(f"rank {rank} of {world_size} on {device.type}: holds {shape} of the {WIDTH} x {WIDTH} weights of q")
+print(f"rank {rank} of {world_size} on {device.type}: holds {shape} of the {WIDTH} x {WIDTH} weights of q", flush=True)
 dist.barrier()  # nobody leaves while others still communicate
 dist.destroy_process_group()
+os._exit(0)  # DTensor's caches keep the mesh's groups, and gloo's threads in them could abort Python while it ends

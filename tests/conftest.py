@@ -30,6 +30,7 @@ import forked
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+gc.set_threshold(20_000, 50, 50)  # as in tests/undrawn
 sys.dont_write_bytecode = False  # of the tests, which every worker and session would compile anew; see pytest_configure
 TIERS = ("unit", "dist", "mpi", "slurm", "pbs", "gpu")
 # Tests of real processes and schedulers, which depend on the machine's load, are run once more if they fail.
@@ -134,14 +135,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if failed := terminalreporter.stats.get("rerun"):
         terminalreporter.section("tests that failed at their first attempt: each is a bug, please report it")
         for report in failed:
-            lines = report.longreprtext.splitlines()
-            why = [line for line in lines if line.startswith("E ")] or lines
-            terminalreporter.write_line("\n".join([f"{report.nodeid} ({report.when})", *why[:8]]))
+            terminalreporter.write_line("\n".join([f"{report.nodeid} ({report.when})", *_why(report)]))
     passed = _passed_by_tier(terminalreporter)
     terminalreporter.section("tiers")
     for tier in TIERS:
         state = f"{passed[tier]} passed" if passed[tier] else f"did not run; needs {_missing(tier) or 'tests'}"
         terminalreporter.write_line(f"{tier:<6} {state}")
+
+
+def _why(report: pytest.TestReport) -> list[str]:
+    """Return where a test failed, its message, and what it printed; of long ones the begin and the end.
+
+    The message of a failed process is its output, at whose end stands the cause.
+    """
+    lines = report.longreprtext.splitlines()
+    message = [line for line in lines if line.startswith("E ")] or lines
+    where = [line for line in lines if re.match(r"\S+\.py:\d+: ", line)]
+    printed = [[f"{title}:", *text.splitlines()] for title, text in report.sections]
+    return [*where, *(line for part in (message, *printed) for line in _ends_of(part))]
+
+
+def _ends_of(lines: list[str], first: int = 15, last: int = 45) -> list[str]:
+    """Return the first and last of many lines, and how many are between them."""
+    between = len(lines) - first - last
+    return [*lines[:first], f"... ({between} lines)", *lines[-last:]] if between > 1 else lines
 
 
 @pytest.hookimpl(trylast=True)
@@ -201,6 +218,7 @@ def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORDRUN_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")  # importing it takes half as long as torch; its own tests enable it
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "undrawn"))  # see there; without it, runs are drawn
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")

@@ -28,7 +28,7 @@ from wordrun.launch.address import free_port
 # What a rank imports sooner or later; torch._dynamo by the first optimizer.
 IMPORTS = [
     "pytest", "torch._dynamo", "wordrun.train.cli", "wordrun.train.language", "wordrun.train.trainer",
-    "wordrun.backend.ddp", "wordrun.backend.pipeline", "torch.distributed.checkpoint",
+    "wordrun.backend.ddp", "wordrun.backend.pipeline", "torch.distributed.checkpoint", "warm",
 ]  # fmt: skip
 # Launchers end the other ranks this soon after one has failed.
 GRACE_S = 0.3

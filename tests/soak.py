@@ -12,9 +12,10 @@ With ``--memory``, the two ranks are on two simulated nodes and keep checkpoints
 with its memory.
 
 With ``--elastic``, guardians start the ranks, 4 on two simulated nodes, and the launch goes on unless it is killed
-itself. Faults are then also guardians and all ranks of a node that are killed, ranks that are stopped, memory that is
-full, both nodes lost together, and a guardian that is killed during a restart. With ``--fewer`` as well, a run that has
-lost a node continues with half of its ranks until the node is back, and the losses are equal to 1e-5.
+itself. Ranks, all ranks of a node, guardians and whole nodes are then hit in the midst of a step, an evaluation, a
+save, their start and a restart; ranks are also stopped, guardians killed while they import, and memory is full, also
+during a restart. With ``--fewer`` as well, a run that has lost a node continues with half of its ranks until the node
+is back, and the losses are equal to 1e-5. ``--json FILE`` collects what several such runs have cost.
 """
 
 from __future__ import annotations
@@ -27,44 +28,58 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from soak_runs import (
+    children,
     command,
     compare,
     environment,
+    evaluating,
     finish,
+    guardians_below,
     last_step,
     living,
     node_of,
+    options,
     parent,
+    recovered,
     saving,
     sources,
     wait_for,
     wait_until_gone,
 )  # fmt: skip
 
+A_MOMENT = 0.001  # a save of these small models takes milliseconds
+AWAITED = {"save": saving, "evaluation": evaluating}
+"""Moments that have to be waited for."""
 VICTIMS = ("a rank", "all ranks", "launch")
 NODE = "a node"
 MOMENTS = ("training", "saving", "starting")
 ELASTIC_VICTIMS = (
     "a rank", "a node's ranks", "a guardian", "a rank without memory", "a rank and in the restart a guardian",
-    "launch", NODE, "a stopped rank", "a rank", "all nodes",
+    "launch", "an importing guardian", NODE, "a stopped rank", "a rank whose restart has no memory", "a rank",
+    "all nodes",
 )  # fmt: skip
+ELASTIC_MOMENTS = ("step", "evaluation", "save", "start")
+# launch gives up when the same rank is killed twice at a step: the steps of two faults of one must be so far apart,
+# since some are taken between the soak's look and launch's.
+APART = 3
 
 
 def ranks_below(pid: int) -> list[int]:
     """Return the Python processes that ``launch`` with this pid has started."""
     found, todo = [], [pid]
     while todo:
+        below = children(todo.pop())
+        todo += below
         with contextlib.suppress(OSError):
-            pid = todo.pop()
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            todo += [int(child) for child in children]
-            found += [int(c) for c in children if b"\0-m\0wordrun\0" in Path(f"/proc/{c}/cmdline").read_bytes()]
+            found += [each for each in below if b"\0-m\0wordrun\0" in Path(f"/proc/{each}/cmdline").read_bytes()]
     # launch's own command line holds the same words.
     return [pid for pid in found if "python" in Path(f"/proc/{pid}/comm").read_text()]
 
@@ -78,7 +93,8 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
         time.sleep(dice.uniform(0.1, 1))
     elif moment == "saving":
         target = before + dice.randint(1, 6)
-        wait_for(lambda: last_step(folder) >= target and saving(folder), process)
+        wait_for(lambda: last_step(folder) >= target, process)
+        wait_for(lambda: saving(folder), process, pause=A_MOMENT)
     else:
         target = before + dice.randint(3, 12)
         wait_for(lambda: last_step(folder) >= target, process)
@@ -114,14 +130,15 @@ class Elastic:
     def __init__(self, words: list[str], folder: Path, dice: random.Random) -> None:
         self.words, self.folder, self.dice = words, folder, dice
         self.process: subprocess.Popen[Any] | None = None
-        self.before: list[int] = []
+        self.dead: list[int] = []
         """The ranks that the last fault has ended."""
         self.struck: dict[int, set[str]] = {}
-        """Whom a fault has hit, by the last step: launch gives up when it is the same twice."""
+        """Whom a fault has hit, by the last step."""
 
     def start(self) -> subprocess.Popen[Any]:
         """Start the command if it does not run, or has failed."""
         if self.process is not None and self.process.poll():
+            print(f"the run has ended with status {self.process.poll()}", flush=True)
             self.lost, self.process = self.lost + 1, None
         if self.process is None:
             with open(self.folder.with_suffix(".out"), "a") as out:
@@ -129,84 +146,166 @@ class Elastic:
         return self.process
 
     def strike(self, victim: str, moment: str) -> str:
-        """Wait for the moment in a generation that no fault has hit, kill the victim, and return what happened."""
+        """Wait for the moment in ranks that no fault has hit, hit the victim, and return what happened; empty: not."""
         process, folder = self.start(), self.folder
-        wait_for(lambda: (pids := living(folder)) and not {*pids} & {*self.before}, process)
+        if "importing" in victim:
+            return self.strike_importing()
+        self.wait(lambda: (pids := living(folder)) and not {*pids} & {*self.dead})
         target = last_step(folder) + self.dice.randint(1, 6)
-        if moment != "starting" or "memory" in victim:  # without any, a run does not begin
-            wait_for(lambda: last_step(folder) >= target and (moment != "saving" or saving(folder)), process)
+        if moment != "start" or "memory" in victim:  # without any, a run does not begin
+            self.wait(lambda: last_step(folder) >= target)
+            if moment in AWAITED:
+                self.wait(lambda: AWAITED[moment](folder), A_MOMENT)
         step, ranks = last_step(folder), living(folder)
         if not ranks:
-            return f"nobody to kill after step {step}: {'ended' if process.poll() is not None else 'restarting'}"
+            return ""
         of_guardian: dict[int, list[int]] = {}
         for pid in ranks:
             of_guardian.setdefault(parent(pid), []).append(pid)
         guardian = self.dice.choice(sorted(of_guardian))
         node, of_node = node_of(guardian), of_guardian[guardian]
-        rank = self.dice.randrange(len(ranks))
-        struck = self.struck.setdefault(step, set())
-        names = {f"{rank}"} if " rank" in victim else {*map(str, range(len(ranks)))} if "ranks" in victim else set()
-        names |= {"guardian"} if "guardian" in victim or ("node" in victim and "ranks" not in victim) else set()
-        if struck & names:
-            return f"left {victim} alone after step {step}, whom a fault has hit there"
-        struck |= names
+        one = [self.dice.choice(ranks)]
         pids = {
             "a node's ranks": of_node, "a guardian": [guardian], "launch": [process.pid], NODE: [guardian, *of_node],
             "all nodes": [*of_guardian, *ranks],
-        }.get(victim, [ranks[rank]])  # fmt: skip
+        }.get(victim, one)  # fmt: skip
+        if self.too_near(step, [f"rank {ranks.index(pid)}" if pid in ranks else "guardian" for pid in pids]):
+            return ""
         full = folder.with_suffix(".node.full")
         if "memory" in victim:
             full.touch()
-            wait_for(lambda: last_step(folder) >= step + 3, process)
+            self.wait(lambda: last_step(folder) >= step + 3)
+        since = time.time()
+        if "without memory" in victim:
             full.unlink()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP if "stopped" in victim else signal.SIGKILL)
-        if "restart" in victim:
+        send(pids, signal.SIGSTOP if "stopped" in victim else signal.SIGKILL)
+        if "in the restart" in victim:
             time.sleep(self.dice.uniform(0, 1.5))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(guardian, signal.SIGKILL)
-        self.before = ranks
+            send([guardian], signal.SIGKILL)
+        self.dead = ranks if victim == "launch" else [*pids, *of_node] if "guardian" in victim else pids
         if victim == "launch":
             process.wait(timeout=30)
             self.process = None
-        wait_until_gone(ranks, 60, victim)
+        wait_until_gone([pid for pid in self.dead if pid in ranks], 60, victim)
+        if full.exists():
+            self.wait(lambda: recovered(folder, since))
+            reached = last_step(folder)
+            self.wait(lambda: last_step(folder) >= reached + 3)
+            full.unlink()
         for each in {NODE: [node], "all nodes": [0, 1]}.get(victim, []):
             shutil.rmtree(f"{folder.with_suffix('.node')}{each}", ignore_errors=True)
-        return f"hit {victim} ({len(pids)}) while {moment}, after step {step}"
+        when = "" if moment == "step" else f" in {'an' if moment[0] == 'e' else 'a'} {moment}"
+        return f"hit {victim} ({len(pids)}){when}, after step {step}"
+
+    def wait(self, condition: Callable[[], Any], pause: float = 0.01) -> None:
+        """Wait until ``condition()``, or the run has ended; raise SystemExit if neither comes."""
+        assert self.process is not None
+        if not wait_for(condition, self.process, pause=pause) and self.process.poll() is None:
+            raise SystemExit(f"the run makes no progress after step {last_step(self.folder)}: {self.folder}.out")
+
+    def strike_importing(self) -> str:
+        """Kill a guardian of a launch that has just begun, before it has ranks."""
+        process = self.start()
+        self.wait(lambda: guardians_below(process.pid))
+        time.sleep(self.dice.uniform(0, 1))
+        found = [pid for pid in guardians_below(process.pid) if not children(pid)]
+        if not found:
+            return self.strike("a guardian", "start")
+        send(found[:1], signal.SIGKILL)
+        return "hit an importing guardian"
+
+    def too_near(self, step: int, names: list[str]) -> bool:
+        """Return whether a fault has hit one of the same at nearly the same step; if not, remember this one."""
+        if any(self.struck.get(each, set()) & {*names} for each in range(step - APART, step + APART + 1)):
+            return True
+        self.struck.setdefault(step, set()).update(names)
+        return False
 
 
-def soak_elastic(home: Path, faults: int, seed: int, steps: int, ranks: int = 4, *, fewer: bool = False) -> list[str]:
-    """Hit a training under guardians ``faults`` times; return what happened, or raise SystemExit if it is wrong."""
+def send(pids: list[int], number: signal.Signals) -> None:
+    """Send a signal to those processes that have not ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def soak_elastic(
+    home: Path, faults: int, seed: int, steps: int, ranks: int = 4, *, fewer: bool = False, file: Path | None = None,
+    whole: Callable[[list[str]], None] | None = None,
+) -> list[str]:  # fmt: skip
+    """Hit a training under guardians ``faults`` times; return what happened, or raise SystemExit if it is wrong.
+
+    ``whole`` trains with the options that it gets and without faults; None: it is launched.
+    """
     dice = random.Random(seed)
     text = home / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
     run = Elastic(command(home / "run", text, steps, elastic=ranks, fewer=fewer), home / "run", dice)
     told: list[str] = []
-    while len(told) < faults:
-        i = len(told)
-        told.append(run.strike(ELASTIC_VICTIMS[i % len(ELASTIC_VICTIMS)], dice.choice(MOMENTS)))
-        print(f"{i + 1}/{faults}: {told[-1]}", flush=True)
-    if run.start().wait(timeout=300):
-        raise SystemExit(f"the run did not survive: {home / 'run.out'}")
-    finish(home / "whole", command(home / "whole", text, steps, elastic=ranks, fewer=fewer))
+    try:
+        hit(run, faults, told)
+    except BaseException:
+        if run.process is not None:
+            run.process.kill()
+        raise
+    undisturbed(home, command(home / "whole", text, steps, elastic=ranks, fewer=fewer), whole)
     compare(home, steps, error=1e-5 if fewer else 0.0)
     found = json.loads((home / "run" / "run.json").read_text())["recoveries"]
-    seconds = sorted(fault["seconds"] for fault in found if fault["seconds"] is not None)
-    lost = max(fault["last_step"] - fault["resumed_step"] for fault in found if fault["last_step"] is not None)
-    from_memory = sum(fault["source"] == "memory" for fault in found)
-    median, late = seconds[len(seconds) // 2], seconds[int(0.95 * len(seconds))]
-    print(
-        f"{len(found)} recoveries, {from_memory} from memory, at most {lost} steps lost; from the fault to the next "
-        f"step {median:.1f} s (median), {late:.1f} s (95th percentile); {run.lost} faults not survived"
-    )
+    report(found, faults, run.lost, file)
     if run.lost:
         raise SystemExit(f"the run has ended {run.lost} times: {home / 'run.out'}")
     return told
 
 
-def soak(home: Path, runs: int, seed: int, steps: int, *, memory: bool = False) -> list[str]:
-    """Disturb a training ``runs`` times, and return what happened; raise SystemExit where something is wrong."""
+def hit(run: Elastic, faults: int, told: list[str]) -> None:
+    """Hit a run ``faults`` times, and let it finish; add what happened to ``told``."""
+    while len(told) < faults:
+        if what := run.strike(ELASTIC_VICTIMS[len(told) % len(ELASTIC_VICTIMS)], run.dice.choice(ELASTIC_MOMENTS)):
+            told.append(what)
+            print(f"{len(told)}/{faults}: {what}", flush=True)
+        elif run.process is not None and run.process.poll() == 0:
+            raise SystemExit(f"the run has finished after {len(told)} faults: give it more --steps")
+    if run.start().wait(timeout=300):
+        raise SystemExit(f"the run did not survive: {run.folder}.out")
+
+
+def report(recoveries: list[dict[str, Any]], faults: int, lost: int, file: Path | None) -> None:
+    """Print what faults have cost, with those of the earlier runs that ``file`` has."""
+    earlier = json.loads(file.read_text()) if file and file.exists() else {}
+    total = {
+        "runs": earlier.get("runs", 0) + 1, "faults": earlier.get("faults", 0) + faults,
+        "lost": earlier.get("lost", 0) + lost, "recoveries": [*earlier.get("recoveries", []), *recoveries],
+    }  # fmt: skip
+    if file:
+        file.write_text(json.dumps(total))
+    print(f"{total['faults']} faults in {total['runs']} runs, {total['lost']} of them not survived")
+    guarded = [each for each in total["recoveries"] if each["cause"] != "lost guardian"]
+    for name, some in (("ranks", guarded), ("guardians", [x for x in total["recoveries"] if x not in guarded])):
+        seconds = sorted(each["seconds"] for each in some if each["seconds"] is not None)
+        steps = sorted(each["last_step"] - each["resumed_step"] for each in some if each["last_step"] is not None)
+        if seconds and steps:
+            from_memory = sum(each["source"] == "memory" for each in some)
+            print(f"{len(some)} recoveries of {name}, {from_memory} from memory; median, 95th percentile and most:")
+            for unit, each in (("s from the fault to the next step", seconds), ("steps lost", steps)):
+                print(f"  {each[len(each) // 2]:.4g}, {each[int(0.95 * len(each))]:.4g}, {each[-1]:.4g} {unit}")
+
+
+def undisturbed(home: Path, words: list[str], whole: Callable[[list[str]], None] | None) -> None:
+    """Train without faults, by the command or by ``whole``."""
+    if whole is None:
+        finish(home / "whole", words)
+    else:
+        whole(options(words))
+
+
+def soak(
+    home: Path, runs: int, seed: int, steps: int, *, memory: bool = False,
+    whole: Callable[[list[str]], None] | None = None,
+) -> list[str]:  # fmt: skip
+    """Disturb a training ``runs`` times, and return what happened; raise SystemExit where something is wrong.
+
+    ``whole`` is that of ``soak_elastic``.
+    """
     dice = random.Random(seed)
     text = home / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
@@ -216,8 +315,8 @@ def soak(home: Path, runs: int, seed: int, steps: int, *, memory: bool = False) 
         victim, moment = victims[i % len(victims)], MOMENTS[(i // len(victims) + i) % len(MOMENTS)]
         told.append(disturb(command(home / "run", text, steps, memory=memory), home / "run", victim, moment, dice))
         print(f"{i + 1}/{runs}: {told[-1]}", flush=True)
-    for folder in (home / "run", home / "whole"):
-        finish(folder, command(folder, text, steps, memory=memory))
+    finish(home / "run", command(home / "run", text, steps, memory=memory))
+    undisturbed(home, command(home / "whole", text, steps, memory=memory), whole)
     compare(home, steps)
     if memory:
         found = sources(home / "run")
@@ -235,14 +334,18 @@ def main() -> None:
     parser.add_argument("--elastic", action="store_true", help="under guardians, on two simulated nodes")
     parser.add_argument("--fewer", action="store_true", help="with --elastic: continue without a lost node")
     parser.add_argument("--ranks", type=int, default=4, help="with --elastic")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="with --elastic: add what the faults have cost to FILE"
+    )
     parser.add_argument("--home", type=Path, help="folder to work in (a temporary one)")
     args = parser.parse_args()
     home = args.home or Path(tempfile.mkdtemp(prefix="soak-"))
     home.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and launch with it
     began = time.monotonic()
-    steps = args.steps or 20 + (6 if args.elastic else 12) * args.runs
+    steps = args.steps or 20 + (8 if args.elastic else 12) * args.runs
     if args.elastic:
-        soak_elastic(home, args.runs, args.seed, steps, args.ranks, fewer=args.fewer)
+        soak_elastic(home, args.runs, args.seed, steps, args.ranks, fewer=args.fewer, file=args.json)
     else:
         soak(home, args.runs, args.seed, steps, memory=args.memory)
     equal = "to 1e-5" if args.fewer else "to the bit"

@@ -25,7 +25,16 @@ os.environ["WORDRUN_SHM"] = f"{base}{node}"
 os.makedirs(os.environ["WORDRUN_SHM"], exist_ok=True)
 from wordrun.checkpoint.node_memory import NodeMemory
 from wordrun.cli import main
-free = NodeMemory.free
+from wordrun.train.evaluation import Evaluation
+free, measure = NodeMemory.free, Evaluation.measure
+def measured(*args):
+    mark = Path(f"{base}.evaluating.{os.getpid()}")
+    mark.touch()
+    try:
+        return measure(*args)
+    finally:
+        mark.unlink()
+Evaluation.measure = measured
 NodeMemory.free = lambda memory: 0 if os.path.exists(f"{base}.full") else free(memory)
 sys.exit(main())
 """
@@ -45,6 +54,7 @@ def command(
             *words[:2], str(elastic), "--elastic", *([str(elastic // 2)] if fewer else []), "--retries", "100000",
             "--hostfile", str(hosts), "--launcher-args", "-launcher fork", "--oversubscribe", sys.executable,
             str(script), f"{folder.with_suffix('.node')}", *words[words.index("wordrun") + 1 :],
+            "train.eval_interval=7", "train.eval_iters=2", "train.save_best=false",
             *(["model.dropout=0", "train.backend=DDP"] if fewer else []),
         ]  # fmt: skip
     if memory:  # each rank gets the memory of its node
@@ -64,11 +74,18 @@ def command(
     ]  # fmt: skip
 
 
+def options(words: list[str]) -> list[str]:
+    """Return the options of the training in a command."""
+    before = max(at for at, word in enumerate(words) if word == "wordrun" or word.endswith(".node"))
+    return words[before + 1 :]
+
+
 def last_step(folder: Path) -> int:
     """Return the last step in a run's metrics."""
     try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return int(json.loads(lines[-1])["step"])
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            return int(json.loads(file.read().splitlines()[-1])["step"])
     except (OSError, IndexError, ValueError):  # not there, empty, or half a line
         return 0
 
@@ -78,6 +95,21 @@ def saving(folder: Path) -> bool:
     return any(folder.glob("checkpoints/.step-*")) or any(folder.parent.glob(f"{folder.name}.node*/*/*/.step-*"))
 
 
+def evaluating(folder: Path) -> bool:
+    """Say whether a rank evaluates."""
+    marks = folder.parent.glob(f"{folder.name}.node.evaluating.*")
+    return any(os.path.exists(f"/proc/{mark.suffix[1:]}") for mark in marks)
+
+
+def recovered(folder: Path, since: float) -> bool:
+    """Say whether ranks have taken a step since a fault at the time ``since``, in seconds since the epoch."""
+    try:
+        found = json.loads((folder / "run.json").read_text()).get("recoveries", [])
+    except (OSError, ValueError):
+        return False
+    return any(fault["time"] >= since and fault["seconds"] is not None for fault in found)
+
+
 def environment(pid: int) -> bytes:
     """Return the variables of a process; empty if it has ended."""
     with contextlib.suppress(OSError):
@@ -85,13 +117,13 @@ def environment(pid: int) -> bytes:
     return b""
 
 
-def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S) -> bool:
-    """Wait until ``condition()``; say whether it came before the process ended."""
+def wait_for(condition: Any, process: subprocess.Popen[Any], seconds: float = PATIENCE_S, pause: float = 0.01) -> bool:
+    """Wait until ``condition()``, asked for after each ``pause``; say whether it came before the process ended."""
     end = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > end:
             return False
-        time.sleep(0.001)
+        time.sleep(pause)
     return True
 
 
@@ -111,6 +143,24 @@ def living(folder: Path) -> list[int]:
     except (OSError, ValueError):  # it is being moved
         return []
     return pids if all(os.path.exists(f"/proc/{pid}") for pid in pids) else []
+
+
+def children(pid: int) -> list[int]:
+    """Return the process IDs of a process's children."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def guardians_below(pid: int) -> list[int]:
+    """Return the guardians that ``launch`` with this pid has started, without the ranks that they have forked."""
+    found = []
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            is_one = b"wordrun.launch.guardian" in Path(f"/proc/{child}/cmdline").read_bytes()
+            own = is_one and "python" in Path(f"/proc/{child}/comm").read_text()
+            found += [child] if own else guardians_below(child)
+    return found
 
 
 def parent(pid: int) -> int:

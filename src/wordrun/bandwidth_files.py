@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+TICKS = 8
+"""More labels than these would touch each other."""
+
 
 def save(found: dict[str, Any], folder: Path) -> list[Path]:
     """Write bandwidth.json and bandwidth.png; return their paths."""
@@ -27,8 +30,16 @@ def _figure(found: dict[str, Any], file: Path) -> None:
             of = [result for result in results if result["operation"] == operation]
             axes.plot([r["size"] for r in of], [r["busbw"] for r in of], "o-", ms=3, lw=1.2, label=operation)
         title = f"{kind}: {results[0]['ranks']} ranks, {found['backend']} on {found['device'].partition(':')[0]}"
-        axes.set(xscale="log", yscale="log", xlabel="size [bytes]", ylabel="busbw [GB/s]", title=title)
+        axes.set(yscale="log", xlabel="size", ylabel="busbw [GB/s]", title=title)
         axes.set_xscale("log", base=2)
+        sizes = sorted({result["size"] for result in results})
+        axes.set_xticks(sizes, [_size(size) for size in sizes], rotation=45 if sizes[TICKS:] else 0)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(file)
+
+
+def _size(size: int) -> str:
+    """Return a size with the unit of which it has a whole number or, if there is none, in bytes."""
+    power = next(power for power in (3, 2, 1, 0) if size % 1024**power == 0 and size)
+    return f"{size // 1024**power} {('B', 'KB', 'MB', 'GB')[power]}"

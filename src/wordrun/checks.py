@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from wordrun import choices, config, ds_config
 from wordrun.config import Config, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
+from wordrun.errors import ConfigError, PartError
 from wordrun.layouts import layout
+from wordrun.registry import KINDS, part_of
 
 ALIGNED = 128
 """Accelerators multiply matrices faster if the vocabulary size is a multiple of this."""
@@ -27,9 +29,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None if unknown, which skips the checks that depend on it.
         per_node: ranks per node; None: all on one node.
     """
-    parts = config.parts_in(cfg).values()
-    problems = [problem for part in parts for problem in part.problems()] + [*choices.check(cfg)]
-    problems += [problem for part in parts for problem in part.conflicts(cfg)]
+    problems = [*_ask(cfg, "problems"), *choices.check(cfg), *_ask(cfg, "conflicts", cfg)]
+    problems += check_float8(cfg)
     at = Layout()
     if ranks is not None:
         try:
@@ -44,6 +45,18 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
     if problems:
         raise ConfigError("\n".join(problems))
     return at
+
+
+def _ask(cfg: Config, method: str, *arguments: Any) -> Iterator[str]:
+    """Yield what a ``method`` of each part's options returns; one from outside wordrun that fails is a problem, too."""
+    for section, options in config.parts_in(cfg).items():
+        try:
+            yield from getattr(options, method)(*arguments)
+        except Exception as error:
+            kind = section.partition(".")[0]
+            if kind not in KINDS or not (part := part_of(kind, options)).origin:
+                raise
+            yield str(PartError(f"{part}: {type(options).__name__}.{method} failed", error, type(options)))
 
 
 def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
@@ -65,6 +78,17 @@ def stages(backend: PPConfig, pp: int) -> int:
     if backend.schedule == "ZBVZeroBubble":
         return 2 * pp  # the stages form a V: each rank has one in each half
     return pp * backend.stages_per_rank if backend.schedule in config.INTERLEAVED else pp
+
+
+def require_transformer(cfg: Config, why: str) -> config.TransformerConfig:
+    """Return the model's options, if it is one of wordrun's transformers.
+
+    Raises:
+        ConfigError: it is another model; ``why`` follows its name.
+    """
+    if not isinstance(cfg.model, config.TransformerConfig):
+        raise ConfigError(f"model={cfg.model.name}{why}")
+    return cfg.model
 
 
 def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
@@ -137,6 +161,23 @@ def _check_ramp(cfg: Config, dp: int) -> Iterator[str]:
         )
     if sizes and cfg.backend.one_micro_step:
         yield "train.batch_ramp accumulates gradients, which backend.static_graph=true does not allow: use false"
+
+
+def check_float8(cfg: Config) -> Iterator[str]:
+    """Check the options that float8 linear layers need; the device is checked by the backend, which knows it."""
+    float8 = f"train.float8={cfg.train.float8}"
+    if cfg.train.float8 == "none":
+        return
+    if config.DTYPES.get(cfg.train.dtype) in ("fp32", "fp16"):
+        yield f"{float8} casts from bf16, not from train.dtype={cfg.train.dtype}: use train.dtype=bf16"
+    if type(cfg.backend) not in (config.DDPConfig, FSDPConfig) or getattr(cfg.backend, "tp", 1) != 1:
+        yield (
+            f"{float8} is for layers that a rank computes whole, with wordrun's own engines, not for "
+            f"train.backend={cfg.train.backend}: use train.backend=FSDP or DDP"
+        )
+    if isinstance(cfg.model, config.MoEConfig) or cfg.lora_rank:
+        what = "LoRA has" if cfg.lora_rank else "experts are"
+        yield f"{float8} is for linear layers, and {what} products of another kind: use train.float8=none"
 
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
@@ -249,7 +290,7 @@ def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator
         yield no_experts(model)
 
 
-def no_experts(model: config.MoEConfig) -> str:
+def no_experts(model: config.ModelConfig) -> str:
     """Return why ``model`` does not train with DeepSpeed."""
     return (
         f"model={model.name}: DeepSpeed's engine does not balance the load of experts after a step: use "

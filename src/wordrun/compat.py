@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PRODUCTS = (
-    "mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention",
+    "mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
@@ -162,6 +162,11 @@ def _plain_step(kind: Any) -> Callable[[torch.optim.Optimizer], Any]:
 def is_compile_error(error: Exception) -> bool:
     """Return whether torch.compile raised ``error``; False if its modules have moved: users see the traceback."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``module.compile()`` has been called; without the name, False."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def uncompile(module: torch.nn.Module) -> None:

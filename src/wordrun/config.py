@@ -605,6 +605,8 @@ class BackendConfig(Section):
     """Whether a library's engine takes the steps, and flattens and shards the parameters."""
     replicated: ClassVar[bool] = False
     """Whether every rank has the whole model, with all gradients, as one module."""
+    sharded: ClassVar[bool] = False
+    """Whether FSDP shards each parameter across ranks."""
     independent: ClassVar[bool] = False
     """Whether groups of ranks take steps by themselves, with gradients that differ between the groups."""
 
@@ -666,6 +668,8 @@ class DDPConfig(BackendConfig):
 @dataclass
 class FSDPConfig(BackendConfig):
     """Fully sharded data parallel: parameters, gradients and optimizer state are sharded across ranks (ZeRO-3)."""
+
+    sharded: ClassVar[bool] = True
 
     name: str = "FSDP"
     """Name of the backend; set by train.backend."""
@@ -880,9 +884,11 @@ class DilocoConfig(BackendConfig):
             yield str(error)
             return
         yield from (self.of_inner(problem) for problem in inside.problems())
-        if isinstance(inside, FSDPConfig) and (inside.tp, inside.cp, inside.ep) != (1, 1, 1):
+        wanted = {**inside.axes(), "ep": inside.experts_over}
+        divided = [f"{axis}: {value_text(wanted[axis])}" for axis in ("tp", "cp", "ep") if wanted.get(axis, 1) != 1]
+        if divided:
             yield (
-                f"backend.inner_options={{tp: {inside.tp}, cp: {inside.cp}, ep: {inside.ep}}}: the islands of "
+                f"backend.inner_options={{{', '.join(divided)}}}: the islands of "
                 "train.backend=diloco have no tensor, context or expert parallelism: use replicate and shard only"
             )
 
@@ -996,6 +1002,15 @@ class OptimizerConfig(Section):
         """
         return None
 
+    def state_values(self, *, hidden: bool) -> tuple[int, int] | None:
+        """Return how many values the optimizer keeps for each weight, and for each tensor; None: not known, so that
+        memory cannot be planned.
+
+        Args:
+            hidden: of the hidden matrices, which Muon steps; False: of all other parameters.
+        """
+        return None
+
 
 @dataclass
 class AdamWConfig(OptimizerConfig):
@@ -1009,6 +1024,10 @@ class AdamWConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return two means for each weight, and a step count for each tensor."""
+        return 2, 1
 
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
@@ -1033,6 +1052,10 @@ class SGDConfig(OptimizerConfig):
         if self.nesterov and not self.momentum:
             yield "optimizer.nesterov=true needs momentum: set optimizer.momentum=0.9, or nesterov=false"
 
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return one mean for each weight, if there is momentum."""
+        return int(self.momentum != 0), 0
+
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
         return 0.0, 1.0
@@ -1056,6 +1079,10 @@ class LionConfig(OptimizerConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
+
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return one mean for each weight."""
+        return 1, 0
 
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
@@ -1119,6 +1146,10 @@ class MuonConfig(OptimizerConfig):
                 f"optimizer.ns_coefficients has {len(self.ns_coefficients)} numbers: use 3, or 3 for each of the "
                 f"optimizer.ns_steps={self.ns_steps} iterations"
             )
+
+    def state_values(self, *, hidden: bool) -> tuple[int, int]:
+        """Return one mean for each weight of hidden matrices, and what AdamW keeps for the others."""
+        return (1, 0) if hidden else (2, 1)
 
     def width_powers(self) -> tuple[float, float]:
         """Return the powers of the width in the learning rates of hidden matrices and of all other parameters.
@@ -1214,15 +1245,20 @@ class TrainConfig(Section):
     sample_tokens: int = 200
     """Tokens to generate per sample; 0: no samples."""
     sample_prompt: str = "\n"
-    """Prompt for the samples."""
+    """Prompt for the samples. With data=pairs they are answers to it, by default to the first validation prompt."""
     suggest: bool = True
     """Suggest commands for the next step when the run has finished."""
+    report: bool = True
+    """Draw the plots and write report.html when the run ends; wordrun report also writes the page later."""
     temperature: float = 0.8
     """Sampling temperature; lower is more deterministic."""
     top_k: int | None = 200
     """Sample from the k most likely tokens; null: from all tokens."""
     dtype: str = "auto"
     """Compute precision: fp32, bf16, fp16, or auto (bf16 if the device supports it at full speed, else fp32)."""
+    float8: str = "none"
+    """Linear layers of the blocks that multiply in float8, with train.dtype=bf16: none, or tensorwise or rowwise, which
+    scale each matrix by one factor or each of its rows by its own; for NVIDIA GPUs from Ada or Hopper on."""
     compile: bool | str = False
     """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: measure some steps
     without and with it, and keep what is faster, if enough of the run is left for that to pay."""
@@ -1291,6 +1327,7 @@ class TrainConfig(Section):
                 yield f"train.{name}={getattr(self, name)} should be at most {most}"
         yield from one_of("train.dtype", self.dtype, DTYPES)
         yield from one_of("train.device", self.device, ["auto", "cpu", "cuda", "xpu"])
+        yield from one_of("train.float8", self.float8, ["none", "tensorwise", "rowwise"])
         if self.compile not in (True, False, "auto"):
             yield f"train.compile={self.compile} should be true, false or auto"
         yield from one_of("train.compile_scope", self.compile_scope, ["blocks", "model"])

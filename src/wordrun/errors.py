@@ -3,13 +3,16 @@
 import inspect
 import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
+SHOWN = 4
+"""Lines of a part that are shown on the screen when it fails."""
 
 
 class UserError(Exception):
@@ -34,13 +37,15 @@ class PartError(UserError, RuntimeError):
     """The code of a part raised an exception, which is the cause; the message names the part."""
 
     def __init__(self, what: str, error: BaseException, code: Any) -> None:
-        """Say that ``what`` failed with ``error``, and in which line of the file that defines ``code``."""
+        """Say that ``what`` failed with ``error``, and in which line of the package that defines ``code``."""
         try:
             file = inspect.getsourcefile(code) or ""
         except (TypeError, OSError):  # it has no file
             file = ""
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        where = f" ({Path(file).name}{f':{lines[-1]}' if lines else ''})" if file else ""
+        self.frames = _frames_of(error, code, file)
+        """The lines of the part that led to the error."""
+        name, line = (self.frames[-1].filename, f":{self.frames[-1].lineno}") if self.frames else (file, "")
+        where = f" ({Path(name).name}{line})" if name else ""
         super().__init__(f"{what}: {type(error).__name__}: {first_line(error)}{where}")
         self.__cause__ = error
         self.file: Path | None = None
@@ -50,11 +55,55 @@ class PartError(UserError, RuntimeError):
         if self.file is None:
             self.file, self.args = file, (f"{self}; traceback: {file}",)
 
+    def tracebacks(self) -> str:
+        """Return the traceback, for a file."""
+        return "".join(traceback.format_exception(self))
+
+    def excerpt(self) -> str:
+        """Return the message and, below it, the part's own lines that led to the error."""
+        lines = [f"  {Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in self.frames if frame.line]
+        return "\n".join([str(self), *lines[-SHOWN:]])
+
+
+class SeveralPartsError(PartError):
+    """Several parts failed."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        """Say what each of ``errors`` says."""
+        UserError.__init__(self, "\n".join(map(str, errors)))
+        self.errors, self.frames, self.file = errors, [], None
+
+    def tracebacks(self) -> str:
+        """Return the tracebacks of all errors."""
+        return "\n".join("".join(traceback.format_exception(error)) for error in self.errors)
+
+
+def raise_all(errors: Sequence[UserError]) -> None:
+    """Raise ``errors`` as one, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if any(isinstance(error, PartError) for error in errors):
+        raise SeveralPartsError(errors)
+    if errors:
+        raise ConfigError("\n".join(map(str, errors)))
+
+
+def _frames_of(error: BaseException, code: Any, file: str) -> list[traceback.FrameSummary]:
+    """Return the frames of ``error`` in the package that defines ``code``; of wordrun's own, only those in ``file``."""
+    package = (getattr(code, "__module__", None) or "").partition(".")[0]
+    walked = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = traceback.extract_tb(error.__traceback__)
+    own = [str(frame.f_globals.get("__name__")).partition(".")[0] == package != "wordrun" for frame in walked]
+    return [each for each, inside in zip(found, own, strict=False)
+            if each.filename == file or (inside and each.filename[:1] != "<")]  # fmt: skip
+
 
 PAGES = {
     "wordrun.arguments": "",
     "wordrun.backend": "backends.md#which-models-on-which-backends",
+    "wordrun.backend.base.checked": "extend.md#a-model",
     "wordrun.backend.deepspeed": "backends.md#deepspeed",
+    "wordrun.backend.float8": "speed.md#float8",
     "wordrun.backend.pipeline": "backends.md#pipelines",
     "wordrun.bandwidth": "backends.md#how-fast-do-the-ranks-communicate",
     "wordrun.checkpoint": "checkpoints.md#what-a-checkpoint-contains",
@@ -76,12 +125,14 @@ PAGES = {
     "wordrun.data.order": "data.md#loading",
     "wordrun.data.tokenizers": "data.md#tokenizers",
     "wordrun.dist.agreement": "jobs.md#a-hang",
+    "wordrun.dist.device": "install.md#clusters",
     "wordrun.dist.mesh": "backends.md#layout-of-the-ranks",
     "wordrun.dist.mpi": "dist.md#how-a-process-is-identified",
     "wordrun.dist.rendezvous": "launch.md#who-can-connect",
     "wordrun.dist.setup": "install.md#clusters",
     "wordrun.dist.world": "dist.md#how-a-process-is-identified",
     "wordrun.ds_config": "backends.md#deepspeed",
+    "wordrun.errors": "",
     "wordrun.export": "generate.md#export",
     "wordrun.generate": "generate.md#generate",
     "wordrun.launch": "launch.md#in-a-slurm-or-pbs-job",
@@ -166,7 +217,9 @@ def page_of(raised: str) -> str:
 def with_page(error: UserError) -> str:
     """Return an error's message and, if a page has more to say than the message, a line that names it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals is not globals()]
-    if not frames or isinstance(error, PartError):  # of which the file with the traceback has more to say
+    if isinstance(error, PartError):  # of which the file with the traceback has more to say
+        return error.excerpt()
+    if not frames:
         return str(error)
     # The name of a module that was started by python -m is in its spec.
     spec, function = frames[-1].f_globals.get("__spec__"), frames[-1].f_code.co_name
@@ -200,6 +253,15 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     by_lower = {name.lower(): name for name in reversed(names)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
+
+
+def listed(names: Iterable[str], width: int = 100) -> str:
+    """Return ``names`` for the end of a message, in parentheses or, if they are many, on indented lines below it."""
+    text = ", ".join(names)
+    if len(text) <= width:
+        return f" ({text})"
+    lines = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join([":", *lines])
 
 
 def first_line(error: BaseException | str, most: int = 200) -> str:

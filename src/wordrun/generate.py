@@ -110,7 +110,7 @@ def write(options: GenerateConfig) -> None:
     from wordrun.checkpoint.saved import find
     from wordrun.data import tokenizers
     from wordrun.dist import World
-    from wordrun.dist.setup import choose_device
+    from wordrun.dist.device import choose_device
     from wordrun.model.generate import generate, predictor
 
     device = choose_device(options.device, World())

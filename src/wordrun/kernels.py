@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 SHORT = 512
 """Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
 LARGE = 2**24
 """Number of logits above which ``model.loss.cross_entropy`` is used; below, their memory does not matter."""
 CHUNK = 2**25
 """Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
+WHOLE = 2**22
+"""Values of an attention mask up to which its memory does not matter."""
+TRITON = find_spec("triton") is not None
+"""Whether there is a compiler for FlexAttention's kernels; looked up once, because a compiled model cannot."""
+LEAST_HEAD = 16
+"""Elements of an attention head that FlexAttention needs on a GPU."""
+
+
+def skips_blocks(device: str, values: int, p: float, head_size: int) -> bool:
+    """Return whether attention within documents uses FlexAttention instead of a mask of that many ``values``.
+
+    On CPUs it has no backward pass, and none of its kernels has dropout.
+    """
+    suits = values > WHOLE and p == 0 and head_size >= LEAST_HEAD
+    return suits and device == "cuda" and TRITON
 
 
 def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wordrun.config import BackendConfig, DilocoConfig, FSDPConfig
+from wordrun.config import BackendConfig, DilocoConfig
 from wordrun.dist.mesh import Layout, resolve
 from wordrun.errors import ConfigError
 
@@ -15,7 +15,7 @@ def layout(backend: BackendConfig, ranks: int, per_node: int) -> Layout:
         return _with_experts(backend, resolve(ranks, per_node, backend.axes()))
     islands = backend.count(ranks, per_node)
     each, inside = ranks // islands, backend.inside()
-    if each == 1 and isinstance(inside, FSDPConfig):
+    if each == 1 and inside.sharded:
         raise ConfigError(
             f"backend.inner=FSDP shards the model across the ranks of an island, and each of the {islands} islands has "
             "only one: use a smaller backend.islands, or backend.inner=DDP"

@@ -25,6 +25,8 @@ WARNINGS = logging.getLogger("py.warnings")  # Python's warnings, including torc
 FOR_FILES = {"for_files": True}
 # For a warning that is the same on all ranks: only rank 0 logs it.
 FIRST_RANK = {"first_rank": True}
+# For an error that rank 0 also prints when the process ends.
+LOG_FILE = FIRST_RANK | {"log_file": True}
 EARLY_RECORDS = 1000
 STYLES = {logging.ERROR: "bold red", logging.WARNING: "yellow"}
 """Styles of levels on a terminal, highest first; other levels are not shown."""
@@ -222,6 +224,6 @@ def start(rank: int) -> LogHandle:
     else:
         handler = PipeHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(lambda record: LogHandle.opened[-1:] == [handle])
+    handler.addFilter(lambda record: LogHandle.opened[-1:] == [handle] and not hasattr(record, "log_file"))
     handle.add(handler)
     return handle

@@ -6,6 +6,8 @@ config. Files under conf/ come first, so one of the same name can add presets.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -22,6 +24,29 @@ from wordrun.registry import KINDS, Part
 
 SCHEMA = "schema"
 """The folder of the dataclasses."""
+_problems: list[str] | None = None
+"""What is wrong with the parts read so far; None: the first problem is raised."""
+
+
+@contextlib.contextmanager
+def all_problems() -> Iterator[None]:
+    """Within the ``with`` block, in which configs are composed, collect what is wrong with all of their parts.
+
+    Raises:
+        ConfigError: there are problems; the message names all of them.
+    """
+    global _problems
+    outer, found = _problems, list[str]()
+    _problems = found
+    try:
+        yield
+    except Exception:
+        if not found:  # else whatever Hydra says follows from them
+            raise
+    finally:
+        _problems = outer
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
 class SearchPath(SearchPathPlugin):
@@ -54,7 +79,13 @@ class PartSource(ConfigSource):
         """
         *folders, group, name = config_path.removesuffix(".yaml").split("/")
         part = schemas(group)[name]
-        content = _schema(part) if folders else OmegaConf.create(_option(group, name, part))
+        try:
+            content = _schema(part) if folders else OmegaConf.create(_option(group, name, part))
+        except ConfigError as error:
+            if _problems is None:
+                raise
+            _problems.append(str(error))
+            content = OmegaConf.create()
         return ConfigResult(provider=self.provider, path=self.full_path(), config=content, header={"package": None})
 
     def is_group(self, config_path: str) -> bool:

@@ -89,8 +89,12 @@ class Part:
         except Exception as error:
             if isinstance(error, UserError) or not self.origin:
                 raise
-            name = getattr(self.load(), "__name__", str(self.implementation))
-            raise PartError(f"{self}: {name} failed{hint}", error, self.load()) from error
+            raise self.failed(error, hint) from error
+
+    def failed(self, error: Exception, hint: str = "") -> PartError:
+        """Return an exception that says that this part failed with ``error``; ``hint`` says where."""
+        name = getattr(self.load(), "__name__", str(self.implementation))
+        return PartError(f"{self}: {name} failed{hint}", error, self.load())
 
     @cached_property
     def options(self) -> type[Any]:

@@ -57,6 +57,10 @@ class ModelConfig(Section):
         """Return by what the model is wider than the one for which its learning rate was chosen; 1: scale nothing."""
         return 1.0
 
+    def head_ratio(self) -> float:
+        """Return by what attention heads are larger than in the model for which the learning rate was chosen."""
+        return 1.0
+
     def rate_factor(self) -> float | None:
         """Return by what the model's size multiplies the learning rates in conf/optimizer; None: it has no say."""
         return None

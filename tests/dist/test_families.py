@@ -50,11 +50,13 @@ LAYOUTS = {
     "TP": ["train.backend=TP", "backend.tp=2"],
     "PP": ["train.backend=PP", "backend.pp=2", "model.batch_size=2"],
     "3D": ["train.backend=3D", "backend.pp=2", "backend.tp=2", "model.batch_size=4"],
-    "cp, heads": [*FSDP, "backend.cp=2", "backend.cp_attention=heads", "model.batch_size=2"],
+    "cp, heads": [*FSDP, "backend.cp=2", "backend.cp_attention=heads", "model.batch_size=4"],
     "cp, ring": [*FSDP, "backend.cp=4", "backend.cp_attention=ring", "model.batch_size=4"],
     "LoRA": [*FSDP, "model.lora_rank=2", "train.init_from=weights"],
     "DeepSpeed": ["train.backend=deepspeed", "backend.stage=2"],
 }
+ON_TWO = ("DDP", "FSDP", "cp, heads", "LoRA", "DeepSpeed")
+"""Layouts with a single axis, for which two ranks are enough; the others have four."""
 SCRIPT = """
 import json, pickle, sys
 from functools import partial
@@ -100,23 +102,23 @@ def trained(ranks: Any, n: int, runs: dict[str, Config]) -> dict[str, list[float
 
 def on_ranks(ranks: Any) -> dict[str, dict[str, bool]]:
     """Return which layouts each family has, after comparing those with one process."""
-    runs = {}
+    runs: dict[int, dict[str, Config]] = {2: {}, 4: {}}
     for family, model in FAMILIES.items():
         for layout, words in LAYOUTS.items():
-            key = f"{family}: {layout}"
+            n = 2 if layout in ON_TWO else 4
             with contextlib.suppress(ConfigError):  # refused
-                cfg = compose([*SMALL, *model, *batch(words)], ranks=4)
-                check(cfg, 4)
-                runs[key] = cfg
+                cfg = compose([*SMALL, *model, *batch(words, n)], ranks=n)
+                check(cfg, n)
+                runs[n][f"{family}: {layout}"] = cfg
     whole = ["train.backend=DDP", "model.batch_size=4"]
     one = {family: compose([*SMALL, *model, *whole]) for family, model in FAMILIES.items()}
     lora = {
         key: compose([*SMALL, *FAMILIES[key.partition(":")[0]], *whole, *LAYOUTS["LoRA"][1:]])
-        for key in runs
+        for key in runs[2]
         if key.endswith("LoRA")
     }
-    alone, found = trained(ranks, 1, one | lora), trained(ranks, 4, runs)
-    assert found.keys() == runs.keys()
+    alone, found = trained(ranks, 1, one | lora), trained(ranks, 2, runs[2]) | trained(ranks, 4, runs[4])
+    assert found.keys() == runs[2].keys() | runs[4].keys()
     for key, losses in found.items():
         reference = alone.get(key) or alone[key.partition(":")[0]]
         assert abs(reference[1] / reference[0] - 1) > 1e-4  # the step matters
@@ -124,9 +126,11 @@ def on_ranks(ranks: Any) -> dict[str, dict[str, bool]]:
     return {family: {layout: f"{family}: {layout}" in found for layout in LAYOUTS} for family in FAMILIES}
 
 
-def batch(words: list[str]) -> list[str]:
-    """Return ``words`` with one sequence per rank and micro-step, if they do not set that."""
-    return words if any(word.startswith("model.batch_size") for word in words) else [*words, "model.batch_size=1"]
+def batch(words: list[str], n: int) -> list[str]:
+    """Return ``words`` with the four sequences of a step divided among ``n`` ranks, if they do not set that."""
+    return (
+        words if any(word.startswith("model.batch_size") for word in words) else [*words, f"model.batch_size={4 // n}"]
+    )
 
 
 def generates(model: list[str]) -> bool:

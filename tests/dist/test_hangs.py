@@ -5,53 +5,24 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import hanging
+
 if TYPE_CHECKING:
-    from conftest import Start
+    from conftest import Command
 
 pytestmark = pytest.mark.timeout(120)
 
-SCRIPT = """
-import math, os, re, signal, sys, threading, time
-from pathlib import Path
-import torch
-import torch.distributed
-import wordrun
-from wordrun import dist
-from wordrun.dist import stacks, watch
-from wordrun.train.training import Hook
-
-kind, run_dir = sys.argv[1:]
-
-reported, report = Path("reported").absolute(), watch.Watch._report
-reached, limit = threading.Event(), watch.Watch.limit.fget
-
-def report_and_say_so(*words):
-    report(*words)
-    sys.stdout.flush()
-    reported.touch()
-
-watch.Watch._report = report_and_say_so
-# On a busy machine any step may take seconds.
-watch.Watch.limit = property(lambda self: limit(self) if reached.is_set() else math.inf)
-
-def end_when_reported():
-    while not reported.exists():
-        time.sleep(0.05)
-    os._exit(1)
-
-def reach():
-    reached.set()
-    watch.mark()
-
+CULPRIT = """
 def loop_forever():
     while True: pass  # endless
 
@@ -100,44 +71,18 @@ class Culprit(Hook):
         if kind == "save" and dist.discover().rank == 1:
             time.sleep(1000)  # tensors
         return {}
-
-hang_s = 1 if kind == "start-up" else 2
-stacks.DUMP_S = 20.0
-threading.Thread(target=end_when_reported, daemon=True).start()
-with dist.session() as world:
-    torch.set_num_threads(1)
-    words = [f"hydra.run.dir={run_dir}", "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl",
-        "train.dtype=fp32", "train.device=cpu", "train.max_iters=8", "train.eval_interval=4", "train.eval_iters=1",
-        "train.sample_tokens=0", "train.global_batch_size=6", "train.checkpoint_interval=4", "train.save_best=false",
-        f"train.hang_s={hang_s}", "model.batch_size=2", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
-        "model.block_size=16"]
-    cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
-    with wordrun.Trainer(cfg, world, hooks=[Culprit()]) as trainer:
-        trainer.train()
 """
-TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 
 
 @pytest.fixture
-def hang(ranks: Any, tmp_path: Path) -> Callable[[str], tuple[str, str]]:
+def hang(ranks: Any) -> Callable[..., tuple[str, str]]:
     """Return a function that lets rank 1 of 3 hang, and returns the message and the report."""
-
-    def run(kind: str, **options: Any) -> tuple[str, str]:
-        (tmp_path / "text.txt").write_text(50 * TEXT)
-        (tmp_path / "hang.py").write_text(SCRIPT)
-        done = ranks(3, "hang.py", kind, "run", **{"under": "fork", "timeout": 60, **options})
-        assert (tmp_path / "reported").exists(), done.stdout + done.stderr
-        messages = re.findall(r"no progress for .*", done.stdout)
-        assert len(messages) == 1, done.stdout + done.stderr
-        (report,) = (tmp_path / "run" / "failures").glob("hang-*.txt")  # a rank may fail as another ends
-        return messages[0], report.read_text()
-
-    return run
+    return partial(hanging.run, ranks, 3, CULPRIT)
 
 
-def line_of(comment: str, script: str = SCRIPT) -> int:
+def line_of(comment: str) -> int:
     """Return the number of the script's line with a comment."""
-    return next(number for number, line in enumerate(script.splitlines(), 1) if line.endswith(f"# {comment}"))
+    return hanging.line_of(comment, hanging.script(CULPRIT))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +96,7 @@ def line_of(comment: str, script: str = SCRIPT) -> int:
     ],
 )
 def test_the_rank_that_does_not_come_is_named_with_its_line(hang: Any, kind: str, where: str, comment: str) -> None:
-    message, report = hang(kind)
+    message, report = hang(kind, *(["train.hang_s=1"] if kind == "start-up" else []))
     assert "rank 1 has not come to " in message
     assert re.search(r"rank 1 \([\w.-]+\) is at hang.py:" + str(line_of(comment)) + re.escape(f" in {where}"), message)
     assert re.search(r"ranks 0, 2 \([\w.-]+\) are at ", message)
@@ -190,42 +135,79 @@ def test_a_wait_in_mpi_is_named(hang: Any) -> None:
 
 
 SHAPES = """
+import sys
 import torch
 import torch.distributed
-from wordrun import dist
 
-with dist.session(hang_s=60) as world:
-    torch.distributed.all_reduce(torch.ones(8 + world.rank))  # shapes
+def train(rank):
+    torch.distributed.all_reduce(torch.ones(8 + rank))  # shapes
+
+if sys.argv[1] == "session":
+    from wordrun import dist
+
+    with dist.session(hang_s=60) as world:
+        train(world.rank)
+else:
+    torch.distributed.init_process_group("gloo")
+    train(torch.distributed.get_rank())
 """
 
 
-def test_ranks_with_different_shapes_end_with_their_line(ranks: Any, tmp_path: Path) -> None:
-    """gloo aborts the process from a thread of its own instead of waiting, and does not say where."""
+@pytest.mark.parametrize("how", ["session", "launch --hang"])
+def test_ranks_with_different_shapes_are_named(how: str, ranks: Any, command: Command, tmp_path: Path) -> None:
+    """gloo aborts one of them from a thread of its own instead of waiting, and does not say where."""
     (tmp_path / "shapes.py").write_text(SHAPES)
-    done = ranks(2, "shapes.py", timeout=60)
-    assert done.returncode != 0
-    assert "collective mismatch" in done.stdout + done.stderr
-    aborted = rf'shapes\.py", line {line_of("shapes", SHAPES)} in <module>'  # a traceback would have a comma
-    assert re.search(aborted, done.stdout + done.stderr), done.stdout + done.stderr
+    if how == "session":
+        done = ranks(2, "shapes.py", how, under="fork", timeout=60)
+    else:
+        done = command("launch", "--hang", "60", "-n", "2", sys.executable, "shapes.py", how)
+    said = done.stdout + done.stderr
+    assert abs(done.returncode) % 128 == signal.SIGABRT, said
+    messages = re.findall(r"^C\+\+ code aborts rank \d: the ranks have called different collectives: (.*)", said, re.M)
+    assert len(messages) == 1, said
+    first = "rank 0 all_reduce number 1 of float32 [8], rank 1 all_reduce number 1 of float32 [9], of 2 ranks; "
+    assert messages[0].startswith(f"{first}ranks 0-1 ("), said
+    assert f") are at shapes.py:{hanging.line_of('shapes', SHAPES)} in train" in messages[0]
+    (report,) = tmp_path.rglob("abort-*.txt")
+    assert "in train" in report.read_text().partition("\n")[2]
+    assert "collective mismatch" in said  # gloo's own words
+    assert "Fatal Python error" not in said
 
 
 NETWORK = """
-import os, sys
+import ctypes, os, subprocess, sys
 import torch
 import torch.distributed
-from wordrun import dist
 
-with dist.session(hang_s=2) as world:
+def enter(namespace):
+    with open(f"/run/netns/{namespace}") as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+
+def train(rank):
     for step in range(100_000):
         torch.distributed.all_reduce(torch.ones(8))  # network
-        if step == 3:
-            print("ready", flush=True)
+        if step == 3 and rank == 1:
+            subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
+
+rank = int(os.environ["RANK"])
+enter(sys.argv[2 + rank])
+os.environ |= {"MASTER_ADDR": "10.99.77.1", "GLOO_SOCKET_IFNAME": "cable"}
+if sys.argv[1] == "session":
+    from wordrun import dist
+
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(rank)}
+    os.environ |= {**alone, "WORDRUN_HOSTS": "one,two"}
+    with dist.session(hang_s=2):
+        train(rank)
+else:
+    torch.distributed.init_process_group("gloo")
+    train(rank)
 """
 
 
 @pytest.fixture
-def hosts() -> Iterator[Callable[..., list[str]]]:
-    """Return a function that runs a command in one of two network namespaces, which a cable connects."""
+def hosts() -> Iterator[list[str]]:
+    """Return the names of two network namespaces, which a cable connects."""
     names = [f"wordrun-{os.getpid()}-{i}" for i in range(2)]
 
     def on(host: int, *words: str) -> list[str]:
@@ -247,31 +229,118 @@ def hosts() -> Iterator[Callable[..., list[str]]]:
             run(*on(host, "ip", "addr", "add", f"10.99.77.{host + 1}/24", "dev", "cable"))
             for device in ("lo", "cable"):
                 run(*on(host, "ip", "link", "set", device, "up"))
-        yield on
+        yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def test_a_host_that_is_cut_off(hosts: Any, start: Start, tmp_path: Path) -> None:
+ENDING = """
+import os, runpy, sys, threading, time
+from pathlib import Path
+from wordrun.dist import stacks, waits, watch
+
+def end_when_reported():
+    while not list(Path.cwd().rglob("hang-*.txt")):
+        time.sleep(0.05)
+    os._exit(1)
+
+stacks.DUMP_S = 20.0
+threading.Thread(target=end_when_reported, daemon=True).start()
+if "WORDRUN_HANG_S" in os.environ:
+    # On a busy machine any step may take seconds.
+    measured = waits.Waits.__call__
+    waits.Waits.__call__ = lambda self: measured(self) if os.path.exists("reached") else 0.0
+    watch.start_from_env()  # as the sitecustomize of launch --hang does
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program until a hang is reported."""
+CUT_OFF = r"(all ranks have|rank \d has not) come to all_reduce number \d+ of float32 \[8\] of 2 ranks"
+
+
+def test_a_host_that_is_cut_off(hosts: list[str], ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "network.py").write_text(NETWORK)
-    told = {
-        "WORDRUN_LAUNCHER": "local", "MASTER_ADDR": "10.99.77.1", "MASTER_PORT": "23456", "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORDRUN_HOSTS": "one,two", "GLOO_SOCKET_IFNAME": "cable",
-    }  # fmt: skip
-    jobs = [
-        start(*hosts(n, sys.executable, "network.py"), env={**os.environ, **told, "RANK": str(n), "NODE_RANK": str(n)})
-        for n in range(2)
-    ]  # fmt: skip
-    assert jobs[0].stdout is not None
-    assert jobs[0].stdout.readline() == "ready\n", jobs[0].communicate()[1]
-    subprocess.run(hosts(1, "ip", "link", "set", "cable", "down"), check=True)
-    deadline = time.monotonic() + 90
-    while not (found := list(tmp_path.glob("failures/*/hang-*.txt"))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    text = found[0].read_text()
-    assert re.search(
-        r"(all ranks have|rank \d has not) come to all_reduce number \d+ of float32 \[8\] of 2 ranks", text
-    )
-    assert f"network.py:{line_of('network', NETWORK)} in <module>" in text
+    (tmp_path / "ending.py").write_text(ENDING)
+    ranks(2, "ending.py", "network.py", "session", *hosts, under="fork", timeout=60)
+    (report,) = tmp_path.glob("failures/*/hang-*.txt")
+    text = report.read_text()
+    assert re.search(CUT_OFF, text)
+    assert f"network.py:{hanging.line_of('network', NETWORK)} in train" in text
     assert ("(one)" in text and "(two)" in text) or "(one, two)" in text
+
+
+def test_a_host_that_is_cut_off_under_launch_hang(hosts: list[str], command: Command, tmp_path: Path) -> None:
+    """The program knows nothing of wordrun."""
+    (tmp_path / "network.py").write_text(NETWORK)
+    done = command("launch", "--hang", "2", "-n", "2", sys.executable, "network.py", "plain", *hosts)
+    assert done.returncode == 124, done.stderr
+    assert re.search(f"no progress for 2 s: {CUT_OFF}", done.stderr), done.stderr
+    assert f"network.py:{hanging.line_of('network', NETWORK)} in train" in done.stderr
+
+
+PLAIN = """
+import os, signal, sys, time
+import torch
+import torch.distributed as td
+
+kind, rank = sys.argv[1], int(os.environ["RANK"])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, i):
+        if kind == "data" and i > 3 and rank == 1:
+            time.sleep(1000)  # loader
+        return torch.ones(4)
+
+torch.set_num_threads(1)
+td.init_process_group("gloo")
+group = td.new_group([0, 1])
+for step, batch in enumerate(torch.utils.data.DataLoader(Data(), batch_size=1)):
+    td.all_reduce(batch)  # everyone
+    if step == 3:
+        open("reached", "w").close()
+    if step == 3 and rank == 1:
+        if kind == "loop":
+            while True: pass  # endless
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)  # stop
+        if kind == "other":
+            td.all_reduce(torch.zeros(77), group=group)  # other
+"""
+
+
+@pytest.fixture
+def plain_hang(ranks: Any, tmp_path: Path) -> Callable[..., str]:
+    """Return a function that lets ranks of a program hang that knows nothing of wordrun, and returns the report."""
+
+    def run(size: int, *words: str, **env: str) -> str:
+        (tmp_path / "plain.py").write_text(PLAIN)
+        (tmp_path / "ending.py").write_text(ENDING)
+        done = ranks(size, "ending.py", "plain.py", *words, under="fork", timeout=60, WORDRUN_HANG_S="1", **env)
+        (report,) = tmp_path.rglob("hang-*.txt")
+        text = report.read_text()
+        assert text.startswith("no progress for 1 s: "), done.stdout + done.stderr
+        return text.partition("\n")[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("loop", f"at plain.py:{hanging.line_of('endless', PLAIN)} in <module>;"),
+        ("data", f"at plain.py:{hanging.line_of('loader', PLAIN)} in __getitem__;"),
+        ("other", f"at plain.py:{hanging.line_of('other', PLAIN)} in <module>, waiting in all_reduce of float32 [77]"),
+        ("stop", "stopped (SIGSTOP or SIGTSTP);"),
+    ],
+)  # fmt: skip
+def test_a_plain_programs_rank_that_does_not_come_is_named(plain_hang: Any, kind: str, where: str) -> None:
+    message = plain_hang(3, kind)
+    number = r"all_reduce number \d+ of float32 \[1, 4\] of 3 ranks; "
+    assert re.match(
+        rf"no progress for 1 s: rank 1 has not come to {number}rank 1 \([\w.-]+\) is {re.escape(where)}", message
+    )
+    everyone = hanging.line_of("everyone", PLAIN)
+    assert re.search(rf"; ranks 0, 2 \([\w.-]+\) are at plain.py:{everyone} in <module>", message)

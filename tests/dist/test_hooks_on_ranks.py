@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import together
 from wordrun import compat
 from wordrun.checkpoint import folder as folders, index
 from wordrun.checkpoint.saved import find
@@ -25,30 +26,14 @@ SMALL = [
     "model.block_size=16", "model.bias=true",
     "hooks=[ema,statistics,spikes]", "hooks.ema.decay=0.8", "hooks.statistics.interval=2", "hooks.spikes.window=2",
 ]  # fmt: skip
-SCRIPT = """
-import json, sys
-import torch
-import wordrun
-from wordrun import checks, dist
+UNCHANGED = """
 from wordrun.backend.native import local
-from wordrun.train import language
-
-def vocab_multiple(cfg, tp, on_cpu):
-    return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
-
-language.vocab_multiple = vocab_multiple
-with dist.session() as world:
-    torch.set_num_threads(1)
-    for words in json.load(open(sys.argv[1])):
-        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
-        with wordrun.Trainer(cfg, world) as trainer:
-            trainer.train()
-            hook, backend = trainer.hooks["ema"], trainer.backend
-            before = {name: local(tensor).clone() for name, tensor in backend.model_state().items()}
-            with hook.applied(trainer):
-                pass
-            for name, tensor in backend.model_state().items():
-                assert torch.equal(local(tensor), before[name]), name
+hook, backend = trainer.hooks["ema"], trainer.backend
+before = {name: local(tensor).clone() for name, tensor in backend.model_state().items()}
+with hook.applied(trainer):
+    pass
+for name, tensor in backend.model_state().items():
+    assert torch.equal(local(tensor), before[name]), name
 """
 ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
 TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
@@ -79,13 +64,9 @@ FOUR = {
 }
 
 
-def train(ranks: Any, n: int, runs: dict[str, list[str]], home: Path) -> None:
-    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
-    (home / "text.txt").write_text(TEXT * 60)
-    (home / "script.py").write_text(SCRIPT)
-    (home / "runs.json").write_text(json.dumps([[*SMALL, f"hydra.run.dir={k}", *w] for k, w in runs.items()]))
-    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+def train(ranks: Any, n: int, runs: dict[str, list[str]]) -> None:
+    words = {name: [*SMALL, *more] for name, more in runs.items()}
+    together.train(ranks, n, words, together.ALIGNED, UNCHANGED)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -223,9 +204,9 @@ def test_ranks_that_wait_in_a_hook_that_has_failed_on_another_do_not_wait_for_ev
 
 def test_hooks_see_one_model_under_every_layout(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train(ranks, 1, {"whole": ["model.batch_size=8"]}, tmp_path)
-    train(ranks, 2, TWO, tmp_path)
-    train(ranks, 4, FOUR, tmp_path)
+    train(ranks, 1, {"whole": ["model.batch_size=8"]})
+    train(ranks, 2, TWO)
+    train(ranks, 4, FOUR)
     whole, mean = lines(tmp_path / "whole"), averages(tmp_path / "whole")
     assert {"ema_val_loss", "grad_norm/blocks.3", "activation_rms/blocks.3", "grad_norm/norm", "spike_score"} <= {
         name for line in whole for name in line

@@ -6,6 +6,7 @@ Its collectives send nothing, so most values are arbitrary; shapes, bytes and wh
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ WIDEST = {
     "diloco": (["train.backend=diloco", "model.n_layer=1", "backend.inner=FSDP", "backend.islands=64",
                 "train.max_iters=1"], {LAST: ["adamw"]}),
 }  # fmt: skip
-SCRIPT = """
+HEAD = """
 import contextlib, json, resource, sys
 from functools import partial
 from pathlib import Path
@@ -84,13 +85,23 @@ def summed(group, bucket):
     return done
 
 
-def walk(optimizer):
+def build(optimizer):
     cfg = wordrun.compose([*words, f"optimizer={optimizer}"], ranks=ranks)
-    layout = check(cfg, ranks, per_node)
     make = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
-    made = backend.build(backend.BackendSpec(
-        cfg, World(rank=rank, size=ranks, device="cpu", **node), layout, partial(meta_model, cfg.model, vocab), make,
-    ))
+    world = World(rank=rank, size=ranks, device="cpu", **node)
+    model = partial(meta_model, cfg.model, vocab)
+    made = backend.build(backend.BackendSpec(cfg, world, check(cfg, ranks, per_node), model, make))
+    tokens = torch.randint(0, vocab, (cfg.model.batch_size, cfg.model.block_size))
+    return cfg, made, Batch(tokens, tokens)
+
+
+def report(found):
+    found["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps(found) + "\\n")
+"""
+SCRIPT = """
+def walk(optimizer):
+    cfg, made, batch = build(optimizer)
     layout = made.layout
     parameters = [p for part in made.parts for p in part.parameters()]
     found = {"optimizer": optimizer}
@@ -117,9 +128,8 @@ def walk(optimizer):
     made.optimizer.register_step_post_hook(count)
     clock = Stopwatch(made.device)
     clock.start()
-    tokens = torch.randint(0, vocab, (cfg.model.batch_size, cfg.model.block_size))
     with mock.patch.multiple(td, recv_object_list=neighbours_shapes, all_to_all_single=received):
-        made.train_step([Batch(tokens, tokens)] * accumulation(cfg, layout.dp), 1e-3, clock)
+        made.train_step([batch] * accumulation(cfg, layout.dp), 1e-3, clock)
     for p in parameters:
         local(p.data).fill_(rank + 1)
 
@@ -150,8 +160,7 @@ def walk(optimizer):
     for name, tensor in made.model_state().items():
         assert shards.shard_of(name, tensor, rows.get(name)).data.eq(rank + 1 if name in mine else 0).all(), name
     made.close()
-    found["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write(json.dumps(found) + "\\n")
+    report(found)
 
 
 def own_group(ranks, *args, **options):
@@ -162,6 +171,28 @@ def own_group(ranks, *args, **options):
 with mock.patch.object(device_mesh, "new_group", own_group):
     for optimizer in optimizers:
         walk(optimizer)
+"""
+# Rank 0's file has the weights, which the other ranks read, too.
+ZERO = """
+cfg, made, batch = build(optimizers[0])
+made.train_step([batch], 1e-3, Stopwatch(made.device))
+engine = made.engine.optimizer
+shards = engine.single_partition_of_fp32_groups
+states = [t for state in engine.optimizer.state.values() for t in state.values() if hasattr(t, "numel")]
+found = dict(groups=len(shards), optimizer=size([*shards, *states]), parameters=size(made.parts[0].parameters()))
+for shard in shards:
+    shard.data.fill_(rank + 1)
+folder = Path("zero")
+folder.mkdir(exist_ok=True)
+save = made.begin_save({"own": torch.arange(3)})
+save.write(folder)
+for shard in shards:
+    shard.data.zero_()
+assert made.load(folder, save.facts, ["own"])["own"].tolist() == [0, 1, 2]
+# The last rank has nothing but padding, which DeepSpeed does not save.
+assert all(shard.eq(0 if rank == ranks - 1 else rank + 1).all() for shard in shards)
+made.close()
+report(found)
 """
 
 
@@ -189,7 +220,7 @@ def test_a_rank_of_the_widest_layout(name: str, ranks: Any, tmp_path: Path) -> N
     stages = importlib.import_module("torch.distributed.pipelining.stage")
     if name in ("PP", "3D") and not hasattr(stages, "_StageForwardMeta"):
         pytest.skip("before version 2.13, torch's stages tell each other their shapes in another way")
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(HEAD + SCRIPT)
     words = [*SMALL, *WIDEST[name][0]]
     for rank, optimizers in WIDEST[name][1].items():
         facts = json.dumps([words, optimizers, RANKS, rank, PER_NODE, VOCAB])
@@ -208,3 +239,22 @@ def test_a_rank_of_the_widest_layout(name: str, ranks: Any, tmp_path: Path) -> N
             assert found["index"] < 50_000, at
             assert found["file"] < 2 * (sizes["parameters"] + sizes["optimizer"]) + 100_000, at
             assert found["memory"] < 2 * 2**30, at
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed: pip install 'wordrun[deepspeed]'"
+)
+def test_a_rank_of_deepspeeds_widest_layout(ranks: Any, tmp_path: Path) -> None:
+    """ZeRO over all ranks: it steps, saves and loads with shares of the optimizer of the planned size."""
+    words = [*SMALL, "train.backend=deepspeed", "backend.stage=1", "model.n_layer=1", "model.bias=false"]
+    planned, _ = plan(words, LAST)
+    (tmp_path / "script.py").write_text(HEAD + ZERO)
+    for rank in (FIRST, LAST):
+        facts = json.dumps([words, ["adamw"], RANKS, rank, PER_NODE, VOCAB])
+        done = ranks(1, "script.py", facts, under="fork", timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        # DeepSpeed rounds the share of each group up, to two elements with up to four values.
+        assert planned["optimizer"] <= found["optimizer"] <= planned["optimizer"] + 2 * 16 * found["groups"]
+        assert found["parameters"] == planned["parameters"]
+        assert found["memory"] < 2 * 2**30

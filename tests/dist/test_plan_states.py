@@ -1,4 +1,4 @@
-"""The plan's parameters, gradients and optimizer state are those of real ranks, to the byte."""
+"""The plan's parameters, gradients and optimizer state are those of real ranks, to the byte; their peak to 15 %."""
 
 from __future__ import annotations
 
@@ -148,3 +148,60 @@ def test_deepspeeds_shards_match_the_plan(ranks: Any, tmp_path: Path) -> None:
         planned, _ = plan(words, 2, 0)
         for name, size in real.items():
             assert size == pytest.approx(planned[name], rel=2e-3), (words, name)
+
+
+PEAKS = """
+import ctypes, json, sys
+from pathlib import Path
+import wordrun
+from wordrun import dist
+
+M_MMAP_THRESHOLD = -3
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)  # freed blocks return to the system, as docs/study.md says
+world = dist.identify()
+with dist.guard(world):
+    dist.setup(world, device="cpu")
+    import torch
+    from wordrun.train.metrics import used_memory
+
+    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    with wordrun.Trainer(cfg, world) as trainer:
+        trainer.train()
+    sys.stdout.write(json.dumps({"peak": used_memory(torch.device("cpu"))[1]}) + "\\n")
+    sys.stdout.flush()
+    dist.cleanup()
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "words"),
+    [
+        (2, "train.backend=DDP"), (2, "train.backend=FSDP"), (2, "train.backend=TP"), (2, "train.backend=PP"),
+        (4, "train.backend=3D backend.tp=1"),
+    ],
+)  # fmt: skip
+def test_the_peak_of_a_run_is_within_15_percent(n: int, words: str, ranks: Any, tmp_path: Path) -> None:
+    """Beyond that of a run with the fewest blocks, which has what a process takes besides the model."""
+    (tmp_path / "peaks.py").write_text(PEAKS)
+    options = [
+        *SMALL, *words.split(), "train.max_iters=2", "train.checkpoint_interval=0",  # which would copy the state
+        "model.n_embd=512", "model.block_size=32",
+    ]  # fmt: skip
+    peaks, plans = [], []
+    for layers in (2, 8):
+        run = [*options, f"model.n_layer={layers}"]
+        done = ranks(n, "peaks.py", *run, f"hydra.run.dir={tmp_path}/{layers}", under="fork", timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = [json.loads(line)["peak"] for line in done.stdout.splitlines() if line.startswith("{")]
+        assert len(found) == n
+        peaks.append(2**30 * max(found))
+        plans.append(_most(run, n))
+    assert peaks[1] - peaks[0] == pytest.approx(plans[1] - plans[0], rel=0.15)
+
+
+def _most(words: list[str], n: int) -> float:
+    """Return the plan for the rank that needs most memory [bytes]."""
+    cfg = compose(words)
+    model = shapes_of(cfg.model, VOCAB)
+    planner = Planner(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
+    return memory(model, planner.strategy("as asked", cfg.backend), "none").total

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import together
 from wordrun import compat
 from wordrun.checkpoint.saved import find
 from wordrun.export import ExportConfig, export
@@ -30,33 +31,10 @@ TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
 GPT = ["model.bias=true"]
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]
 MUP = ["model.mup=true", "model.mup_base_width=4"]
-SCRIPT = """
-import json, sys
-import torch
-import wordrun
-from wordrun import checks, dist
-from wordrun.train import language
-
-def vocab_multiple(cfg, tp, on_cpu):
-    return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
-
-language.vocab_multiple = vocab_multiple
-with dist.session() as world:
-    torch.set_num_threads(1)
-    for words in json.load(open(sys.argv[1])):
-        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
-        with wordrun.Trainer(cfg, world) as trainer:
-            trainer.train()
-"""
 
 
-def train(ranks: Any, n: int, runs: dict[str, list[str]], home: Path) -> None:
-    """Train every one of ``runs`` on ``n`` ranks, one after the other in the same processes."""
-    (home / "text.txt").write_text(TEXT * 60)
-    (home / "script.py").write_text(SCRIPT)
-    (home / "runs.json").write_text(json.dumps([[*SMALL, f"hydra.run.dir={k}", *w] for k, w in runs.items()]))
-    done = ranks(n, "script.py", "runs.json", under="fork", timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+def train(ranks: Any, n: int, runs: dict[str, list[str]]) -> None:
+    together.train(ranks, n, {name: [*SMALL, *words] for name, words in runs.items()}, together.ALIGNED)
 
 
 KEYS = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens")
@@ -110,7 +88,7 @@ def test_the_same_ranks_go_on_to_the_bit(ranks: Any, tmp_path: Path, monkeypatch
             words = words if "model=llama_debug" in words else [*words, *GPT]
             words, step = ([*words, *SHORT], 3) if size == 4 else ([*words, *ONCE], 6)
             runs |= {name: words, f"{name}-on": [*words, resume(name, step)]}
-        train(ranks, size, runs, tmp_path)
+        train(ranks, size, runs)
     for name in SAME | SAME_ON_FOUR:
         assert figures(tmp_path / f"{name}-on") == figures(tmp_path / name), name
         record = json.loads((tmp_path / f"{name}-on" / "run.json").read_text())
@@ -166,7 +144,7 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
     short = ["train.max_iters=3", "train.checkpoint_interval=0"]
     whole = {m: [*model, "model.batch_size=8"] for m, model in models.items()}
     begun = {f"{m}-begun": [*words, *short, f"train.init_from={m}"] for m, words in whole.items()}
-    train(ranks, 1, whole | begun, tmp_path)
+    train(ranks, 1, whole | begun)
     for m in models:
         export(ExportConfig(run=m, out=f"{m}-hf"))
     two = {
@@ -175,7 +153,7 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
         ]
         for m, model in models.items() for backend, size in (("FSDP", 4), ("TP", 8), ("PP", 8))
     }  # fmt: skip
-    train(ranks, 2, two, tmp_path)
+    train(ranks, 2, two)
     for name in two:
         m = name.partition("-")[0]
         ours, theirs, before = (
@@ -198,20 +176,20 @@ def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch:
         return {f"{m}-{name}": [*model, *words, resume(f"{m}-{source}", step)] for m, model in models.items()}
 
     whole = {f"{m}-whole": [*model, "model.batch_size=8"] for m, model in models.items()}
-    train(ranks, 1, whole | {"muon-whole": ["model.batch_size=8", *muon]}, tmp_path)
+    train(ranks, 1, whole | {"muon-whole": ["model.batch_size=8", *muon]})
     # 31 characters, padded to 32 and 128 rows, of which a checkpoint has none.
     schedule = f"backend.schedule={ZBV}"
     two = runs("tp", "whole", 3, "TP", 8) | runs("aligned", "whole", 3, "FSDP", 4) | runs("pp", "whole", 3, "PP", 8)
     two |= runs("zero-bubble", "whole", 3, "PP", 8, schedule)
     two["muon-tp"] = ["train.backend=TP", "model.batch_size=8", *muon, resume("muon-whole", 3)]
-    train(ranks, 2, two, tmp_path)
+    train(ranks, 2, two)
     four = runs("3d", "aligned", 6, "3D", 4 * TP, f"backend.tp={TP}")
-    train(ranks, 4, four, tmp_path)
+    train(ranks, 4, four)
     back = runs("3d-back", "3d", 9, "DDP", 8) | runs("zero-bubble-back", "zero-bubble", 9, "DDP", 8)
     for name in (*two, *four):
         (newest,) = find(tmp_path / name, check=False).weights()["tokens.weight"].shape[:1]
         assert newest == 31
-    train(ranks, 1, back, tmp_path)
+    train(ranks, 1, back)
     for name in two | four | back:
         whole, found = figures(tmp_path / f"{name.partition('-')[0]}-whole"), figures(tmp_path / name)
         assert whole[0][1] > whole[-2][1] + 0.1, "the model should have learned something to compare"

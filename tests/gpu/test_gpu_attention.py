@@ -52,6 +52,33 @@ def test_attention_takes_a_flash_kernel(device: torch.device, model: list[str], 
         assert not any("fmha_cutlass" in name or "AttentionKernel" in name for name in kernels)
 
 
+@pytest.mark.parametrize("compile_", ["false", "true"])
+def test_documents_need_no_dense_mask(
+    train: Train, device: torch.device, compile_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention and a dense mask have the same losses; the first needs less memory for long sequences."""
+    import torch
+
+    from wordrun import kernels
+    from wordrun.model import flex
+
+    words = [
+        *MODELS["llama"], "tokenizer=byte", "data.mask_documents=true", "model.block_size=1024", "model.batch_size=8",
+        "model.window=200", "model.global_every=2", "train.dtype=bf16", f"train.compile={compile_}",
+    ]  # fmt: skip
+    made: list[int] = []
+    block_masks = flex.block_masks
+    monkeypatch.setattr(flex, "block_masks", lambda *args: made.append(1) or block_masks(*args))
+    found = {}
+    for name, whole in (("flex", 0), ("dense", 2**40)):
+        monkeypatch.setattr(kernels, "WHOLE", whole)
+        found[name] = train(name, *words).losses
+        assert bool(made) == (name == "flex" and device.type == "cuda")
+        made.clear()
+        torch.compiler.reset()
+    assert found["flex"] == pytest.approx(found["dense"], rel=0.01)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_cache_changes_nothing(train: Train, device: torch.device, model: list[str], dtype: str) -> None:

@@ -42,11 +42,6 @@ def run(command: Command, ranks: Command, tmp_path: Path) -> Run:
             return done.stdout
         if line not in OUTPUTS:
             done = command(*shlex.split(line), timeout=150)
-            if done.returncode == 134 and "terminate called without an active exception\n" in done.stderr:
-                # Torch's: while Python ends, a thread of gloo's may still need the interpreter to release a tensor.
-                # destroy_process_group joins the threads of the world group, but those of a mesh's groups were still
-                # there after it, and barriers of those groups did not help (measured); wordrun.dist waits for them.
-                done = command(*shlex.split(line), timeout=150)
             assert done.returncode == 0, done.stdout + done.stderr
             OUTPUTS[line] = done.stdout
         return OUTPUTS[line]

@@ -147,7 +147,7 @@ time.sleep(60)
 
 
 def environment(cwd: Path) -> dict[str, str]:
-    names = ("HOME", "LANG", "TMPDIR")
+    names = ("HOME", "LANG", "PYTHONPATH", "TMPDIR")
     return {
         "PATH": "/usr/bin:/bin",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from conftest import Command, Start
 
@@ -37,7 +39,8 @@ def test_1_2_and_4_ranks(command: Command, tmp_path: Path) -> None:
         assert row["global_batch"] == "16"
         assert "torch" in row["versions"]
         assert float(row["memory_gib"]) > 0
-        assert float(row["planned_memory_gib"]) > 0
+        assert (float(row["planned_sent_gib"]) > 0) == (row["ranks"] != "1")
+        assert row["planned_step_s"] == row["planned_memory_gib"] == ""
     page = (tmp_path / "study" / "scaling.md").read_text()
     assert "Strong scaling on 1, 2, 4 ranks" in page
     assert "TP-tp-3-2 | impossible" in page
@@ -69,8 +72,9 @@ def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, s
 
 
 def test_a_failed_run_has_its_reason_and_is_repeated_on_request(command: Command, tmp_path: Path) -> None:
+    """Its estimates are made then: the run that measures them fails, too."""
     text = tmp_path / "text.txt"
-    words = (*STUDY, "--ranks", "1", "--steps", "2", "--repeats", "1", "--out", "study", "--no-calibrate", *SMALL,
+    words = (*STUDY, "--ranks", "1", "--steps", "2", "--repeats", "1", "--out", "study", *SMALL,
              "data=text", "tokenizer=char", f"data.path={text}")  # fmt: skip
     assert command(*words, timeout=200).returncode == 1
     (row,) = rows(tmp_path / "study").values()
@@ -79,4 +83,10 @@ def test_a_failed_run_has_its_reason_and_is_repeated_on_request(command: Command
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
     assert "0 of them to run" in command(*words).stdout
     assert command(*words, "--retry-failed", timeout=200).returncode == 0
-    assert [row["state"] for row in rows(tmp_path / "study").values()] == ["done"]
+    (row,) = rows(tmp_path / "study").values()
+    assert row["state"] == "done"
+    memory = float(row["memory_gib"]) / float(row["planned_memory_gib"])
+    assert memory == pytest.approx(1, abs=0.15)  # by far the most is the process itself
+    step = float(row["step_s"]) / float(row["planned_step_s"])
+    cells = (tmp_path / "study" / "scaling.md").read_text().split("| DDP-1 |")[1].split(" | ")
+    assert [float(cells[at].strip("| ")) for at in (2, 5)] == pytest.approx([step, memory], abs=0.006)

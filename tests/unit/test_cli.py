@@ -17,6 +17,7 @@ import pytest
 
 import wordrun
 from wordrun import cli, config
+from wordrun.errors import ConfigError
 from wordrun.registry import backends, documentation
 from wordrun.track import LEGEND
 from wordrun.track.jsonl import read
@@ -170,7 +171,7 @@ def test_a_flag_that_is_an_option(
     "words",
     [
         ["data=text", "data.path=nothing"], ["data=sample", "train.resume=nothing"],
-        ["data=sample", "train.init_from=nothing", "tracker=jsonl"], ["generate", "run=nothing"],
+        ["data=shakespeare", "data.offline=error", "train.init_from=nothing"], ["generate", "run=nothing"],
         ["export", "run=nothing"], ["prepare", "data=text", "data.path=nothing"], ["--config-dir", "nothing"],
     ],
     ids=" ".join,
@@ -297,6 +298,8 @@ def test_points_of_a_sweep_are_those_of_hydras_sweeper() -> None:
     )
     assert sweep_points(["a=1", "b=glob(*)", "c=1,2"]) == [["a=1"]]
     assert sweep_points(["a=1", "b=interval(0,1)"]) == [["a=1"]]
+    with pytest.raises(ConfigError, match="""quote it twice: 'b="--env A=1"'"""):
+        sweep_points(["a=1,2", "b=--env A=1"])
 
 
 # Sweeps
@@ -322,10 +325,10 @@ def test_a_sweep_trains_every_point_in_its_own_directory(
 def test_a_mistake_in_a_later_point_is_found_before_the_first_starts(
     small: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["-m", *small("model.n_head=2,3", "hydra.sweep.dir=sweep")]) == 2
+    assert main(["-m", *small("model.n_head=2,3", "train.seed=1,2", "hydra.sweep.dir=sweep")]) == 2
     out, err = capfd.readouterr()
     assert "model.n_head=3" in err
-    assert len(err.splitlines()) == 1
+    assert err.splitlines()[1:] == ["in point 2 of the sweep (model.n_head=3 train.seed=1); none has started"]
     assert "step 1/4" not in out
     assert not (tmp_path / "sweep").exists()
 

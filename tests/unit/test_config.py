@@ -70,10 +70,10 @@ def good(**changes: Any) -> Config:
 
 
 def complaints(action: Callable[[], object]) -> list[str]:
-    """Return the lines of the ConfigError that ``action`` raises."""
+    """Return the messages of the ConfigError that ``action`` raises; lists in them are on indented lines."""
     with pytest.raises(ConfigError) as caught:
         action()
-    return str(caught.value).splitlines()
+    return re.split(r"\n(?!  )", str(caught.value))
 
 
 # The schema and the files

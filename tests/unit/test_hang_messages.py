@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun import stack_requests
-from wordrun.dist import World, hang, stacks, watch
+from wordrun.dist import World, hang, imported, stacks, waits, watch
 from wordrun.dist.hang import Answer
 from wordrun.dist.mesh import Layout
+from wordrun.train import failing
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -49,9 +51,11 @@ def test_different_shapes_in_one_collective_are_named() -> None:
     other = replace(waiting(3), pending=[{**CALL, "size": "float32 [9]"}])
     text = hang.describe([waiting(0), waiting(1), waiting(2), other], WORLD)
     assert text.startswith(
-        "the ranks have called different collectives: rank 3 is in all_reduce number 12 of float32 [9], "
-        "ranks 0-2 are in all_reduce number 12 of float32 [8], of 4 ranks; "
+        "the ranks have called different collectives: rank 3 all_reduce number 12 of float32 [9], "
+        "ranks 0-2 all_reduce number 12 of float32 [8], of 4 ranks; "
     )
+    ended = replace(other, pending=[], recent=other.pending, last={"0": 13}, line="train.py:10 in step")
+    assert hang.describe([waiting(0), waiting(1), waiting(2), ended], WORLD).startswith(text.partition(";")[0])
 
 
 def test_the_rank_that_waits_for_nobody_is_the_reason() -> None:
@@ -79,6 +83,18 @@ def test_the_place_of_ranks_in_a_layout_is_named() -> None:
     assert hang.names([3], ["b"], Layout(pp=4)) == "rank 3 (b; pp=3)"
 
 
+def test_ranks_that_are_asked_while_they_work_do_not_hang() -> None:
+    everyone = [waiting(rank) for rank in range(4)]
+    asked = hang.describe(everyone, WORLD, hangs=False)
+    assert asked.startswith("all ranks have come to all_reduce number 12 of float32 [8] of 4 ranks; ranks 0-3 (")
+    assert "is the network between them intact?" in hang.describe(everyone, WORLD)
+
+
+def test_files_of_wordrun_are_named_as_modules_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert stacks.short(stacks.__file__) == "wordrun/dist/stacks.py"
+
+
 def test_without_collectives_the_lines_are_all_there_is() -> None:
     found = [Answer(rank, "a", 1, line=f"x.py:{rank // 3} in f") for rank in range(4)]
     assert hang.describe(found, WORLD) == "rank 3 (a) is at x.py:1 in f; ranks 0-2 (a) are at x.py:0 in f"
@@ -97,9 +113,9 @@ def test_ten_thousand_ranks_are_one_paragraph_and_one_stack() -> None:
 
 
 def test_members_of_a_group_are_few_ranges() -> None:
-    assert watch._spans(range(8), 8) == []
-    assert watch._spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
-    assert watch._spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
+    assert waits.spans(range(8), 8) == []
+    assert waits.spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
+    assert waits.spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
 
 
 def test_ranges_are_short() -> None:
@@ -169,6 +185,20 @@ def test_sigquit_asks_and_progress_is_no_hang(tmp_path: Path, caplog: pytest.Log
     assert signal.getsignal(signal.SIGQUIT) == before
 
 
+def test_a_hang_is_reported_before_the_collective_fails(tmp_path: Path) -> None:
+    one = watch.Watch(World(), tmp_path, 120.0, timeout_s=300)
+    try:
+        with one.phase("start-up", watch.SLOW):
+            assert one.limit == 240
+        assert failing.reason(ValueError("late")) == "ValueError: late"
+        one.reported = tmp_path / "hang-1.txt"
+        assert failing.reason(ValueError("late")) == "ValueError: late; before that a hang: hang-1.txt"
+        one.mark(1)
+        assert watch.reported() is None
+    finally:
+        one.close()
+
+
 def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     one = watch.Watch(World(), tmp_path / "file" / "failures", 0.2)
@@ -182,6 +212,18 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
     assert f"{Path(__file__).name}:" in caplog.messages[0]
     assert "no progress for 1 s: at " in caplog.messages[0]
     assert "cannot ask other ranks: " in caplog.messages[0]
+
+
+def test_a_module_is_seen_right_after_its_first_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_module.py").write_text("ready = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[bool] = []
+    finders = [*sys.meta_path]
+    imported.when_imported("late_module", lambda module: seen.append(module.ready))
+    importlib.import_module("late_module")
+    imported.when_imported("late_module", lambda module: seen.append(module.ready))
+    assert seen == [True, True]
+    assert sys.meta_path == finders
 
 
 RECORDS = """

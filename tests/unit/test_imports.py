@@ -40,6 +40,7 @@ MAY_USE: dict[str, set[str]] = {
     "interrupts": set(),
     "devices": set(),
     "kernels": set(),
+    "heap": set(),
     "validation": {"errors"},
     "slurm": {"errors"},
     "ports": set(),
@@ -56,7 +57,7 @@ MAY_USE: dict[str, set[str]] = {
     "ds_config": {"errors", "config"},
     "choices": {"validation", "registry", "config"},
     "layouts": {"errors", "dist", "config"},
-    "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts"},
+    "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts", "registry"},
     "part_source": {"errors", "project", "registry", "config"},
     "sizes": {"errors", "config", "layouts", "checks"},
     "tree": {"project", "registry"},
@@ -72,7 +73,7 @@ MAY_USE: dict[str, set[str]] = {
     "compat_experts": set(),
     "compat_deepspeed": {"errors"},
     "checkpoint": {"errors", "files", "cgroup", "log", "dist", "config", "model", "compat", "compat_deepspeed"},
-    "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed"},
+    "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed", "heap"},
     "prepare": CONFIG | {"data"},
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL

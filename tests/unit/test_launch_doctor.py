@@ -70,25 +70,38 @@ def measured(tmp_path: Path, pairs: dict[str, float], device: str = "cuda:0") ->
 
 def test_slow_nodes_are_named_where_the_site_knows_its_network(plan: LaunchPlan, tmp_path: Path) -> None:
     site = replace(SITE, network=25.0)
+    (found,) = doctor.of_network(plan, site)
+    assert (found.state, found.found.partition(":")[0]) == ("ok", "not measured between these nodes")
+    measured(tmp_path, {"a b": 20.0, "a.domain c": 4.0, "b c": 1.0, "d e": 1.0})
     assert doctor.of_network(plan, SITE) == [], "an unknown network"
-    (found,) = doctor.of_network(plan, site)
-    assert (found.state, found.found.partition(":")[0]) == ("ok", "not measured between these nodes' devices")
-    measured(tmp_path, {"a b": 20.0, "a.domain c": 4.0, "b c": 5.0, "d e": 1.0})
-    (found,) = doctor.of_network(plan, site)
+    (found,) = doctor.of_network(plan, replace(site, network=40.0))
     assert found.state == "warning"
-    assert found.found.startswith("slow: c 4.5 GB/s; made up expects 25 GB/s per device (")
+    assert found.found.startswith("slow: b 10.5 GB/s; made up expects 40 GB/s per device (")
     assert "--hostfile" in found.remedy
     measured(tmp_path, {"a b": 20.0})
     (found,) = doctor.of_network(plan, site)
-    assert (found.state, found.found) == ("ok", "20.0 to 20.0 GB/s between nodes; made up expects 25 GB/s per device")
+    assert (found.state, found.found) == ("ok", "20 to 20 GB/s between nodes; made up expects 25 GB/s per device")
     measured(tmp_path, {"a b": 2.0})
     (found,) = doctor.of_network(plan, site)
     assert "the fast network is used" in found.remedy
-    measured(tmp_path, {"a b": 2.0}, device="cpu")
-    (found,) = doctor.of_network(plan, site)
-    assert found.state == "ok", "gloo does not use that network"
     (tmp_path / "outputs/bandwidth/20260101-120000/bandwidth.json").write_text("{")
     assert doctor.of_network(plan, site)[0].state == "ok"
+
+
+@pytest.mark.parametrize("network", [None, 25.0])
+def test_a_node_that_is_slow_over_gloo_is_compared_with_the_others(
+    network: float | None, plan: LaunchPlan, tmp_path: Path
+) -> None:
+    """gloo does not use the network in the site's file."""
+    job = replace(JOB, hosts=("a", "b", "c", "d"), cores=(8,) * 4, devices=(0,) * 4, slots=(2,) * 4)
+    four = replace(plan, job=job, ranks=decide_ranks(Options(np=8), job))
+    measured(tmp_path, {"a b": 2.0, "a c": 0.1, "a d": 2.2, "b c": 0.1, "b d": 1.9, "c d": 0.12}, device="cpu")
+    (found,) = doctor.of_network(four, replace(SITE, network=network))
+    assert (found.state, found.found.partition(" (")[0]) == ("warning", "slow: c 0.1 GB/s; median 1.9 GB/s")
+    assert "--hostfile" in found.remedy
+    measured(tmp_path, {"a b": 2.0, "a c": 1.8}, device="cpu")
+    (found,) = doctor.of_network(four, replace(SITE, network=network))
+    assert (found.state, found.found) == ("ok", "1.8 to 2 GB/s between nodes; median 1.9 GB/s (gloo)")
 
 
 def test_cores_that_ranks_share_are_not_counted_twice(plan: LaunchPlan) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import elastic, guardian
+from wordrun.launch import elastic, guardian, program as imported_before
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.forking import python_command
 from wordrun.launch.kills import Kills
@@ -186,10 +186,11 @@ def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None
     assert head.head.known() == {0: 100, 1: 101, 2: 102, 3: 103}
     head.exits(0, 1)
     head.exits(3, 137)
-    head.hear("end")
-    head.both("ended")
+    assert [message["stay"] for message in head.hear("end")] == [5.0, 5.0]
+    head.both("ended", {"port": 5000, "stays": [0, 1]}, {"port": 5001, "stays": [2]})
     head.start()
     assert head.reports() == {}
+    assert [(fault["stayed"], fault["started"]) for fault in head.kills.faults] == [(3, 1)]
     assert head.said == ["rank 3 was killed (SIGKILL, not for lack of memory on this host): restarting the ranks"]
     assert [(fault["rank"], fault["pid"], fault["cause"]) for fault in head.kills.faults] == [(3, 103, "SIGKILL")]
 
@@ -225,8 +226,8 @@ def test_min_is_a_number_that_may_follow() -> None:
     assert (parse(["--elastic", "python"]).elastic, parse(["--elastic", "python"]).least) == (True, None)
     for words in (["--elastic", "1", "python"], ["--elastic=1", "python"]):
         assert (parse(words).least, parse(words).command, parse(words).retries) == (1, ("python",), 10)
-    script = inner(parse(["--elastic", "1", "--elastic", "3", "-n", "4", "python"]), SCHEDULERS["slurm"])
-    assert script == ["launch", "-n", "4", "--retries", "10", "--elastic", "3", "--", "python"]
+    script = inner(parse(["--elastic", "1", "--elastic", "3", "--stay", "0", "-n", "4", "python"]), SCHEDULERS["slurm"])
+    assert script == ["launch", "-n", "4", "--retries", "10", "--elastic", "3", "--stay", "0", "--", "python"]
 
 
 def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
@@ -276,6 +277,33 @@ def test_without_a_node_the_others_continue_with_fewer_ranks(tmp_path: Path) -> 
     found.close()
 
 
+def test_a_guardian_that_has_died_before_it_connected_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher may notice, or not."""
+    for notices in (True, False):
+        (tmp_path / f"{notices}").mkdir()
+        found = Head(tmp_path / f"{notices}")
+        found.say(0, "hello", secret=found.secret, node=0, host="node0")
+        monkeypatch.setattr(elastic, "READY_S", 300.0 if notices else 0.0)
+        found.nodes[1].close()
+        told, asked = found.nodes[0], []
+        told.socket.settimeout(0.01)
+        while not asked:
+            for key, _ in found.output.selector.select(0.05):
+                key.data()
+            asked = told.receive() or []
+        found.say(0, "ready", port=5000)
+        while not found.head.lost:
+            for key, _ in found.output.selector.select(0.05):
+                key.data()
+            found.head.look()
+            if notices and found.head.nodes.ready:
+                found.head.finish()
+        assert found.head.lost == "the guardian on localhost"
+        how = "has ended" if notices else "has not answered for 0 seconds"
+        assert found.said == [f"the guardian on localhost {how}"]
+        found.close()
+
+
 def test_guardians_that_are_lost_together(head: Head) -> None:
     """What one selection has found is acted on, though the first loss closes all connections."""
     head.start()
@@ -315,7 +343,7 @@ def test_importing_for_the_ranks_starts_no_device(command: Command) -> None:
     """A process that has started CUDA cannot be forked. A module that is renamed fails here, and not in a guardian."""
     program = f"""
 import importlib
-for name in ("torch", *{guardian.FOR_WORDRUN!r}):
+for name in ("torch", *{imported_before.FOR_WORDRUN!r}):
     importlib.import_module(name)
 import torch
 print(torch.cuda.is_initialized())

@@ -77,8 +77,8 @@ def test_a_model_uses_it_for_many_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(model.losses(Batch(tokens, tokens)), usual)
 
 
-# Torch's compiler hides this warning by replacing warnings.showwarning, which does not help if warnings are errors. It
-# reads the gradients of such tensors only after some orders of tests in a process.
+# In runs of the whole suite, compiling the model has raised this warning of torch's, which is an error here; never in a
+# run of this file alone. Which earlier test it takes is not known.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiling_the_model_leaves_the_loss_to_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as a part of the model, it would be the chunked code for the uncompiled case, several times slower."""

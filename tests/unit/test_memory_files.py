@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -216,6 +217,48 @@ def test_a_save_that_finds_no_room_is_left_out_and_the_next_one_is_tried(
     assert "the checkpoint of step 2 could not be kept in memory" in capsys.readouterr().out
     assert [name.split("-")[1] for name in kept] == ["00000004"]
     assert not list(tmp_path.glob("wordrun-memory-*/*"))
+
+
+def test_a_run_that_goes_on_without_room_warns_once_until_there_is_some(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORDRUN_SHM", str(tmp_path))
+    words = small(EVERY, f"hydra.run.dir={tmp_path}/run", "train.resume=auto")
+    trained([*words, "train.max_iters=2"])
+    free = iter([0, 0])  # the first two times
+    monkeypatch.setattr(NodeMemory, "free", lambda self: next(free, 2**40))
+    monkeypatch.setattr(NodeMemory, "room", lambda self: 100)
+    stops = [*words, "train.max_iters=10", "train.on_save_error=stop"]
+    with pytest.raises(ConfigError, match=r"and 0\.00 GiB are free"):
+        trained(stops)
+    capsys.readouterr()
+    trained([*words, "train.max_iters=10"])
+    said = capsys.readouterr().out
+    assert said.count("0.00 GiB are free; training continues without, and tries again every 2 steps") == 1
+    assert said.count("are free") == 1
+    assert "checkpoints in memory are kept again, beginning with step 8" in said
+
+
+def test_what_ended_runs_have_left_makes_room_for_a_share(memory: Any, tmp_path: Path) -> None:
+    dead = NodeMemory(tmp_path / "dead")
+    checkpoint(dead)
+    dead.close()
+    made = in_memory.MemoryCheckpoints.__new__(in_memory.MemoryCheckpoints)
+    made.memory = memory()
+    checkpoint(made.memory)
+    whole = (made.memory.path / NAME / file_of(0)).read_bytes()
+
+    class Full(Peers):
+        def __init__(self) -> None:
+            self.folder = dead.path
+
+        def fetch(self, address: Any, name: str, into: Path) -> None:
+            if dead.path.exists():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            into.write_bytes(whole)
+
+    made.peers = Full()
+    assert made.fetch(("localhost", 1), NAME, 0).read_bytes() == whole
 
 
 def test_without_the_option_nothing_of_it_is_created(

@@ -44,7 +44,7 @@ def user_errors() -> set[str]:
     names = {"UserError"}
     while more := {name for name, base in bases.items() if base in names} - names:
         names |= more
-    return names - {"PartError", "HookError"}
+    return names - {"PartError", "SeveralPartsError", "HookError"}
 
 
 def test_the_sections_and_the_modules_and_functions_exist() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from wordrun import compose, dist
+from wordrun import Trainer, compose, dist
 from wordrun.config import Config, MetricConfig
 from wordrun.data.batch import Batch
 from wordrun.data.corpus import Corpus
@@ -123,6 +124,28 @@ def test_the_validation_loss_is_the_mean_over_all_answers(ranks: int) -> None:
             total += torch.stack([(each * weights).sum() for each in values]).detach()
     found = (total[:3] / total[3]).tolist()
     assert found == pytest.approx([expected.item(), expected.item(), hits.item()], rel=1e-6)
+
+
+def test_a_sample_is_the_answer_to_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pairs()
+    words = ["model=nano", "model.n_layer=1", "tracker=jsonl", "train.device=cpu", "train.sample_tokens=12"]
+    with Trainer(compose([*WORDS, *words, "data.template='Q: {prompt} A: {answer}.'"])) as trainer:
+        replies = [*b"42.", EOT, *b"Q: and so on"]
+        asked: list[list[int]] = []
+
+        def logits(tokens: torch.Tensor) -> torch.Tensor:
+            asked.append(tokens[0].tolist())
+            return torch.nn.functional.one_hot(torch.tensor([replies[len(asked) - 1]]), EOT + 1) * 1e9
+
+        monkeypatch.setattr(trainer.backend, "logits", logits)
+        assert trainer.generate("6*7") == "Q: 6*7 A: 42."
+        assert asked[0] == [EOT, *b"Q: 6*7 A: "]
+        assert len(asked) == 12
+        asked.clear()
+        shown = trainer.generate()
+        assert re.fullmatch(r"Q: (\d+)\+\1=\?* A: 42\.", shown)
+        batch, _ = trainer.evaluation.validation[0]
+        assert asked[0] == batch.tokens[0, : len(asked[0])].tolist()
 
 
 def test_the_template_surrounds_prompt_and_answer() -> None:

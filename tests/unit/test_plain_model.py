@@ -28,6 +28,7 @@ from wordrun.config import (
     TextModelConfig,
     TrackerConfig,
 )
+from wordrun.data.examples import Splits
 from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.model import Model, materialise, new_model
 from wordrun.registry import Part, parts
@@ -339,6 +340,103 @@ def test_a_part_that_fails_is_named_with_its_line_and_the_file_of_the_traceback(
     assert "Traceback" in Path("run/failures/rank-0.txt").read_text()
     log = Path("run/metrics.jsonl")
     assert not log.exists() or not log.read_text()  # before the first step
+
+
+def test_hooks_and_other_parts_that_cannot_be_made_are_named_together(
+    own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class OtherHook(OwnHook):
+        """Nothing to say either."""
+
+    for name, options, make in (("first", OwnHook, fails), ("second", OtherHook, lambda: None)):
+        monkeypatch.setitem(parts("hooks"), name, Part(options, make, "hooks", name, "mine/parts.py:8"))
+    monkeypatch.setitem(parts("metrics"), "third", Part(OwnMetric, "nowhere:third", "metrics", "third", "parts.py:9"))
+    with pytest.raises(PartError) as caught:
+        wordrun.Trainer(own(Net, "hooks=[first,second]", "metrics=[third]"))
+    first, second, third = str(caught.value).splitlines()
+    assert first.startswith("hooks=first (mine/parts.py:8): fails failed: KeyError: 'what they lack' (test_plain_model")
+    assert second.startswith("hooks=second (mine/parts.py:8): <lambda> failed: TypeError: ")
+    assert third.startswith("metrics=third (parts.py:9): cannot import nowhere: ModuleNotFoundError")
+    assert third.endswith("; traceback: run/failures/rank-0.txt")
+    assert Path("run/failures/rank-0.txt").read_text().count("The above exception was the direct cause") == 3
+    whole = Part(OwnMetric, lambda options, outputs, batch: outputs, "metrics", "whole", "mine/parts.py:9")
+    monkeypatch.setitem(parts("metrics"), "whole", whole)
+    monkeypatch.setitem(parts("metrics"), "fails", Part(OwnMetric, fails, "metrics", "fails", "mine/parts.py:10"))
+    with pytest.raises(PartError) as caught:
+        trained(own(Net, "metrics=[whole,fails]"))
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("metrics=whole (mine/parts.py:9) should return a value for each example, a tensor of shape")
+    assert second.startswith("metrics=fails (mine/parts.py:10): fails failed: KeyError")
+
+
+class Stumbles(Net):
+    """Fails in a function that its forward pass calls, or in the backward pass."""
+
+    calls = 0
+    backward = False
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        losses = super().losses(batch)
+        self.calls += 1
+        if self.calls > 3 and self.backward:
+            losses.register_hook(fails)
+        elif self.calls > 3:
+            fails(losses)
+        return losses
+
+
+class Digits:
+    """A data set with an example that cannot be read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return fails() if index == 63 else (torch.full((1, 8, 8), index / 64), index % 10)
+
+
+def unreadable(data: Any) -> Splits:
+    return Splits(Digits(), Digits(), {"shape": [1, 8, 8], "classes": 10})
+
+
+class Halts(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return fails()
+
+
+def halting(options: Any, parameters: Any) -> Any:
+    return Halts([parameter for _, parameter in parameters], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "words", "failed"),
+    [
+        ("model", Stumbles, [], "Stumbles failed"),
+        ("model", type("Stumbles", (Stumbles,), {"backward": True}), [], "Stumbles failed"),
+        ("data", unreadable, ["data=broken"], "unreadable failed on example 63 of the training split of data=broken"),
+        ("optimizer", halting, ["optimizer=broken"], "halting failed"),
+    ],
+)
+def test_a_part_that_fails_in_training_is_one_message_with_its_lines(
+    own: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, kind: str, make: Any, words: list[str], failed: str
+) -> None:
+    options = {"data": OwnData, "optimizer": OwnOptimizer}.get(kind)
+    if options:
+        monkeypatch.setitem(parts(kind), "broken", Part(options, make, kind, "broken", "mine/parts.py:7"))
+    cfg = own(Net if options else make, *words, "train.eval_interval=0", "train.checkpoint_interval=2")
+    with pytest.raises(PartError) as caught:
+        trained(cfg)
+    source = '    raise KeyError("what they lack")'
+    line = 1 + Path(__file__).read_text().splitlines().index(source)
+    where = f"{kind}={'broken (mine/parts.py:7)' if options else 'net (mine/parts.py:3)'}"
+    said = f"{where}: {failed}: KeyError: 'what they lack' (test_plain_model.py:{line})"
+    assert str(caught.value) == f"{said}; traceback: run/failures/rank-0.txt"
+    assert caught.value.excerpt().splitlines()[-1] == f"  test_plain_model.py:{line}: {source.strip()}"
+    assert "Traceback" in Path("run/failures/rank-0.txt").read_text()
+    assert said in Path("run/log.txt").read_text()
+    assert "what they lack" not in capsys.readouterr().out  # the caller gets the exception
+    assert said in json.loads(Path("run/run.json").read_text())["exit_reason"]
 
 
 def test_metrics_need_the_results_of_the_forward_pass(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:

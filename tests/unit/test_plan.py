@@ -20,6 +20,7 @@ from wordrun.checks import check
 from wordrun.composer import compose
 from wordrun.config import (
     SCHEDULES,
+    AdamWConfig,
     BackendConfig,
     Config,
     DDPConfig,
@@ -84,7 +85,7 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
     # Products emulated without bf16 instructions need less than the plan's copies; no run computes that way.
     rel = 0.25 if dtype == "bf16" and not compat.cpu_is_fast_at_bf16() else 0.2
     for vocab_size in (128, 4096):
-        cfg = Config(model=SHAPES[shape], backend=DDPConfig())
+        cfg = Config(model=SHAPES[shape], backend=DDPConfig(), optimizer=AdamWConfig())
         cfg.train.dtype, cfg.train.activation_checkpointing = dtype, checkpointing
         model = shapes_of(cfg.model, vocab_size)
         need = memory(model, Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
@@ -94,7 +95,7 @@ def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: 
 
 @pytest.mark.parametrize("checkpointing", ["full:1+selective:1", "selective:2", "full:3"])
 def test_blocks_that_are_recomputed_in_part_are_estimated(checkpointing: str) -> None:
-    cfg = Config(model=SHAPES["gpt2"], backend=DDPConfig())
+    cfg = Config(model=SHAPES["gpt2"], backend=DDPConfig(), optimizer=AdamWConfig())
     cfg.train.dtype, cfg.train.activation_checkpointing = "fp32", checkpointing
     need = memory(shapes_of(cfg.model, 128), Strategy("DDP", cfg, Layout(), on_cpu=True), checkpointing)
     planned = need.total - need.parameters - need.optimizer - need.gradients

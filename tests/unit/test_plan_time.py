@@ -59,6 +59,33 @@ def test_tensor_parallelism_divides_the_work_and_a_pipeline_adds_its_idle_time()
     assert pipeline.communication > 0
 
 
+def test_what_a_pass_takes_for_any_number_of_tokens_counts_for_each_micro_batch() -> None:
+    fixed = replace(SPEEDS, block_pass_s=1e-3, rest_pass_s=2e-3, bandwidth=ALL)
+    plain = step(1).compute
+    assert step(1, "optimizer.gas=3", speeds=fixed).compute == pytest.approx(3 * (plain + 4e-3 + 2e-3))
+    pipeline, parts = ("train.backend=PP", "backend.microbatches=4"), 4
+    more = step(2, *pipeline, speeds=fixed).compute - step(2, *pipeline, speeds=replace(SPEEDS, bandwidth=ALL)).compute
+    assert more == pytest.approx(parts * (2 * 1e-3 + 2e-3) / (1 - 1 / 5))
+
+
+def test_tensor_parallelism_takes_time_for_each_block_and_pass() -> None:
+    both = replace(SPEEDS, bandwidth=ALL)
+    words = ("train.backend=TP", "optimizer.gas=3")
+    more = step(2, *words, speeds=replace(both, split_s=5e-3)).total - step(2, *words, speeds=both).total
+    assert more == pytest.approx(3 * 4 * 5e-3)
+    assert step(2, speeds=replace(both, split_s=5e-3)) == step(2, speeds=both)
+
+
+def test_fsdp_copies_what_it_gathers_and_averages() -> None:
+    """Twice for each gathering of all parameters; of gradients the whole and the part that a rank keeps."""
+    both = replace(SPEEDS, bandwidth=ALL)
+    whole = 4 * shapes_of(compose(MODEL).model, 128).parameters
+    for words, copies in ((("optimizer.gas=3",), 3 * (2 * 2 + 1.5)), (("backend.reshard_after_forward=false",), 3.5)):
+        found = [step(2, "train.backend=FSDP", *words, speeds=replace(both, copy_s=s)).total for s in (0.0, 1e-9)]
+        assert found[1] - found[0] == pytest.approx(1e-9 * whole * copies)
+    assert step(2, speeds=replace(both, copy_s=1e-9)) == step(2, speeds=both)
+
+
 def test_ranks_that_share_cores_leave_them_to_others_while_they_wait() -> None:
     """With four ranks on two cores the idle time of a pipeline costs nothing."""
     crowded = replace(SPEEDS, bandwidth=ALL, crowd=2.0)
@@ -79,6 +106,8 @@ def test_other_numbers_of_ranks_take_as_long_as_their_ring() -> None:
     assert seconds(four, measured("all_gather", ranks=2)) == pytest.approx(100e-6 * (3 / 4) / (1 / 2))
     nearest = [*measured("all_gather", 2), *measured("all_gather", 4, (20, 200))]
     assert seconds(four, nearest) == pytest.approx(200e-6)
+    axes = [*nearest, *measured("all_gather", 4, (30, 150))]
+    assert seconds(four, axes) == pytest.approx(200e-6), "the slowest of two groups of four ranks"
 
 
 def test_mpi_is_preferred_on_cpus_under_ddp() -> None:
@@ -143,4 +172,4 @@ def test_calibration_of_one_rank(command: Command, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = load_speeds(tmp_path / "speeds.json")
     assert min(found.block_s, found.update_s) > 0
-    assert (found.dtype, found.crowd, found.bandwidth) == ("fp32", 1.0, [])
+    assert (found.dtype, found.crowd, found.bandwidth, found.split_s, found.copy_s) == ("fp32", 1.0, [], 0, 0)

@@ -28,7 +28,7 @@ from wordrun.config import BPETokenizerConfig, Config, GPT2TokenizerConfig, Text
 from wordrun.data import manifest as manifests
 from wordrun.data.corpus import open_prepared
 from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.prepare import fingerprint, lock, obtain, run, tokenize, workers, writer
 from wordrun.prepare.cli import main
 from wordrun.prepare.sources import locate
@@ -658,6 +658,11 @@ class Numerals(Source):
 
     def documents(self, item):
         return (Document(f"{item.number}{n}") for n in range(10))
+
+class Broken(Numerals):
+    def documents(self, item):
+        yield from super().documents(item)
+        raise KeyError("the eleventh")
 """)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(parts("data"), "numerals", Part(TextConfig, "numerals:Numerals"))
@@ -666,6 +671,11 @@ class Numerals(Source):
     expected = [f"{item}{n}" for item in range(3) for n in range(9)]
     assert corpus.tokenizer.decode(corpus.train[:]).split("<|endoftext|>")[1:] == expected
     assert corpus.origin == "numerals"
+    broken = Part(TextConfig, "numerals:Broken", "data", "broken", "mine/parts.py:3")
+    monkeypatch.setitem(parts("data"), "broken", broken)
+    message = r"data=broken \(mine/parts.py:3\): Broken failed in line 24: KeyError: 'the eleventh' \(numerals.py\)"
+    with pytest.raises(PartError, match=message):  # in a worker
+        obtain.obtain(wordrun.compose([*words, "data.kind=broken", "data.workers=1"]), World())
 
 
 # What earlier versions prepared is found and read

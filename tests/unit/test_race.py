@@ -27,3 +27,4 @@ def test_evaluations_do_not_count() -> None:
 def test_a_line_of_the_table_has_means_and_deviations() -> None:
     results = [Result(5.0, 1.5, 80, 1.83, 823_232, 24), Result(7.0, 2.5, 80, 1.85, 823_232, 24)]
     assert row("wordrun", results) == ("| wordrun | 823,232 | 6.0 ± 1.4 | 2.0 ± 0.7 | 80 | 122,880 | 1.8400 ± 0.0141 |")
+    assert row("wordrun", results[:1]) == "| wordrun | 823,232 | 5.0 | 1.5 | 80 | 122,880 | 1.8300 |"

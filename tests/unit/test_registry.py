@@ -227,6 +227,52 @@ def test_all_mistakes_of_a_projects_registrations_are_reported_at_once(make: Mak
         assert ["my_parts.py:2" in found[0], "my_parts.py:3" in found[1], "my_parts.py:5" in found[2]] == [True] * 3
 
 
+HOOKS = '''
+from dataclasses import dataclass
+
+from wordrun.config import HookConfig
+
+
+@dataclass
+class UntypedConfig(HookConfig):
+    """Has an option without a type."""
+
+    size = 3
+
+
+@dataclass
+class SilentConfig(HookConfig):
+    """Has an option without documentation."""
+
+    size: int = 3
+
+
+@dataclass
+class AskingConfig(HookConfig):
+    """Cannot say what is wrong with it."""
+
+    def problems(self):
+        return self.nothing
+'''
+
+
+def test_all_mistakes_in_the_options_of_hooks_are_reported_at_once(make: Make) -> None:
+    names = ("untyped", "silent", "asking")
+    lines = [f'wordrun.register("hooks", "{n}", "my_hooks:{n.title()}Config", "my_hooks:{n}")' for n in names]
+    folder = make({**MINE, "my_parts.py": "\n".join(["import wordrun", *lines]), "my_hooks.py": HOOKS})
+    found = refusal("hooks=[untyped,silent]", "hooks.silent.size=2", "train.max_iters=0").splitlines()
+    assert sorted(found) == [
+        f'hooks=silent ({folder}/my_parts.py:3): SilentConfig.size has no documentation: write a """line""" under it',
+        f"hooks=untyped ({folder}/my_parts.py:2): UntypedConfig.size has no type: write size: TYPE = ...",
+        "train.max_iters=0 should be at least 1",
+    ]
+    assert refusal("hooks=[asking]", "train.max_iters=0").splitlines() == [
+        "train.max_iters=0 should be at least 1",
+        f"hooks=asking ({folder}/my_parts.py:4): AskingConfig.problems failed: AttributeError: 'AskingConfig' object "
+        "has no attribute 'nothing' (my_hooks.py:26)",
+    ]
+
+
 def test_an_unknown_name_in_a_list_is_named_in_the_singular() -> None:
     assert refusal("hooks=[emaa]").startswith("hooks=[emaa]: unknown hook 'emaa'; did you mean 'ema'?")
     assert refusal("metrics=[acuracy]").startswith("metrics=[acuracy]: unknown metric 'acuracy'; did you mean 'accura")

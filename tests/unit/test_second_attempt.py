@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ def test_that_passes_at_its_second_attempt():
     mark = pathlib.Path(__file__).with_suffix(".mark")
     if not mark.exists():
         mark.touch()
-        raise OSError("the first reason")
+        print("what it printed")
+        raise OSError("\\n".join(f"line {n}" for n in range(200)) + "\\nthe first reason")
 
 def test_that_never_passes():
     assert not "the other reason"
@@ -43,8 +45,11 @@ def test_only_tests_of_processes_are_tried_twice_and_each_is_listed(command: Com
     assert done.returncode == 1, done.stdout + done.stderr
     _, listed = done.stdout.split("tests that failed at their first attempt")
     listed, summary = listed.split("= tiers =")
-    assert "test_dist.py::test_that_passes_at_its_second_attempt (call)\nE " in listed
-    assert "OSError: the first reason" in listed
+    where = r"test_dist\.py::test_that_passes_at_its_second_attempt \(call\)\n\S+/test_dist\.py:11: OSError\nE "
+    assert re.search(where, listed), listed
+    assert "OSError: line 0\n" in listed
+    assert "\n... (141 lines)\n" in listed
+    assert "\nE           the first reason\nCaptured stdout call:\nwhat it printed\n" in listed
     assert "Timeout (>1.0s) from pytest-timeout" in listed
     assert "test_unit.py" not in listed
     assert "FAILED tests/unit/test_unit.py::test_that_passes_at_its_second_attempt" in summary

@@ -107,7 +107,8 @@ def rows() -> list[dict[str, str]]:
     common = dict.fromkeys((*OWN, *LAST, *scaling.COLUMNS), "")
     common |= {"backend": "DDP", "scaling": "strong", "nodes": "1", "state": DONE, "started": "today", "device": "cpu"}
     first = {"point": "DDP-1", "ranks": "1", "tps": "1000", "tps_min": "900", "tps_max": "1100", "step_s": "0.5",
-             "planned_step_s": "0.4", "memory_gib": "2", "planned_memory_gib": "1.6"}  # fmt: skip
+             "planned_step_s": "0.4", "memory_gib": "2", "planned_memory_gib": "1.6",
+             "planned_sent_gib": "0"}  # fmt: skip
     second = {"point": "DDP-2", "ranks": "2", "tps": "1500", "tps_min": "1500", "tps_max": "1500", "step_s": "0.25"}
     failed = {"point": "DDP-4", "state": FAILED, "reason": "out of | memory"}
     return [{**common, **each} for each in (first, second, failed)]
@@ -119,7 +120,7 @@ def test_the_page_has_speed_up_efficiency_cost_and_the_plan(tmp_path: Path) -> N
     assert names == ["scaling.md", "scaling.png", "scaling.svg"]
     text = (tmp_path / "scaling.md").read_text()
     assert "| 2 | 1,500 | 1,500 | 1,500 | 1.50 | 75% | 250 | - | - | 185 |" in text
-    assert "| DDP-1 | 400 | 500 | 1.25 | 1.6 | 2 | 1.25 | - |" in text
+    assert "| DDP-1 | 400 | 500 | 1.25 | 1.6 | 2 | 1.25 | 0 |" in text
     assert r"| DDP-4 | failed | out of \| memory |" in text
     assert "DDP: 1,500 tokens/s on 2 ranks, 1.50 times as many as on 1 (efficiency 75%)" in text
     assert "Speed-up and efficiency refer to the fastest backend on 1 rank." in text
@@ -226,6 +227,35 @@ def test_jobs_are_submitted_once_and_collected_when_their_runs_have_finished(tmp
     (folder / "run.json").write_text('{"exit_reason": "finished", "world": {"size": 1, "nodes": 1, "hosts": ["n1"]}}')
     done, row = run()
     assert (done, row["state"], row["speed"], row["hosts"], row["run_dir"]) == (True, DONE, "3", "n1", "runs/a")
+
+
+@pytest.mark.usefixtures("_sbatch")
+def test_a_job_that_has_ended_without_a_result_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output says why; while it waits, nothing submits the point again, and a later result counts."""
+    queue, squeue = tmp_path / "queue", tmp_path / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\ncat {queue} 2>&- || {{ echo 'error: Invalid job id specified' >&2; exit 1; }}\n")
+    squeue.chmod(0o755)
+    queue.write_text("17 debug a PD\n")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*more: str, submitted: bool = False) -> list[str]:
+        with opened(tmp_path / "out") as file:
+            if submitted:
+                file.put(A, "submitted", "job 17")
+            args = arguments(tmp_path / "out", "--submit", "--launch=--scheduler slurm --job-name=a", *more)
+            runner.Runner(file, args, lambda point, run: {"speed": 3}).run([A])
+            return [file.rows["a"][name] for name in ("state", "reason")]
+
+    assert [run(submitted=True), run("--retry-failed")] == [["submitted", "job 17"]] * 2
+    queue.write_text("")
+    assert run() == ["failed", "job 17 printed nothing"]
+    queue.unlink()
+    (tmp_path / "a-17.out").write_text("PATH=x\ndata.path=x cannot be read\nmore: docs/data.md\nsrun: Terminating\n")
+    assert run(submitted=True) == ["failed", "data.path=x cannot be read"]
+    folder = tmp_path / "out" / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"exit_reason": "finished"}')
+    assert run() == ["done", ""]
 
 
 @pytest.mark.usefixtures("_sbatch")

@@ -179,5 +179,7 @@ def test_the_hook_measures_the_columns_of_the_study(small: Any, tmp_path: Path) 
     assert found.last("activation/logits") == pytest.approx(float(logits.abs().mean()), rel=1e-5)
     first, last = (x for x in found["change/blocks.0"] if math.isfinite(x))  # one line is the evaluation's
     assert 0 < first < last, "the first step is taken at half the learning rate"
+    after = [coord_page._after(tmp_path, [{"run_dir": "."}], step) for step in (1, 2)]
+    assert [float(row["change/blocks.0"]) for (row,) in after] == pytest.approx([first, last], rel=1e-5)
     with pytest.raises(ConfigError, match=r"needs whole layers: use train\.backend=DDP"):
         wordrun.Trainer(wordrun.compose([*words[:-1], "train.compile=true"]))

@@ -260,6 +260,14 @@ def test_points_are_submitted_one_per_job_or_several(
     saved = Sweep.load(tmp_path / "s")
     assert saved
     assert saved.options.points_per_job == 2
+    assert saved.jobs == {"0": "42", "1": "42", "2": "42"}
+
+    (bin_folder / "squeue").write_text("#!/bin/sh\necho $3 R\n")
+    (bin_folder / "squeue").chmod(0o755)
+    shutil.rmtree(tmp_path / "outputs")
+    assert sweep(base, "1", "2", "3", resume=True, **options) == 0
+    assert "points whose jobs wait or run, which are not submitted again: 3" in capfd.readouterr().out
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_job_of_several_points_has_their_nodes() -> None:

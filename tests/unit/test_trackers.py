@@ -276,4 +276,5 @@ def test_trackio_has_one_run_of_a_resumed_one(
     (name,) = SQLiteStorage.get_runs("shakes")
     theirs = [(each["step"], each["loss"]) for each in SQLiteStorage.get_logs("shakes", name) if "loss" in each]
     assert same(curves(folder)["loss"], theirs)
+    assert "elapsed" in SQLiteStorage.get_logs("shakes", name)[0]
     assert "* Created" not in capfd.readouterr().out

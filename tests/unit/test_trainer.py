@@ -328,6 +328,13 @@ def test_two_trainers_follow_each_other_without_a_trace(small: Words, tmp_path: 
     assert [name for name in before if before[name] != after[name]] == []
 
 
+def test_without_a_report_nothing_is_drawn(small: Words, tmp_path: Path, drawing: Draws) -> None:
+    with drawing():
+        losses(small("train.report=false"), tmp_path / "run")
+    assert read(tmp_path / "run")
+    assert not {"plots", "report.html"} & {path.name for path in (tmp_path / "run").iterdir()}
+
+
 def test_a_trainer_that_is_still_open_changes_nothing_in_the_next(small: Words, tmp_path: Path) -> None:
     """As in a notebook: ``trainer = Trainer(...)`` again, and the old one is collected some time later."""
     words = small("model.dropout=0.2")

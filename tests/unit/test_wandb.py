@@ -33,6 +33,11 @@ Words = Callable[..., list[str]]
 KEY = "0" * 40
 
 
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+
+
 @pytest.fixture
 def listening() -> Iterator[str]:
     """Return the address of a socket that accepts connections, as W&B's server does."""
@@ -66,6 +71,21 @@ def silent() -> Iterator[str]:
 def test_the_users_variable_comes_first(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", mode)
     assert choose_mode(WandbConfig()) == mode
+
+
+def test_a_disabled_run_starts_nothing(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And does not import wandb, which takes a second."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = [word for word in small("tracker=[wandb,jsonl]") if word != "tracker=jsonl"]
+    with wordrun.Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:
+        trainer.train()
+        assert [*trainer.run.trackers] == ["jsonl", "wandb"]
+        assert trainer.run.trackers["wandb"].state()["id"], "which a run that resumes with W&B enabled continues"
+    assert not (tmp_path / "run/wandb").exists()
+    assert "W&B" not in "".join(capsys.readouterr())
 
 
 def test_the_users_option_comes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

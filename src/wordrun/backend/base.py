@@ -6,19 +6,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wordrun import compat
+from wordrun import compat, heap
+from wordrun.backend import float8
 from wordrun.backend.optimizer import NamedParameters, remember_ratios, scale_rates
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard
-from wordrun.config import Config, ModelConfig
+from wordrun.config import BackendConfig, Config, ModelConfig
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, UserError
@@ -32,6 +33,7 @@ MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim
 Hold = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
 """Copies the shards of a rank, with what its file says of all tensors; returns what completes the file."""
 Bring = Callable[[Iterable[str]], None]
+Options = TypeVar("Options", bound=BackendConfig)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class BackendSpec:
     def device(self) -> torch.device:
         """This rank's device."""
         return torch.device(self.world.device)
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """Return the backend's options, which are of this kind."""
+        options = self.cfg.backend
+        assert isinstance(options, kind)
+        return options
 
     def optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         """Return the run's optimizer for the named ``parameters``, with learning rates that suit the model's width."""
@@ -193,5 +201,9 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
 
 def build(spec: BackendSpec) -> Backend:
     """Return the backend selected by ``train.backend``; every rank must call this."""
+    if spec.device.type == "cpu":
+        heap.keep_freed()
+    if spec.cfg.train.float8 != "none":
+        float8.require(spec.cfg.train.float8, spec.device)
     backend: Backend = part_of("backend", spec.cfg.backend).load()(spec)
     return backend

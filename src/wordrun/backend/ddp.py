@@ -34,8 +34,7 @@ class DDPBackend(NativeBackend):
     """``train.backend=DDP``."""
 
     def __init__(self, spec: BackendSpec) -> None:
-        options = spec.cfg.backend
-        assert isinstance(options, DDPConfig)
+        options = spec.options_of(DDPConfig)
         model = materialise(spec.make_model(), spec.cfg.train.seed, spec.device)
         prepare(model, spec.cfg)
         super().__init__(spec, [model])

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from wordrun.backend.transforms import prepare
 from wordrun.checkpoint.saved import ENGINE
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
+from wordrun.data.examples import Examples
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.model import LossesOf, Model, materialise
@@ -33,8 +35,7 @@ class DeepSpeedBackend:
     """``train.backend=deepspeed``: the engine handles accumulation, clipping, loss scaling and sharding."""
 
     def __init__(self, spec: BackendSpec) -> None:
-        cfg, options = spec.cfg, spec.cfg.backend
-        assert isinstance(options, DeepSpeedConfig)
+        cfg, options = spec.cfg, spec.options_of(DeepSpeedConfig)
         self.spec, self.stage = spec, options.stage
         self.device, self.dtype = spec.device, spec.dtype
         dtype = next(name for name, each in TORCH_DTYPES.items() if each == self.dtype)
@@ -103,13 +104,19 @@ class DeepSpeedBackend:
             group["params"] = [real[stand_in] for stand_in in group["params"]]
         return optimizer
 
+    def _cast(self, batch: Any) -> Any:
+        """Return ``batch`` with its images in the precision of the weights, which the engine does not do."""
+        if isinstance(batch, Examples) and batch.inputs.is_floating_point():
+            return replace(batch, inputs=batch.inputs.to(self.dtype))
+        return batch
+
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         set_learning_rate(self.optimizer, learning_rate)
         losses = []
         norm: Any = None
         for batch in batches:
-            loss = checked(self.engine(LossesOf(batch)), batch, self.spec.cfg.model, self.device).mean()
+            loss = checked(self.engine(LossesOf(self._cast(batch))), batch, self.spec.cfg.model, self.device).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
@@ -128,7 +135,7 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        return checked(self.engine(LossesOf(batch, outputs)), batch, self.spec.cfg.model, self.device)
+        return checked(self.engine(LossesOf(self._cast(batch), outputs)), batch, self.spec.cfg.model, self.device)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from wordrun.backend.native import NativeBackend, local
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.index import StoredTensor
-from wordrun.config import DilocoConfig, FSDPConfig
+from wordrun.config import DilocoConfig
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.log import FIRST_RANK, LOGGER
 
@@ -225,14 +225,12 @@ class FSDPIslands(Islands, FSDPBackend):
 
 def diloco(spec: BackendSpec) -> Islands:
     """Return the backend for ``train.backend=diloco``."""
-    options = spec.cfg.backend
-    assert isinstance(options, DilocoConfig)
+    options = spec.options_of(DilocoConfig)
     inside, layout = options.inside(), spec.layout.of_island
-    sharded = isinstance(inside, FSDPConfig)
-    axes = AXES if sharded else ("replicate",)
+    axes = AXES if inside.sharded else ("replicate",)
     shape = (spec.layout.islands, *(getattr(layout, axis) for axis in axes))
     mesh = init_device_mesh(spec.device.type, shape, mesh_dim_names=("island", *axes))
     inner = replace(spec, cfg=replace(spec.cfg, backend=inside), layout=layout, mesh=mesh)
-    made = FSDPIslands(inner) if sharded else DDPIslands(inner)
+    made = FSDPIslands(inner) if inside.sharded else DDPIslands(inner)
     made.begin(options, spec, mesh.get_group("island"))
     return made

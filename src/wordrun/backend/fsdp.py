@@ -35,9 +35,7 @@ class FSDPBackend(NativeBackend):
     """
 
     def __init__(self, spec: BackendSpec, stages: Sequence[Sequence[int] | None] = (None,)) -> None:
-        options = spec.cfg.backend
-        assert isinstance(options, FSDPConfig)
-        self.options = options
+        self.options = options = spec.options_of(FSDPConfig)
         shape = spec.layout.of_parameters.shape
         self.mesh = spec.mesh or init_device_mesh(spec.device.type, shape, mesh_dim_names=AXES)
         self.experts_mesh = None

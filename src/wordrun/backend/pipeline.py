@@ -33,8 +33,7 @@ class PipelineBackend(FSDPBackend):
     parts: Sequence[Transformer]
 
     def __init__(self, spec: BackendSpec) -> None:
-        cfg, options, pp = spec.cfg, spec.cfg.backend, spec.layout.pp
-        assert isinstance(options, PPConfig)
+        cfg, options, pp = spec.cfg, spec.options_of(PPConfig), spec.layout.pp
         if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
             wrong = f"in a pipeline needs torch 2.11; its gradients would be wrong with {torch.__version__}"
             raise ConfigError(f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP")

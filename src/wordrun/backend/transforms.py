@@ -1,4 +1,4 @@
-"""Applies activation checkpointing and torch.compile to a model."""
+"""Applies float8, activation checkpointing and torch.compile to a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
+from wordrun.backend import float8
 from wordrun.backend.offload import offloaded
 from wordrun.config import Config, checkpointing_of
 from wordrun.model import Model
@@ -43,7 +44,9 @@ def compile_module(module: nn.Module) -> None:
 
 
 def prepare_block(block: Any, number: int, cfg: Config) -> None:
-    """Apply activation checkpointing, offloading and torch.compile to one block, as set in ``cfg``."""
+    """Apply float8, activation checkpointing, offloading and torch.compile to one block, as set in ``cfg``."""
+    if cfg.train.float8 != "none":
+        float8.convert(block, cfg.train.float8)
     kind = checkpointing_of(cfg.train.activation_checkpointing, number)
     if kind == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _keep_products)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 from wordrun.data.fixed_set import deal
 from wordrun.data.order import Permutation
 from wordrun.errors import ConfigError
+from wordrun.registry import Part
 
 Augment = Callable[[Tensor, np.random.Generator], Tensor]
 """Returns a random variation of an input; the generator depends only on the seed and the example's place in the run."""
@@ -71,14 +73,21 @@ class Reader:
         what: its name in messages.
         classes: number of classes, if the targets are classes.
         threads: threads that read examples at the same time.
+        part: the part that has made the dataset, to be named if reading fails.
     """
 
-    def __init__(self, dataset: Dataset, what: str, classes: int | None = None, threads: int = 1) -> None:
-        self.dataset, self.what, self.classes = dataset, what, classes
+    def __init__(
+        self, dataset: Dataset, what: str, classes: int | None = None, threads: int = 1, part: Part | None = None
+    ) -> None:
+        self.dataset, self.what, self.classes, self.part = dataset, what, classes, part
         if not len(dataset):
             raise ConfigError(f"the {what} has no examples")
         self.pool = ThreadPoolExecutor(threads, "wordrun-examples") if threads > 1 else None
-        self.shapes = [(each.shape, each.dtype) for each in self[0]]
+        with self._blamed(0):
+            self.shapes = [(each.shape, each.dtype) for each in self[0]]
+
+    def _blamed(self, index: int) -> contextlib.AbstractContextManager[None]:
+        return self.part.blamed(f" on example {index} of the {self.what}") if self.part else contextlib.nullcontext()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         example = self.dataset[index]
@@ -102,14 +111,15 @@ class Reader:
         """Overwrite ``batch`` with the examples at ``indices``; ``vary`` changes an input, given its row."""
 
         def read(row: int, index: int) -> None:
-            inputs, target = self[index]
-            for what, each, (shape, _) in zip(("an input", "a target"), (inputs, target), self.shapes, strict=True):
-                if each.shape != shape:
-                    raise ConfigError(
-                        f"example {index} of the {self.what} has {what} of shape {list(each.shape)}, but the first "
-                        f"example's has shape {list(shape)}: all should have the same"
-                    )
-            batch.inputs[row], batch.targets[row] = vary(row, inputs), target
+            with self._blamed(index):
+                inputs, target = self[index]
+                for what, each, (shape, _) in zip(("an input", "a target"), (inputs, target), self.shapes, strict=True):
+                    if each.shape != shape:
+                        raise ConfigError(
+                            f"example {index} of the {self.what} has {what} of shape {list(each.shape)}, but the first "
+                            f"example's has shape {list(shape)}: all should have the same"
+                        )
+                batch.inputs[row], batch.targets[row] = vary(row, inputs), target
 
         # The list raises what a thread has raised.
         list((self.pool.map if self.pool else map)(read, range(len(indices)), indices.tolist()))

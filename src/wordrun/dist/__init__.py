@@ -11,13 +11,25 @@
 ``session`` is ``setup``, ``guard`` and ``cleanup`` in one. Importing this module imports neither torch nor mpi4py.
 """
 
-from wordrun.dist.setup import abort, all_arrive, cleanup, discover_or_exit, guard, identify, session, setup, share
+from wordrun.dist.setup import (
+    abort,
+    all_arrive,
+    begin_anew,
+    cleanup,
+    discover_or_exit,
+    guard,
+    identify,
+    session,
+    setup,
+    share,
+)
 from wordrun.dist.world import World, discover
 
 __all__ = [
     "World",
     "abort",
     "all_arrive",
+    "begin_anew",
     "cleanup",
     "discover",
     "discover_or_exit",

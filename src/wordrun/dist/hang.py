@@ -43,8 +43,12 @@ class Answer:
     """The function of torch.distributed that the main thread is in."""
     pending: Sequence[Mapping[str, Any]] = ()
     """The collectives that it waits for: group, number in the group (seq), operation (op) and size."""
+    aborts: bool = False
+    """Whether C++ code is about to abort it."""
     last: Mapping[str, int] = field(default_factory=dict)
     """The number of its last collective in each group."""
+    recent: Sequence[Mapping[str, Any]] = ()
+    """Its last collectives, also those that have ended, described as ``pending``."""
 
     def waits_for(self, group: str) -> Mapping[str, Any] | None:
         """Return the first collective of ``group`` that it waits for."""
@@ -73,24 +77,31 @@ class Blocked:
     missing: frozenset[int]
     """Members of the group that have not come to it."""
     calls: Mapping[tuple[str, str], Sequence[int]]
-    """The ranks that wait, by operation and size; several if they disagree."""
+    """The ranks that have come to it, as far as is known, by operation and size; several if they disagree."""
     members: Sequence[int]
     """The ranks of the group."""
 
 
-def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN) -> str:
+def aborts(answers: Sequence[Answer]) -> str:
+    """Return which ranks C++ code is about to abort."""
+    ranks = [answer.rank for answer in answers if answer.aborts]
+    return f"C++ code aborts {names(ranks) if ranks else 'a rank'}"
+
+
+def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, *, hangs: bool = True) -> str:
     """Return one paragraph about the ``answers`` of the ranks: who waits for whom, and the line of each group of ranks.
 
     Args:
         answers: of the ranks that have answered, or that others have answered for, in order.
         world: a rank of the job.
         layout: of the job's ranks, whose coordinates the message names.
+        hangs: whether the job makes no progress; else the ranks have been asked while they work.
     """
     by_rank = {answer.rank: answer for answer in answers}
     silent = [rank for rank in range(world.size) if rank not in by_rank]
     sentences = []
     if blocked := culprit(answers, world.size):
-        sentences.append(_who_waits(blocked, layout))
+        sentences.append(_who_waits(blocked, layout, hangs))
     elif (waiting := [answer.rank for answer in answers if answer.call]) and len(waiting) < len(answers):
         others = [rank for rank in by_rank if rank not in waiting]
         calls = " and ".join(sorted({answer.call for answer in answers if answer.call}))
@@ -135,16 +146,16 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
     members = [rank for first, last, distance in spans for rank in range(first, last + 1, distance)]
     came = {a.rank for a in answers if a.last.get(group, 0) >= seq}
     calls: dict[tuple[str, str], list[int]] = {}
-    for rank, call in waits.items():
-        if call["seq"] == seq:
-            calls.setdefault((call["op"], call["size"]), []).append(rank)
-    return Blocked(
-        group, seq, frozenset(rank for ranks in calls.values() for rank in ranks), frozenset({*members} - came), calls,
-        members,
-    )  # fmt: skip
+    for answer in answers:
+        for call in (*answer.pending, *answer.recent):
+            if (call["group"], call["seq"]) == (group, seq):
+                calls.setdefault((call["op"], call["size"]), []).append(answer.rank)
+                break
+    waiting = frozenset(rank for rank, call in waits.items() if call["seq"] == seq)
+    return Blocked(group, seq, waiting, frozenset({*members} - came), calls, members)
 
 
-def _who_waits(blocked: Blocked, layout: Layout) -> str:
+def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
     """Return who has not come to a collective, or how the ranks disagree about it."""
     of, first = f"of {len(blocked.members)} ranks", blocked.members[0]
     if blocked.group not in ("0", mpi_calls.GROUP):
@@ -161,9 +172,10 @@ def _who_waits(blocked: Blocked, layout: Layout) -> str:
             f"{names(sorted(blocked.missing))} {have} not come to {calls[0][0]} {of}"
         )  # fmt: skip
     if len(calls) > 1:
-        each = ", ".join(f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} in {what}" for what, ranks in calls)
+        each = ", ".join(f"{names(ranks)} {what}" for what, ranks in calls)
         return f"the ranks have called different collectives: {each}, {of}"
-    return f"all ranks have come to {calls[0][0]} {of}, but it does not end: is the network between them intact?"
+    everyone = f"all ranks have come to {calls[0][0]} {of}"
+    return f"{everyone}, but it does not end: is the network between them intact?" if hangs else everyone
 
 
 def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKNOWN) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from typing import Any
+
+from wordrun.dist.imported import when_imported
 
 GROUP = "MPI"
 """Calls of all ranks together, which have numbers."""
@@ -63,29 +62,7 @@ CALLS = Calls()
 
 def watch() -> None:
     """Count mpi4py's calls: of COMM_WORLD and of the communicators that are made of it, once mpi4py is imported."""
-    if "mpi4py.MPI" in sys.modules:
-        _replace_world(sys.modules["mpi4py.MPI"])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(MetaPathFinder):
-    """Replaces COMM_WORLD as soon as mpi4py is imported."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        if name != "mpi4py.MPI":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                load(module)
-                _replace_world(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported("mpi4py.MPI", _replace_world)
 
 
 def _replace_world(module: Any) -> None:

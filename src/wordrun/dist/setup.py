@@ -11,23 +11,21 @@ import random
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from wordrun.dist import mpi, values, watch
+from wordrun.dist import mpi, staying, values, watch
+from wordrun.dist.device import backend_of, choose_device
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError, WorldError, show, with_page
 from wordrun.log import LOGGER
 
-if TYPE_CHECKING:
-    import torch
-
 # A rank that fails because another one did waits this long for the launcher to end it, then exits.
 SECONDARY_WAIT_S = 5.0
-GUARDIAN_S = 1.0
 QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
@@ -48,8 +46,8 @@ class _Joined:
 
 
 _joined = _Joined()
-_shares = itertools.count()
-"""Numbers the calls of ``share``, which all ranks make in the same order; not reset, as a store may outlive a group."""
+_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers the calls that all ranks make in the same order, by kind; not reset, as a store may outlive a group."""
 
 
 def identify(env: Mapping[str, str] | None = None) -> World:
@@ -76,6 +74,11 @@ def shared_store(world: World, timeout_s: int = 1800) -> Any:
     return _joined.store
 
 
+def call_number(kind: str) -> int:
+    """Return the number of a call of this ``kind``, which all ranks make in the same order."""
+    return next(_calls[kind])
+
+
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
@@ -87,7 +90,7 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     data = values.dumps(value) if world.rank == 0 else b""
     if mpi.in_use(world):
         return values.loads(mpi.broadcast(data))
-    store, key = shared_store(world, timeout_s), f"wordrun/share/{next(_shares)}"
+    store, key = shared_store(world, timeout_s), f"wordrun/share/{call_number('share')}"
     if world.rank == 0:
         store.set(key, data)
     return values.loads(store.get(key))
@@ -146,6 +149,13 @@ def cleanup() -> None:
         atexit.unregister(_leave)
 
 
+def begin_anew() -> None:
+    """Leave what is left of a generation, and wait for the next one, whose ranks meet in another store."""
+    _leave()
+    _calls.clear()
+    staying.rejoin()
+
+
 @contextlib.contextmanager
 def session(
     *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None, hang_s: float = 120.0
@@ -159,7 +169,7 @@ def session(
         world = identify()
     with guard(world):
         world = setup(world, device=device, timeout_s=timeout_s, seed=seed)
-        end_watch = watch.start_for_script(world, hang_s)
+        end_watch = watch.start_for_script(world, hang_s, timeout_s)
         try:
             yield world
         finally:
@@ -185,7 +195,8 @@ def guard(world: World) -> Iterator[None]:
     traceback, rank and host, and ends it with status 1. Ranks that fail as a consequence print nothing.
     """
     try:
-        yield
+        with staying.noticing():
+            yield
     except SystemExit as error:
         if error.code not in (None, 0):
             abort(world, error.code if isinstance(error.code, int) else 1)
@@ -226,11 +237,12 @@ def _report(world: World, message: str) -> None:
     if world.size == 1:
         print(message, file=sys.stderr, flush=True)
         return
-    if "WORDRUN_GENERATION" in os.environ:
-        time.sleep(GUARDIAN_S)  # if another rank was killed, this one is about to be
+    staying.wait_for_guardian()
+    # Under guardians, launch lets the other ranks end by themselves before it ends them.
+    ending_s = 6.0 if "WORDRUN_GENERATION" in os.environ else 1.0
     if _joined.store is None:
         # Without a store, no rank knows who failed first. This early, all usually fail alike, so rank 0 reports.
-        time.sleep(1.0 if world.rank else 0.0)
+        time.sleep(ending_s if world.rank else 0.0)
     else:
         try:
             _joined.store.set_timeout(timedelta(seconds=5))
@@ -262,11 +274,12 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its old name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)
     try:
-        torch.distributed.init_process_group(
-            _group_backend(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
-            rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
-            device_id=chosen if chosen.type != "cpu" else None,
-        )  # fmt: skip
+        with staying.noting_sockets():
+            torch.distributed.init_process_group(
+                backend_of(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
+                rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
+                device_id=chosen if chosen.type != "cpu" else None,
+            )  # fmt: skip
     except Exception:
         _joined.world = None
         raise
@@ -298,49 +311,3 @@ def _leave() -> None:
             time.sleep(QUIET_S)
             torch.distributed.destroy_process_group()
     _joined.world, _joined.store, _joined.users = None, None, 0
-
-
-def choose_device(kind: str, world: World) -> torch.device:
-    """Return the device of ``world``'s process.
-
-    Args:
-        kind: ``auto`` (the accelerator if there is one, else the CPU), ``cpu``, ``cuda`` or ``xpu``.
-        world: says how many ranks share this node's devices.
-
-    Raises:
-        WorldError: torch finds no such device.
-    """
-    import torch
-
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    have = found.type if found is not None and found.type in ("cuda", "xpu") else "cpu"
-    if kind == "auto":
-        kind = have
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind != have:
-        found_here = f"{'no accelerator' if have == 'cpu' else have} on {world.host}"
-        remedy = f"use device=auto, or install a torch built for {kind}"
-        raise WorldError(f"device={kind}, but torch {torch.__version__} finds {found_here}: {remedy}")
-    count = torch.accelerator.device_count()
-    if count != 1 and world.local_size > count:
-        LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
-    # A single visible device is number 0 for every local rank: the launcher has already assigned them.
-    return torch.device(kind, 0 if count == 1 else world.local_rank % count)
-
-
-def _group_backend(device: torch.device) -> str:
-    import torch.distributed
-
-    if device.type == "cpu":
-        return "gloo"
-    if device.type == "cuda":
-        return "nccl"
-    if torch.distributed.is_backend_available("xccl"):
-        return "xccl"
-    try:
-        import oneccl_bindings_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError as error:
-        missing = "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed"
-        raise WorldError(f"{missing}: load the site's frameworks module") from error
-    return "ccl"

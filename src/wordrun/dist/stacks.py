@@ -102,7 +102,7 @@ def compiles() -> bool:
 
 def short(file: str) -> str:
     """Return the path of a source file relative to the working directory, or to the folder of its package."""
-    for folder in (os.getcwd(), *sorted(filter(None, sys.path), key=len, reverse=True)):
+    for folder in (os.getcwd(), os.path.dirname(OWN), *sorted(filter(None, sys.path), key=len, reverse=True)):
         if file.startswith(f"{folder}/"):
             return file[len(folder) + 1 :]
     return file
@@ -133,9 +133,11 @@ class Dump:
         import fcntl
 
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
-        if not faulthandler.is_enabled():  # also say where C++ code aborts: gloo, if ranks disagree about a size
+        self._enabled = False
+        if not faulthandler.is_enabled():  # also say where C++ code aborts or is killed
             with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # a stderr that is no file
                 faulthandler.enable()
+                self._enabled = True
         self._registered = False
         self.register()
 
@@ -144,6 +146,11 @@ class Dump:
         self._registered = signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN, None)
         if self._registered:
             faulthandler.register(signal.SIGQUIT, file=self._fd, all_threads=True)
+
+    def disable(self) -> None:
+        """Print no stacks when this process is aborted, unless the user has asked for them."""
+        if self._enabled:
+            faulthandler.disable()
 
     def asked(self) -> bool:
         """Return whether somebody has sent SIGQUIT since the last call."""

@@ -15,16 +15,17 @@ import json
 import math
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from wordrun import files, stack_requests
-from wordrun.dist import hang, mpi_calls, stacks
+from wordrun.dist import hang, mpi_calls, stacks, uncaught
+from wordrun.dist.imported import when_imported
 from wordrun.dist.mesh import Layout
+from wordrun.dist.waits import START_FACTOR, Waits, collectives, is_joined
 from wordrun.dist.world import World, discover
 from wordrun.log import LOGGER
 
@@ -37,7 +38,8 @@ TICK_S = 1.0
 START_S = 120.0
 # All ranks together look for requests this often, since they ask one metadata server.
 LOOKS_PER_S = 500.0
-ASKED_S = 10.0  # the same for an answer to a question, without a hang
+EARLIER = 0.8  # of the time limit of collectives
+ASKED_S = 10.0  # the same for an answer to a question, without a hang, or before an abort
 
 
 class Watch:
@@ -49,21 +51,32 @@ class Watch:
         hang_s: seconds without progress that count as a hang; 0: only answer questions.
         waits: returns for how many seconds the oldest collective has been waiting, for programs that do not call
             ``phase`` and ``mark``.
+        timeout_s: seconds after which a collective fails; a hang is reported earlier, whatever its limit.
     """
 
-    def __init__(self, world: World, folder: Path, hang_s: float, waits: Callable[[], float] = lambda: 0.0) -> None:
-        self.world, self.folder, self.hang_s, self.waits = world, folder, hang_s or math.inf, waits
+    def __init__(
+        self, world: World, folder: Path, hang_s: float, waits: Callable[[], float] = lambda: 0.0,
+        timeout_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        self.world, self.folder, self.waits, self._most = world, folder, waits, EARLIER * timeout_s
+        self.hang_s = min(hang_s, self._most) if hang_s else math.inf
+        self.reported: Path | None = None
         self.step: int | None = None
         self.layout = Layout()  # until it is known
         self._count, self._phase, self._factor = 0, "", math.inf
         self._known = set[str]()  # phases that have been seen once
         self._name = f"wordrun-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
         self._answered = ""
+        self._tick = min(TICK_S, self.hang_s / 8)
+        self._every = max(self._tick, self.world.size / LOOKS_PER_S)
+        """Seconds between two looks for requests."""
         self._ended = threading.Event()
+        self._aborts = False
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._dump = stacks.Dump(self._name, world.rank)
         self._thread.start()
         _active.append(self)
+        when_imported("torch", lambda torch: uncaught.before_abort(_before_abort))
 
     def close(self) -> None:
         """Stop watching."""
@@ -81,6 +94,7 @@ class Watch:
         self._count += 1
         self.layout = layout or self.layout
         if step is not None:
+            self.reported = None
             if self.step is not None:
                 self._known.add("training")
             self.step = step
@@ -102,12 +116,13 @@ class Watch:
     def limit(self) -> float:
         """Seconds without progress that count as a hang now."""
         first = 1.0 if self._phase in self._known else SLOW
-        return self.hang_s * max(self._factor, first)
+        limit = self.hang_s * max(self._factor, first)
+        return limit if math.isinf(limit) else min(limit, self._most)
 
     def ask(self, why: str) -> None:
-        """Ask all ranks where they are, unless somebody has just done so; ``why``: hang or question."""
+        """Ask all ranks where they are, unless somebody has just done so; ``why``: hang, question or abort."""
         starts = not is_joined() and not mpi_calls.CALLS.pending
-        seconds = self.hang_s * (SLOW if starts else 1.0) if math.isinf(self.limit) else self.limit
+        seconds = self.hang_s * (START_FACTOR if starts else 1.0) if math.isinf(self.limit) else self.limit
         try:
             stack_requests.request(self.folder, why, seconds)
         except OSError as error:  # such as a full disk
@@ -115,13 +130,24 @@ class Watch:
             line = stacks.user_line(stacks.own())
             LOGGER.error("%sat %s; cannot ask other ranks: %s: %s", since, line, error.filename, error.strerror)
 
+    def before_abort(self) -> None:
+        """Have all ranks say where they are, and wait for that; C++ code is about to abort this process."""
+        if not self._thread.is_alive():  # in a process that this one has forked
+            return
+        self._aborts = True
+        self.ask("abort")
+        until = time.monotonic() + ASKED_S + 2 * self._every
+        while (self.folder / stack_requests.REQUEST).exists():
+            if time.monotonic() > until:
+                return
+            time.sleep(0.05)
+        self._dump.disable()  # the report has the stacks
+
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):  # signals are for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        tick = min(TICK_S, self.hang_s / 8)
-        every = max(tick, self.world.size / LOOKS_PER_S)
         count, since, look_at, asked = -1, 0.0, 0.0, False
-        while not self._ended.wait(tick):
+        while not self._ended.wait(self._tick):
             now = time.monotonic()
             if self._count != count:
                 count, since, asked = self._count, now, False
@@ -136,7 +162,7 @@ class Watch:
                     self.ask("hang")
                     look_at = now
                 if now >= look_at:
-                    look_at = now + every
+                    look_at = now + self._every
                     asked |= self._answer(now - since)
             except Exception as error:  # such as a folder that is gone; the run must not suffer
                 LOGGER.warning("cannot say where the ranks are: %r", error)
@@ -190,44 +216,58 @@ class Watch:
 
     def _own_answer(self, idle_s: float) -> dict[str, Any]:
         found = stacks.own()
-        groups, pending, last = _collectives(self.world.size)
+        seen = collectives(self.world.size)
         calls, call = mpi_calls.CALLS, stacks.torch_call(found)
         if calls.count:
-            last[mpi_calls.GROUP] = calls.count
+            seen["last"][mpi_calls.GROUP] = calls.count
         if calls.pending:
             group, op, size = calls.pending
             call = call or op
-            pending.append({"group": group, "seq": calls.count, "op": op, "size": size})
+            seen["pending"].append({"group": group, "seq": calls.count, "op": op, "size": size})
         return vars(
             hang.Answer(
                 self.world.rank, self.world.host, os.getpid(), phase=self._phase, step=self.step, idle_s=idle_s,
                 stacks={name: list(each) for name, each in found.items()}, line=stacks.user_line(found),
-                call=call, groups=groups, pending=pending, last=last,
+                call=call, aborts=self._aborts, **seen,
             )
         )  # fmt: skip
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
         found = [hang.Answer(**each) for path in answers.glob("*[0-9].json") if (each := stack_requests.read(path))]
         found.sort(key=lambda answer: answer.rank)
-        kind = "hang" if asked["why"] == "hang" else "stacks"
+        kind = {"hang": "hang", "abort": "abort"}.get(asked["why"], "stacks")
         name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
-        lead = f"no progress for {asked['seconds']:g} s" if kind == "hang" else "where the ranks are now"
-        text = f"{lead}: {hang.describe(found, self.world, self.layout)}"
+        lead = {
+            "hang": f"no progress for {asked['seconds']:g} s", "abort": hang.aborts(found),
+            "stacks": "where the ranks are now",
+        }[kind]  # fmt: skip
+        text = f"{lead}: {hang.describe(found, self.world, self.layout, hangs=kind != 'stacks')}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
-        stack_requests.withdraw(self.folder, asked["id"])
-        log = LOGGER.error if kind == "hang" else LOGGER.warning
+        self.reported = path if kind == "hang" else None
+        log = LOGGER.warning if kind == "stacks" else LOGGER.error
         log("%s. Stacks of all ranks: %s; more: docs/jobs.md#a-hang", text, os.path.relpath(path))
+        stack_requests.withdraw(self.folder, asked["id"])  # after which a rank that is to be aborted is
 
 
 _active: list[Watch] = []
 """The watches of this process, the newest last: a notebook may have several trainers."""
 
 
-def start(world: World, run_dir: str, hang_s: float) -> Watch:
+def _before_abort() -> None:
+    if _active:
+        _active[-1].before_abort()
+
+
+def reported() -> Path | None:
+    """Return the report about a hang since the last step, on the rank that has written it: rank 0, if it can answer."""
+    return _active[-1].reported if _active else None
+
+
+def start(world: World, run_dir: str, hang_s: float, timeout_s: float) -> Watch:
     """Watch this rank of a run, with reports in ``failures`` of its directory; see ``Watch``."""
-    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s)
+    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s, timeout_s=timeout_s)
 
 
 def mark(step: int | None = None, layout: Layout | None = None) -> None:
@@ -251,11 +291,11 @@ def folder_of_job(env: Mapping[str, str]) -> Path:
     return Path.cwd() / "failures" / (step or env.get("TORCHELASTIC_RUN_ID") or env.get("MASTER_PORT") or "job")
 
 
-def start_for_script(world: World, hang_s: float) -> Callable[[], None]:
+def start_for_script(world: World, hang_s: float, timeout_s: float = math.inf) -> Callable[[], None]:
     """Watch the collectives of a program that does not call ``mark``; return what ends that."""
     if _active or world.size == 1:
         return lambda: None
-    return Watch(world, folder_of_job(os.environ), hang_s, Waits()).close
+    return Watch(world, folder_of_job(os.environ), hang_s, Waits(), timeout_s).close
 
 
 @contextlib.contextmanager
@@ -281,68 +321,3 @@ def start_from_env() -> None:
 
 _forced_s = 0.0
 """The S of ``launch --hang``."""
-
-
-def _collectives(size: int) -> tuple[dict[str, list[Sequence[int]]], list[dict[str, Any]], dict[str, int]]:
-    """Return this rank's groups, its unfinished collectives and the number of its last one in each group."""
-    if not is_joined():
-        return {}, [], {}
-    from wordrun import flight_recorder
-
-    records = flight_recorder.flight_records()
-    last: dict[str, int] = {}
-    pending = []
-    for record in records:
-        last[record["group"]] = max(last.get(record["group"], 0), record["seq"])
-        if record["pending"]:
-            pending.append({name: record[name] for name in ("group", "seq", "op", "size")})
-    members = flight_recorder.group_members()
-    groups = {group: _spans(members[group], size) for group in last if group in members}
-    return groups, pending[:20], last
-
-
-def _spans(members: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Return ``members`` as the first, last and distance of ranges, one as a rule; empty: all ranks."""
-    if len(members) == size:
-        return []
-    distance = members[1] - members[0] if members[1:] else 1
-    if [*range(members[0], members[-1] + 1, distance)] == list(members):
-        return [(members[0], members[-1], distance)]
-    return [(member, member, 1) for member in members]
-
-
-def is_joined() -> bool:
-    """Return whether this process has a torch process group, without importing torch."""
-    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
-
-
-class Waits:
-    """For how many seconds the process has been waiting for others, as far as torch and mpi4py know."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[tuple[int, int], float]] = {}
-        """By group: how many collectives have begun and ended, and since when."""
-        self._call: tuple[Any, float] = None, 0.0
-        """The main thread's call of torch.distributed, such as recv, which torch does not count, and since when."""
-
-    def __call__(self) -> float:
-        """Return the longest time; 0: it is not waiting."""
-        now, waited = time.monotonic(), mpi_calls.CALLS.waited()
-        # As this keeps the frame, another call has another one.
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        if frame is None or stacks.IN_TORCH not in frame.f_code.co_filename:
-            self._call = None, now
-        elif frame is not self._call[0]:
-            self._call = frame, now
-        in_call = now - self._call[1]
-        if not is_joined():  # it starts, which may take longer
-            return max(waited, in_call / SLOW)
-        from wordrun import flight_recorder
-
-        counts = flight_recorder.collective_counts()
-        self._seen = {
-            group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
-            for group, count in counts.items()
-        }
-        times = (now - since for (begun, ended), since in self._seen.values() if ended < begun)
-        return max(waited, in_call, *times)

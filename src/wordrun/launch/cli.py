@@ -103,12 +103,13 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     if plan.decided.run.resume:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     if options.prewarm:
-        status, options = _prewarm(options, plan)
+        status, warmed = _prewarm(options, plan)
         if status > 128:  # by a signal
             return status
-        plan = make_plan(options, same=plan.decided.run)
+        if warmed != options:
+            options, plan = warmed, make_plan(warmed, same=plan.decided.run)
     left_out: frozenset[str] = frozenset()
-    asked = {name: plan.env[name] for name in ("WORDRUN_ELASTIC",) if name in plan.env}
+    elastic = plan.env.get("WORDRUN_ELASTIC")
     kills = Kills(left=options.retries)
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
@@ -141,8 +142,9 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         try:
             same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "launch has started it again")
             plan = plan_again(options, left_out, same, plan)
-            own = {"WORDRUN_FAULTS": json.dumps(kills.faults)} if kills.faults else {}
-            plan = replace(plan, env={**plan.env, **own, **asked})
+            faults = json.dumps(kills.faults) if kills.faults else None
+            own = {"WORDRUN_FAULTS": faults, "WORDRUN_ELASTIC": elastic}
+            plan = replace(plan, env={**plan.env, **{name: text for name, text in own.items() if text}})
         except UserError as error:
             say(f"cannot launch again: {with_page(error)}")
             return status

@@ -125,41 +125,45 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
 
 
 def of_network(plan: LaunchPlan, known: Site = UNKNOWN) -> list[Finding]:
-    """Return what the newest bandwidth.json says about this job's nodes, where the site's file has their network."""
-    if known.network is None or len(plan.hosts) < 2:
+    """Return what the newest bandwidth.json says about this job's nodes.
+
+    Devices' messages are compared with the network in the site's file. gloo's, between CPUs, do not use it: the nodes
+    are compared with each other.
+    """
+    if len(plan.hosts) < 2:
         return []
+    file, device, medians = _measured(plan)
+    on_cpus = device.startswith("cpu")
+    if not medians or (known.network is None and not on_cpus):
+        unknown = "not measured between these nodes: launch python -m wordrun.test_dist --bench"
+        return [Finding("bandwidth", "ok", unknown)] if known.network else []
+    expected = statistics.median(medians.values()) if on_cpus or known.network is None else known.network
+    slow = [host for host in sorted(medians, key=lambda host: medians[host]) if medians[host] < SLOW_SHARE * expected]
+    named = ", ".join(f"{host} {medians[host]:.3g} GB/s" for host in slow[:4])
+    more = f" and {len(slow) - 4} more nodes" if len(slow) > 4 else ""
+    overall = f"median {expected:.3g} GB/s (gloo)" if on_cpus else f"{known.name} expects {expected:g} GB/s per device"
+    wrong = f"slow: {named}{more}; {overall} ({file})" if slow else ""
+    few = "exclude them with --hostfile, and report them to the site"
+    all_ = "check that the fast network is used (NCCL_DEBUG=INFO; the site's NCCL_SOCKET_IFNAME, FI_PROVIDER)"
+    ok = f"{min(medians.values()):.3g} to {max(medians.values()):.3g} GB/s between nodes; {overall}"
+    return [_check("bandwidth", wrong, all_ if len(slow) == len(medians) else few, ok, "warning")]
+
+
+def _measured(plan: LaunchPlan) -> tuple[str, str, dict[str, float]]:
+    """Return the newest bandwidth.json, its device, and the median GB/s between each of this job's nodes and others."""
     files = sorted(glob.glob(os.path.join(glob.escape(plan.decided.cwd), MEASURED)))
-    bench = "launch python -m wordrun.test_dist --bench"
+    here = {short(host) for host in plan.hosts}
+    by_host: dict[str, list[float]] = {}
     try:
         with open(files[-1]) as file:
             measured = json.load(file)
-        here = {short(host) for host in plan.hosts}
-        pairs = [
-            ([short(host) for host in pair["hosts"]], float(pair["gb_per_s"]))
-            for pair in measured["pairs"] if here & set(map(short, pair["hosts"]))
-        ]  # fmt: skip
+        for pair in measured["pairs"]:
+            for host in here & set(map(short, pair["hosts"])):
+                by_host.setdefault(host, []).append(float(pair["gb_per_s"]))
         device = str(measured["device"])
-    except (IndexError, OSError, ValueError, KeyError, TypeError):
-        pairs, device = [], ""
-    if not pairs or device.startswith("cpu"):  # gloo uses TCP, which says nothing about the network
-        return [Finding("bandwidth", "ok", f"not measured between these nodes' devices: {bench}")]
-    by_host: dict[str, list[float]] = {}
-    for hosts, speed in pairs:
-        for host in hosts:
-            by_host.setdefault(host, []).append(speed)
-    medians = {host: statistics.median(speeds) for host, speeds in by_host.items()}
-    slow = [
-        host for host in sorted(medians, key=lambda host: medians[host]) if medians[host] < SLOW_SHARE * known.network
-    ]
-    overall = f"{known.name} expects {known.network:g} GB/s per device"
-    named = ", ".join(f"{host} {medians[host]:.1f} GB/s" for host in slow[:4])
-    more = f" and {len(slow) - 4} more nodes" if len(slow) > 4 else ""
-    wrong = f"slow: {named}{more}; {overall} ({files[-1]})" if slow else ""
-    few = "exclude them with --hostfile, and report them to the site"
-    all_ = "check that the fast network is used (NCCL_DEBUG=INFO; the site's NCCL_SOCKET_IFNAME, FI_PROVIDER)"
-    remedy = all_ if len(slow) == len(medians) else few
-    ok = f"{min(medians.values()):.1f} to {max(medians.values()):.1f} GB/s between nodes; {overall}"
-    return [_check("bandwidth", wrong, remedy, ok, "warning")]
+    except (IndexError, OSError, ValueError, KeyError, TypeError):  # none, or one that is damaged
+        return "", "", {}
+    return files[-1], device, {host: statistics.median(speeds) for host, speeds in by_host.items()}
 
 
 def of_ranks(
@@ -300,6 +304,9 @@ def _show(findings: Sequence[Finding]) -> None:
 
     colours = {"ok": "green", "warning": "yellow", "wrong": "red"}
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")
     for finding in findings:
         state = f"[{colours[finding.state]}]{finding.state}[/]"
         remedy = f"\n-> {finding.remedy}" if finding.remedy else ""

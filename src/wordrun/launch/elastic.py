@@ -29,14 +29,19 @@ from wordrun.launch.nodes import Nodes, own_address
 from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
+from wordrun.launch.survivors import those_that_stay
 from wordrun.launch.wire import Door, Link
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
 # A guardian that has not killed its ranks after this long [s] counts as lost.
 ANSWER_S = 60.0
+# One that is not ready this long [s] after another one does, too: it may have died before it connected.
+READY_S = 300.0
 # Ranks that are asked to save, because a node is back, are killed after this long [s].
 SAVE_S = 600.0
+# Without --stay, ranks that live get this long [s] to leave a generation, or as long as their own start has taken.
+STAY_S = 5.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
 """What all guardians say before the next state."""
 
@@ -76,6 +81,8 @@ class Guardians:
     """The nodes that were told to."""
     _ports: dict[int, int] = field(default_factory=dict)
     """A free port on each node."""
+    _before: tuple[int, ...] = ()
+    """The ranks on each node in the generation before."""
     _saved: bool = False
     """The ranks have saved, and ended before the end of the run."""
     _living: set[int] = field(default_factory=set)
@@ -106,7 +113,8 @@ class Guardians:
             self._end()
         elif now > self._answer_by:
             node = next(node for node in self._asked if node not in self._done)
-            self._lose(node, f"has not answered for {ANSWER_S:g} seconds")
+            limit = READY_S if self.state == "meeting" else ANSWER_S
+            self._lose(node, f"has not answered for {limit:g} seconds")
         if self.state == "running" and not self.stopping:
             self.nodes.bring_back(self.contact)
 
@@ -137,8 +145,9 @@ class Guardians:
 
     def finish(self) -> None:
         """Note whether a guardian was lost before the ranks had ended, and close: the launcher has ended."""
-        if not self.lost and self.state != "leaving" and self.generation >= 0 and not self.stopping:
-            self.lost = self._named(next(iter(self._links), 0))
+        if not self.lost and self.state != "leaving" and self._hosts and not self.stopping:
+            absent = [node for node in range(self.nodes.count) if node not in self._hosts]
+            self.lost = self._named(next(iter(absent or self._links), 0))
             self.say(f"{self.lost} has ended")
         self.close()
 
@@ -175,10 +184,12 @@ class Guardians:
                 self._ports[node] = message["port"]
             if message["event"] == "ready":
                 self.nodes.ready.add(node)
-                if self.state != "meeting":
+                if self.state == "meeting":
+                    self._answer_by = min(self._answer_by, time.monotonic() + READY_S)
+                else:
                     self._grow()
             if message["event"] == AWAITED.get(self.state) and node in self._asked:
-                self._done[node] = message.get("pids")
+                self._done[node] = message
                 self._proceed()
             # else: the answer to what was asked before
 
@@ -192,7 +203,7 @@ class Guardians:
         elif self.state == "starting":
             self._started(answers)
         else:
-            self._start()
+            self._start(answers)
 
     def _tell(self, **message: Any) -> None:
         """Tell the guardians that are ready what to do next."""
@@ -200,11 +211,14 @@ class Guardians:
         for node in sorted(self._asked):
             self._links[node].send(**message)
 
-    def _start(self) -> None:
-        """Start a generation."""
+    def _start(self, answers: dict[int, Any]) -> None:
+        """Start a generation; ``answers`` are those to the end of the last one."""
         self.generation += 1
         self.nodes.arrange()
         layout, env = self.nodes.layout, self.nodes.variables()
+        stay = those_that_stay(self._before or layout, layout, answers)
+        self._before = layout
+        self.kills.came_back(len(stay), sum(layout) - len(stay))
         port = self._ports[next(node for node, ranks in enumerate(layout) if ranks)]
         self.state = "starting"
         self._living, self._failures = {*range(sum(layout))}, []
@@ -214,10 +228,10 @@ class Guardians:
             port = int(self.plan.env["MASTER_PORT"])
         if self.kills.faults:
             env["WORDRUN_FAULTS"] = json.dumps(self.kills.faults)
-        self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout)
+        self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout, stay=stay)
 
     def _started(self, answers: dict[int, Any]) -> None:
-        self.pids = {int(rank): pid for pids in answers.values() for rank, pid in pids.items()}
+        self.pids = {int(rank): pid for answer in answers.values() for rank, pid in answer["pids"].items()}
         self.state = "running"
         if self.record is not None:  # before a rank can move it
             with contextlib.suppress(OSError):
@@ -264,7 +278,7 @@ class Guardians:
             if fault is not None:
                 self.kills.start_again()
                 self.say(f"{fault.meaning} ({fault.line}): restarting the ranks")
-                self._end()
+                self._end(stays=True)
                 return
             self._failures.insert(0, self._failures.pop())  # the first cause
         if self.stopping or outcome.killed or status == REQUEUE:
@@ -274,10 +288,11 @@ class Guardians:
         elif not self._living and not self._failures:
             self._leave(succeeded=True)
 
-    def _end(self) -> None:
-        """End the generation: have all its ranks killed."""
+    def _end(self, *, stays: bool = False) -> None:
+        """End the generation: have its ranks killed or, if it ``stays``, those that cannot leave it in time."""
+        stay_s = (STAY_S if self.plan.options.stay is None else self.plan.options.stay) if stays else 0.0
         self.state, self._failures, self._decide_at = "ending", [], float("inf")
-        self._tell(do="end")
+        self._tell(do="end", stay=stay_s)
 
     def _give_up(self) -> None:
         """Report the failures, in order; ``Supervisor`` ends the launch."""
@@ -333,7 +348,7 @@ class Guardians:
             self.kills.start_again()
             self.nodes.arrange()
             self.say(f"{name} {how}: restarting {self.nodes.named()}")
-            self._end()
+            self._end(stays=True)
         else:
             self.say(f"{name} {how}; it had no ranks")
         return True

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
-import runpy
 import select
 import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
-from wordrun.launch import processes
+from wordrun.launch import processes, program
 from wordrun.launch.address import free_port
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.oom import OomWatch
 from wordrun.launch.plan import OWN, is_stale
+from wordrun.launch.survivors import VARIABLE as STAY, Survivors
 from wordrun.launch.wire import VARIABLE, Link
 
 CONNECT_S = 60.0
@@ -37,13 +35,6 @@ STOPPED_S = 10.0
 LEFTOVER_PATIENCE_S = 2.0
 CLOSED: dict[str, Any] = {"do": "leave"}
 """What a guardian does when the connection to ``launch`` closes."""
-RUNNERS = ("guardian.py", "runpy.py", "<frozen runpy>")
-"""Files whose frames begin the tracebacks of forked ranks."""
-FOR_WORDRUN = (
-    "torch._dynamo", "torch.distributed.checkpoint", "wordrun.train.cli", "wordrun.train.trainer",
-    "wordrun.train.language",
-)  # fmt: skip
-"""What ranks of wordrun import sooner or later. Importing starts neither threads of torch nor a device."""
 
 
 class Guardian:
@@ -64,7 +55,14 @@ class Guardian:
         """The ranks that a signal has stopped, and since when."""
         self.ranks: dict[int, int] = {}
         """The living ranks by process ID."""
+        self.survivors = Survivors()
+        self._staying: set[int] = set()
+        """The process IDs of ranks that have left the last generation, and wait for the next."""
+        self.line: socket.socket | None = None
+        """In a forked rank, its connection to this guardian."""
         self._watch = OomWatch()
+        self._message: Mapping[str, Any] = {}
+        """How the generation was started."""
         self._gate = -1
         """The end of a pipe at whose other end new ranks wait until all nodes have theirs."""
         self._mpi = os.pipe()
@@ -93,7 +91,7 @@ class Guardian:
                 action = message["do"]
                 if action == "setup":
                     self.setup = message
-                    _import_before(message)
+                    program.import_before(message)
                     gc.collect()
                     gc.freeze()  # a collection in a rank would copy all memory that it shares with the others
                     self.link.send(event="ready", port=free_port())
@@ -102,14 +100,14 @@ class Guardian:
                         return rank, message
                     self.link.send(event="started", pids={rank: pid for pid, rank in self.ranks.items()})
                 elif action == "go":
-                    os.write(self._gate, b"." * len(self.ranks))
-                    self._close_gate()
+                    self._go()
                 elif action == "signal":
                     for pid in self.ranks:
                         processes.send(pid, message["number"], group=True)
                 elif action == "end":
-                    self._end()
-                    self.link.send(event="ended", port=free_port())
+                    self._end(stay_s=message["stay"])
+                    stays = sorted(self.ranks[pid] for pid in self._staying)
+                    self.link.send(event="ended", port=free_port(), stays=stays)
                 else:
                     self._end(LEFTOVER_PATIENCE_S)
                     return None
@@ -120,16 +118,24 @@ class Guardian:
         return range(before, before + self.layout[self.node])
 
     def _start(self, message: Mapping[str, Any]) -> int | None:
-        """Fork this node's ranks; return None here and, in each of them, its number once all nodes have theirs."""
-        self._watch, self.layout = OomWatch(), message["layout"]
+        """Fork this node's ranks, except those that stay.
+
+        Return None here and, in each forked rank, its number once all nodes have theirs.
+        """
+        self._watch, self.layout, self._message = OomWatch(), message["layout"], message
+        self._kill({pid for pid in self._staying if self.ranks.get(pid) not in message["stay"]})
         reader, self._gate = os.pipe()
         prepare = processes.before_exec(own_group=True, death_signal=signal.SIGKILL)
-        for rank in self.own_ranks():
+        here = {self.ranks[pid] for pid in self._staying}
+        for rank in (each for each in self.own_ranks() if each not in here):
+            mine, theirs = socket.socketpair()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # BLAS has threads, and prepares them for a fork
                 pid = os.fork()
             if pid == 0:
                 prepare()
+                self.line = theirs
+                mine.close()
                 self._leave_to_rank()
                 if not os.read(reader, 1):
                     os._exit(1)
@@ -138,8 +144,18 @@ class Guardian:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)  # the rank does the same: whoever comes first
             self.ranks[pid] = rank
+            theirs.close()
+            self.survivors.connect(pid, mine)
         os.close(reader)
         return None
+
+    def _go(self) -> None:
+        """Let the ranks begin, those that are forked and those that stay."""
+        for pid in self._staying:
+            self.survivors.start(pid, own_variables(self, self.ranks[pid], self._message))
+        os.write(self._gate, b"." * (len(self.ranks) - len(self._staying)))
+        self._staying.clear()
+        self._close_gate()
 
     def _leave_to_rank(self) -> None:
         """Undo, in a forked rank, what only the guardian needs."""
@@ -150,6 +166,7 @@ class Guardian:
         for descriptor in (self._wakeup, self._mpi[0]):
             os.close(descriptor)
         self.link.close()
+        self.survivors.close()
 
     def _close_gate(self) -> None:
         if self._gate >= 0:
@@ -167,6 +184,8 @@ class Guardian:
         for pid, code in sorted(ended, key=lambda pair: pair[1]):
             if pid not in self.ranks:
                 continue  # a process that a rank has left behind
+            self.survivors.close([pid])
+            self._staying.discard(pid)
             facts = {"rank": self.ranks.pop(pid), "pid": pid, "status": code if code >= 0 else 128 - code}
             memory, mpi = self._watch.killed_for_memory(pid) if code == -signal.SIGKILL else None, b""
             with contextlib.suppress(BlockingIOError):
@@ -182,17 +201,37 @@ class Guardian:
             if time.monotonic() - since > STOPPED_S:
                 processes.send(pid, signal.SIGKILL, group=True)
 
-    def _end(self, patience_s: float = 0.0) -> None:
-        """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started."""
-        for pid in self.ranks:
-            processes.send(pid, signal.SIGKILL, group=True)
-        self.ranks.clear()
+    def _end(self, patience_s: float = 0.0, stay_s: float = 0.0) -> None:
+        """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started.
+
+        But those that offer to stay live on if they leave their generation within ``stay_s``.
+        """
+        able = (self.survivors.offers() & {*self.ranks}) - self._staying if stay_s else set()
+        stay = {*self._staying} if stay_s else set()  # a second fault before the next generation began
+        self._kill({*self.ranks} - able - stay)
+        self._staying = stay | self.survivors.leave(able, stay_s)
+        self._kill({*self.ranks} - self._staying)
         self._close_gate()
-        processes.end_all(patience_s)
+        ended = processes.end_all(patience_s, self._staying)
+        self._kill(ended.keys() & self._staying)
+
+    def _kill(self, pids: Iterable[int]) -> None:
+        """Kill ranks, and forget them."""
+        for pid in pids:
+            processes.send(pid, signal.SIGKILL, group=True)
+            self.ranks.pop(pid, None)
+            self._staying.discard(pid)
+        self.survivors.close(pids)
 
 
 def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables of a rank: this process's, without the launcher's."""
+    kept = {name: value for name, value in os.environ.items() if name in OWN or not is_stale(name)}
+    return {**kept, **own_variables(guardian, rank, message)}
+
+
+def own_variables(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that a rank gets from its guardian, which may differ between generations."""
     used = [count for count in guardian.layout if count]
     node = sum(count > 0 for count in guardian.layout[: guardian.node])
     local, size = guardian.own_ranks().index(rank), sum(used)
@@ -208,8 +247,8 @@ def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> di
         own |= {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": node}
         own |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), size)
         own |= dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each)
-    kept = {name: value for name, value in os.environ.items() if name in OWN or not is_stale(name)}
-    return {**kept, **message["env"], **{name: str(value) for name, value in own.items()}}
+    first = {name: os.environ[name] for name in ("MASTER_ADDR", "WORDRUN_HOSTS") if name in os.environ}
+    return {**first, **message["env"], **{name: str(value) for name, value in own.items()}}
 
 
 def main() -> int:
@@ -252,36 +291,12 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
     command = setup["command"]
     if not setup["fork"]:
         os.execvpe(command[0], command, env)
+    assert guardian.line is not None
+    os.environ[STAY] = f"{os.getpid()} {guardian.line.detach()}"
     sys.meta_path.insert(0, _MpiNotice(guardian))
     if "numpy" in sys.modules:  # forked processes would all draw the same numbers
         sys.modules["numpy"].random.seed()
-    run(command)
-
-
-def run(command: Sequence[str]) -> None:
-    """Run ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS`` in this process as ``python`` would."""
-    safe = getattr(sys.flags, "safe_path", False)
-    try:
-        if command[0] == "-m":
-            sys.argv = list(command[1:])
-            sys.path[:0] = [] if safe else [os.getcwd()]
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(command)
-            sys.path[:0] = [] if safe else [os.path.dirname(os.path.realpath(command[0]))]
-            runpy.run_path(command[0], run_name="__main__")
-    except Exception as error:
-        frames = _own_frames(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
-        raise SystemExit(1) from None
-
-
-def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this file and runpy's, with which it begins."""
-    first = frames
-    while first and os.path.basename(first.tb_frame.f_code.co_filename) in RUNNERS:
-        first = first.tb_next
-    return first or frames
+    program.run(command)
 
 
 class _MpiNotice:
@@ -305,22 +320,6 @@ def _take_cores(guardian: Guardian, rank: int) -> None:
         if each:
             place = ranks.index(rank)
             os.sched_setaffinity(0, cores[place * each : (place + 1) * each])
-
-
-def _import_before(setup: Mapping[str, Any]) -> None:
-    """Import what the ranks will need."""
-    if not setup["imports"]:
-        return
-    command = setup["command"]
-    is_wordrun = command[:2] == ["-m", "wordrun"] or os.path.basename(command[0]) == "wordrun"
-    for name in ("torch", *(FOR_WORDRUN if is_wordrun else ())):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            return  # the ranks may not need it
-        except Exception:
-            traceback.print_exc()
-            return
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

@@ -21,6 +21,9 @@ from wordrun.launch.plan import LaunchPlan
 # Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
 FIRST_S, LATER_S, DENSE_S = 0.05, 2.0, 30.0
 LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
+# For so many samples after the ranks' sockets have changed, each of them reads the kernel's table of connections, which
+# takes a millisecond; then every tenth does, because a socket may connect late.
+CHANGING = 20
 # /proc may not answer about a process that is stuck in the kernel.
 PATIENCE_S = 2.0
 # States of a connection in /proc/net/tcp.
@@ -53,6 +56,10 @@ class Meeting:
     _listened: bool = False
     """A rank has waited for connections, so it may have met others between two samples."""
     _samples: int = 0
+    _inodes: frozenset[str] = frozenset()
+    """Sockets of the processes in the last sample."""
+    _changed: int = 0
+    """The sample that found other sockets than the one before it."""
     _ended: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
 
@@ -112,8 +119,11 @@ class Meeting:
                 # A rank inherits sockets of the launcher, whose processes come first.
                 owners.setdefault(inode, rank)
                 of_process[inode] = pid
+        if owners.keys() != self._inodes:
+            self._inodes, self._changed = frozenset(owners), self._samples
+        is_due = self.met or self._samples - self._changed < CHANGING or self._samples % 10 == 0
         found = []
-        for state, here, there, inode in connections():
+        for state, here, there, inode in connections() if is_due else ():
             if inode in owners:
                 found.append((owners[inode], state, here, there))
                 if state == LISTENING and inode not in self._closed and self._is_open_to_all(owners[inode], here):

@@ -37,7 +37,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _margin(text: str) -> float:
+def _seconds_or_0(text: str) -> float:
     return 0.0 if text == "0" else _seconds(text)
 
 
@@ -145,8 +145,16 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             _count,
         ),
         Option(("--no-preimport",), "no_preimport", "with --elastic, import torch in each rank, not once per node"),
+        Option(
+            ("--stay",),
+            "stay",
+            "with --elastic, how long ranks of wordrun have to leave a generation and stay for the next (default 5; 0: "
+            "all ranks are started again)",
+            "S",
+            _seconds_or_0,
+        ),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
-        Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _margin),
+        Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _seconds_or_0),
         Option(("--prewarm",), "prewarm", "first read Python's packages on each node, for slow file systems"),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
         Option(("--hostfile",), "hostfile", "hosts to use, one per line (in a job: some of the job's hosts)", "FILE"),

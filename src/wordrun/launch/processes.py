@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from wordrun.files import read_proc
@@ -27,15 +27,15 @@ class Process:
     name: str
 
 
-def descendants(pid: int, without: int = 0) -> list[Process]:
-    """Return the living processes below ``pid``, parents first, except ``without`` and its descendants."""
+def descendants(pid: int, without: Collection[int] = ()) -> list[Process]:
+    """Return the living processes below ``pid``, parents first, except those in ``without`` and their descendants."""
     children: dict[int, list[Process]] = {}
     for process in _table():
         children.setdefault(process.parent, []).append(process)
     found: list[Process] = []
     todo = [pid]
     while todo:
-        below = [process for process in children.get(todo.pop(0), []) if process.pid != without]
+        below = [process for process in children.get(todo.pop(0), []) if process.pid not in without]
         found += below
         todo += [process.pid for process in below]
     return found
@@ -88,9 +88,25 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
 def of_launch(pid: int, launch_id: str, *, is_step: bool) -> set[int]:
     """Return the processes of a launch on this host: those below the launcher ``pid``, or those of its step (Linux)."""
     if not is_step:
-        return {pid, *(process.pid for process in descendants(pid))}
+        return {pid, *_below(pid)}
     setting = f"WORDRUN_LAUNCH_ID={launch_id}"
     return {each.pid for each in _table() if setting in read_proc(f"/proc/{each.pid}/environ").split("\0")}
+
+
+def _below(pid: int) -> Iterator[int]:
+    """Yield the processes below ``pid``, without reading the table of all processes of the host where that is possible.
+
+    The kernel may leave out a process while another one ends, so this is for those who look again.
+    """
+    if not os.path.exists("/proc/thread-self/children"):
+        yield from (process.pid for process in descendants(pid))
+        return
+    todo = [pid]
+    for parent in todo:
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                todo += map(int, read_proc(f"/proc/{parent}/task/{thread}/children").split())
+    yield from todo[1:]
 
 
 def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
@@ -128,12 +144,12 @@ def orphans(child: int) -> bool:
     return any(int(pid) != child for pid in read_proc(f"/proc/self/task/{os.getpid()}/children").split())
 
 
-def end_all(patience_s: float, spare: int = 0) -> dict[int, int]:
+def end_all(patience_s: float, spare: Collection[int] = ()) -> dict[int, int]:
     """End all descendants of this process: SIGTERM, then SIGKILL for any that remain after ``patience_s``.
 
     Args:
         patience_s: seconds between the two signals.
-        spare: a child to leave alone, with its descendants.
+        spare: children to leave alone, with their descendants.
 
     Returns:
         The wait statuses of the children reaped meanwhile, by pid.

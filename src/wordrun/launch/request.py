@@ -46,6 +46,8 @@ class Options:
     many, if nodes are lost."""
     no_preimport: bool = False
     """Let guardians import nothing for the ranks."""
+    stay: float | None = None
+    """Seconds in which ranks that live may leave a generation and stay; 0: all are started again; None: ``STAY_S``."""
     spare_nodes: int = 0
     prewarm: bool = False
     """Read the environment's files on each node before the ranks start."""

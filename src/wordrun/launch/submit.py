@@ -143,7 +143,8 @@ def passed_on(options: Options, scheduler: Scheduler) -> list[str]:
     words: list[str] = []
     for option in INNER:
         value = getattr(options, option.field)
-        if not value or (option.field == "walltime_margin" and scheduler.sends_warning(options)):
+        is_given = bool(value) or (option.field == "stay" and value is not None)  # 0 is not its default
+        if not is_given or (option.field == "walltime_margin" and scheduler.sends_warning(options)):
             continue
         if option.field == "env":
             words += [word for name, text in value for word in (option.names[-1], f"{name}={text}")]
@@ -298,7 +299,7 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
         SubmitError: the scheduler refuses the job.
     """
     site, why = site_files.find(options.site, socket.gethostname(), os.environ)
-    scheduler = _choose(options, site)
+    scheduler = scheduler_of(options, site)
     # In the job, a file of the user's own may be neither found by its name nor recognise the host.
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
@@ -337,8 +338,8 @@ def freeze_for(name: str) -> Frozen | None:
     return frozen
 
 
-def _choose(options: Options, site: Site) -> Scheduler:
-    """Return the scheduler given by --scheduler, else the site's, else one whose command is in PATH."""
+def scheduler_of(options: Options, site: Site) -> Scheduler:
+    """Return --scheduler's, else the site's, else one whose command is in PATH; a ConfigError if there is none."""
     in_path = (name for name, each in SUBMITTERS.items() if shutil.which(each.submitter))
     name = options.scheduler or site.scheduler or next(in_path, "")
     if name not in SUBMITTERS:

@@ -165,7 +165,7 @@ class Supervisor:
         if (self.asking and self.asking.is_alive()) or (self.guardians and self.guardians.nodes.launchers):
             return  # these are children of ours too
         if self.returned is None and processes.orphans(pid) and not processes.rank_groups(pid, daemons):
-            self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=pid))
+            self.notice(processes.end_all(LEFTOVER_PATIENCE_S, spare=(pid,)))
 
     def deliver(self, number: int) -> None:
         """Forward a signal to the command or to every rank, once.

@@ -6,35 +6,70 @@ Shapes: B sequences, T queries, S keys, N query heads, M key heads, H head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wordrun import compat
-from wordrun.kernels import keeps_weights
+from wordrun.kernels import keeps_weights, skips_blocks
+from wordrun.model import flex
 from wordrun.model.dropout import dropout
 
-Mask = Tensor | tuple[int, ...]
-"""Which tokens attend to which: (B, 1, T, T), True where they do; or the lengths of the documents of all sequences."""
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Mask = Tensor | tuple[int | Tensor, ...] | dict[int, "BlockMask"]
+"""Which tokens attend to which. (B, 1, T, T): True where they do. A tuple: the tokens of all sequences, in order, as
+documents by their lengths, and runs of n tokens in short documents by masks (n, n). A dictionary: see ``flex``."""
 
 
-def document_mask(documents: Tensor) -> Mask:
+def document_mask(
+    documents: Tensor, p: float = 0.0, head_size: int = 0, spans: Collection[int] = (), *, compiled: bool = False
+) -> Mask:
     """Return the causal attention mask within each of ``documents`` (B, T) (Llama 3, section 3.2).
 
-    A CPU computes the attention of each document separately if they are long enough, which needs no T x T mask.
+    Only small masks are made whole, but for compiled blocks on a CPU: a CPU computes the attention of each document by
+    itself, or of some short ones together; a GPU leaves out the blocks of tokens that share no document.
+
+    Args:
+        documents: document number of each token.
+        p: dropout probability of the attention weights.
+        head_size: elements of a head.
+        spans: the largest number of tokens to which a token attends, for each kind of block of the model.
+        compiled: whether it is for compiled blocks, which would be compiled again for documents of other lengths.
     """
-    if documents.device.type == "cpu" and not torch.compiler.is_compiling():
+    (B, T), device = documents.shape, documents.device.type
+    if skips_blocks(device, B * T * T, p, head_size):
+        return flex.block_masks(documents, spans)
+    if device == "cpu" and not (compiled or torch.compiler.is_compiling()):
         ends = (documents.diff(dim=1, append=documents[:, -1:] + 1).flatten() != 0).nonzero().flatten() + 1
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
         if len(lengths) * LONG <= documents.numel():
             return tuple(lengths)
+        if T > TOGETHER:
+            return tuple(_runs(lengths))
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 LONG = 64
 """Mean number of tokens in a document from which a CPU is faster with each document by itself (measured)."""
+TOGETHER = 256
+"""Most tokens in shorter documents that it computes together, under one mask."""
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[int | Tensor]:
+    """Yield masks (n, n) for runs of documents of these ``lengths``, and the lengths of those that are long."""
+    run: list[int] = []
+    for length in [*lengths, TOGETHER]:
+        if sum(run) + length > TOGETHER and run:
+            numbers = torch.repeat_interleave(torch.tensor(run))
+            yield (numbers[:, None] == numbers).tril() if len(run) > 1 else run[0]
+            run = []
+        run.append(length)
 
 
 def causal_attention(
@@ -55,6 +90,8 @@ def causal_attention(
     """
     if isinstance(mask, tuple):
         return _by_document(q, k, v, p, mask, scale, window)
+    if isinstance(mask, dict):
+        return flex.attention(q, k, v, mask[min(window or k.shape[2], k.shape[2])], scale)
     if window is not None and window < k.shape[2]:
         return _windowed(q, k, v, p, mask, scale, window)
     by_hand = (
@@ -124,15 +161,18 @@ _kept_band = lru_cache(maxsize=4)(torch.inference_mode(False)(_band))
 
 
 def _by_document(
-    q: Tensor, k: Tensor, v: Tensor, p: float, lengths: tuple[int, ...], scale: float | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, p: float, runs: tuple[int | Tensor, ...], scale: float | None, window: int | None
 ) -> Tensor:
-    """Return the attention of each document by itself; ``lengths`` are those of the documents, in order."""
+    """Return the attention of each of ``runs`` of tokens, one or more documents each, by itself."""
+    masks = [None if isinstance(run, int) else run for run in runs]
+    lengths = [run if isinstance(run, int) else len(run) for run in runs]
     # Split rather than sliced: the gradient of a slice has the size of the whole.
-    parts = (torch.split(x.transpose(1, 2).flatten(0, 1), list(lengths)) for x in (q, k, v))
+    parts = (torch.split(x.transpose(1, 2).flatten(0, 1), lengths) for x in (q, k, v))
     found = []
-    for tokens in zip(*parts, strict=True):
+    for mask, *tokens in zip(masks, *parts, strict=True):
         one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in tokens)
-        found.append(causal_attention(one_q, one_k, one_v, p, None, scale, window)[0].transpose(0, 1))
+        within = None if mask is None else mask[None, None]
+        found.append(causal_attention(one_q, one_k, one_v, p, within, scale, window)[0].transpose(0, 1))
     return torch.cat(found).view(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
 
 

@@ -85,10 +85,10 @@ class Context:
         dist.all_reduce(losses, group=self.group)
         return losses / self.size
 
-    def mask(self, documents: Tensor) -> Mask:
-        """Return what ``attention`` needs to keep within ``documents`` (B, T)."""
+    def mask(self, documents: Tensor, *facts: Any, compiled: bool = False) -> Mask:
+        """Return what ``attention`` needs to keep within ``documents`` (B, T); ``facts`` as for ``document_mask``."""
         whole = self.whole(documents)
-        return document_mask(whole) if self.kind == "heads" else whole
+        return document_mask(whole, *facts, compiled=compiled) if self.kind == "heads" else whole
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None, scale: float | None = None,
@@ -114,7 +114,7 @@ class Context:
         if self.kind != "heads":
             assert p == 0
             assert window is None or window >= q.shape[2] * self.size
-            assert not isinstance(mask, tuple)
+            assert not isinstance(mask, (tuple, dict))
             result: Tensor = _Exchange.apply(q, k, v, mask, self, scale)  # type: ignore[no-untyped-call]
             return result
         n, sizes = self.size, [x.shape[1] // self.size for x in (q, k, v)]

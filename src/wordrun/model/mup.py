@@ -33,7 +33,7 @@ def scales(cfg: ModelConfig) -> bool:
 
 
 def _ratios(cfg: ModelConfig) -> tuple[float, float]:
-    return (cfg.width_ratio(), cfg.head_ratio()) if isinstance(cfg, TransformerConfig) else (1, 1)
+    return cfg.width_ratio(), cfg.head_ratio()
 
 
 def suited(weights: Mapping[str, Tensor], theirs: ModelConfig, ours: ModelConfig) -> Mapping[str, Tensor]:

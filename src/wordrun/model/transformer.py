@@ -233,7 +233,10 @@ class Transformer(Model):
             x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents, **given))
         mask = None
         if documents is not None:
-            mask = context.mask(documents) if context else document_mask(documents)
+            cfg, p = self.cfg, self.cfg.dropout if self.training else 0.0
+            facts = p, cfg.attention_width() // cfg.n_head, cfg.attention_spans()
+            compiled = any(map(compat.is_compiled, self.blocks.values()))
+            mask = (context.mask if context else document_mask)(documents, *facts, compiled=compiled)
         for (layer, block), cache in zip(self.blocks.items(), caches or repeat(None), strict=False):
             x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens), **given)
         if not self.is_last:

@@ -94,11 +94,14 @@ class Planner:
             overrides.append(f"train.global_batch_size={self.sequences}")
         train = replace(cfg.train, backend=backend.name, global_batch_size=self.sequences)
         mine = replace(cfg, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
-        # A plan does not require DeepSpeed to be installed, so check the batch as for DDP.
+        # A plan does not require DeepSpeed to be installed, so check what depends on the ranks as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
         checks.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
-        if backend.own_engine and isinstance(cfg.model, config.MoEConfig):
-            raise ConfigError(checks.no_experts(cfg.model))
+        if backend.own_engine:
+            problems = [*checks.check_float8(mine)]
+            problems += [checks.no_experts(cfg.model)] if "ep" in cfg.model.divides else []
+            if problems:
+                raise ConfigError("\n".join(problems))
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:

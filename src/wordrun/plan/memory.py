@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
-from wordrun import config
 from wordrun.checks import vocab_multiple
 from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
 from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
@@ -134,19 +133,14 @@ def _optimizer_state(
     strategy: Strategy, shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1, ep: int = 1
 ) -> float:
     """Return the bytes of fp32 optimizer state, and of hooks.ema, for a rank's shards of parameters of ``shapes``."""
-    optimizer, count = strategy.cfg.optimizer, numel(shapes, tp, shard, ep)
-    average = FP32 * count if "ema" in strategy.cfg.hooks else 0
-    adamw = FP32 * (2 * count + len(shapes))  # two moments, and a step count for each tensor
-    if optimizer.name == "adamw":
-        return average + adamw
-    if isinstance(optimizer, config.MuonConfig):
-        hidden = [each for each in shapes if each.hidden]
-        return average + adamw - FP32 * (numel(hidden, tp, shard, ep) + len(hidden))
-    if isinstance(optimizer, config.SGDConfig):
-        return average + (FP32 * count if optimizer.momentum else 0)
-    if isinstance(optimizer, config.LionConfig):
-        return average + FP32 * count
-    raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
+    optimizer = strategy.cfg.optimizer
+    need = FP32 * numel(shapes, tp, shard, ep) if "ema" in strategy.cfg.hooks else 0
+    for hidden in (False, True):
+        values, some = optimizer.state_values(hidden=hidden), [each for each in shapes if each.hidden == hidden]
+        if values is None:
+            raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
+        need += FP32 * (values[0] * numel(some, tp, shard, ep) + values[1] * len(some))
+    return need
 
 
 @memory_of_rank.register(DeepSpeedConfig)

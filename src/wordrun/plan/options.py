@@ -56,6 +56,8 @@ class Hardware:
     """GiB per node."""
     bf16: bool
     """Whether the devices have fast bf16."""
+    float8: bool
+    """Whether train.float8 works on the devices, as far as is known."""
 
     @property
     def usable(self) -> float:
@@ -103,8 +105,9 @@ def hardware(options: PlanConfig) -> Hardware:
     if problems:
         raise ConfigError("\n".join(problems))
     devices, memory = options.devices or per_node, options.memory or memory
-    bf16 = device is None or device.bf16
-    return Hardware(kind, devices, min(per_node, devices), memory, options.reserve, options.host_memory, bf16)
+    bf16, float8 = device is None or device.bf16, device is None or device.float8
+    near = min(per_node, devices)
+    return Hardware(kind, devices, near, memory, options.reserve, options.host_memory, bf16, float8)
 
 
 def speeds(options: PlanConfig, model: ModelShapes, dtype: str) -> Speeds | None:

@@ -80,14 +80,16 @@ def show(screen: Console, report: Report) -> None:
         f"{planner.cfg.model.name}: {_count(model.parameters)} parameters{active} in {model.cfg.n_layer} blocks; the "
         f"largest layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
     )
+    # Products keep their factors in bf16 and cast them each time; how much faster they are has not been measured.
+    float8 = f" (float8 products, {train.float8}: memory and time as in bf16)" if train.float8 != "none" else ""
     nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.per_node}"
     screen.print(
         f"{hardware.devices} x {hardware.kind} on {nodes}, {hardware.memory:g} GiB each, {hardware.reserve:.0%} of it "
         f"left free: {hardware.usable / GIB:.1f} GiB usable"
     )
     screen.print(
-        f"{train.dtype}, {planner.cfg.model.batch_size} sequences of {model.cfg.block_size} tokens per rank and "
-        f"micro-step, {planner.sequences} per step; activation checkpointing {train.activation_checkpointing}\n"
+        f"{train.dtype}{float8}, {planner.cfg.model.batch_size} sequences of {model.cfg.block_size} tokens per rank "
+        f"and micro-step, {planner.sequences} per step; activation checkpointing {train.activation_checkpointing}\n"
     )
     screen.print(_table(screen, report))
     screen.print(f"\n{FOOT}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from wordrun.checks import accumulation, stages
-from wordrun.config import INTERLEAVED, BackendConfig, Config, DilocoConfig, FSDPConfig, PPConfig
+from wordrun.config import INTERLEAVED, BackendConfig, Config, DilocoConfig, PPConfig
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
 
 FP32 = 4
@@ -48,7 +48,7 @@ class Strategy:
         """Bytes per element of the residual stream: autocast in fp16, without sharding, leaves it in fp32."""
         if self.cfg.train.dtype != "fp16":
             return self.compute
-        unsharded = isinstance(self.backend, FSDPConfig) and self.layout.dp * self.layout.cp == 1
+        unsharded = self.backend.sharded and self.layout.dp * self.layout.cp == 1
         return FP32 if unsharded or self.backend.replicated else self.compute
 
 

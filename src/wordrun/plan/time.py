@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.checks import vocab_multiple
-from wordrun.config import DDPConfig, PPConfig, checkpointing_of
+from wordrun.config import PPConfig, checkpointing_of
 from wordrun.errors import ConfigError
 from wordrun.plan.shapes import ModelShapes, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, stages_of
@@ -40,6 +40,15 @@ class Speeds:
     """The same for everything else: embedding, output layer, loss."""
     update_s: float
     """Seconds per parameter for clipping and the optimizer."""
+    block_pass_s: float = 0.0
+    """Seconds that both passes of a block take for any number of tokens."""
+    rest_pass_s: float = 0.0
+    """The same for everything else."""
+    split_s: float = 0.0
+    """Seconds that tensor parallelism adds to both passes of a block, besides communication: each operation finds out
+    how its tensors are divided. 0 on accelerators, which compute meanwhile."""
+    copy_s: float = 0.0
+    """Seconds per byte to copy parameters or gradients into new memory; 0 on accelerators, as above."""
     crowd: float = 1.0
     """Ranks per core of a CPU, if there are more ranks than cores; otherwise 1."""
     dtype: str = "auto"
@@ -145,7 +154,7 @@ def step_time(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds
     if not strategy.on_cpu and strategy.layout.tp == strategy.layout.pp == 1:
         talk = max(0.0, talk - HIDDEN * compute)
     at = strategy.layout
-    shard = 1 if isinstance(strategy.backend, DDPConfig) else at.shards
+    shard = 1 if strategy.backend.replicated else at.shards
     held = numel(model.stage(model.layers), at.tp, shard) / at.pp
     return StepTime(compute, talk, speeds.update_s * held)
 
@@ -154,10 +163,14 @@ def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds:
     again = sum(RECOMPUTED[checkpointing_of(checkpointing, layer)] for layer in model.layers) / len(model.layers)
     at, options = strategy.layout, strategy.backend
     last = model.cfg.n_layer - 1
+    parts = options.microbatches_of(strategy.cfg.model.batch_size, at.pp)
+    tokens = strategy.tokens / parts
+    block = (1 + again) * (speeds.block_s * tokens + speeds.block_pass_s) / at.tp + (at.tp > 1) * speeds.split_s
+    rest = (speeds.rest_s * tokens + speeds.rest_pass_s) / at.tp
 
     def of(layers: Sequence[int]) -> float:
-        """Return the time per token of a rank that holds the blocks ``layers``."""
-        return len(layers) * speeds.block_s * (1 + again) + (last in layers) * speeds.rest_s
+        """Return the time of both passes of a micro-batch on a rank that holds the blocks ``layers``."""
+        return len(layers) * block + (last in layers) * rest
 
     if isinstance(options, PPConfig):
         ranks = [sum(map(of, stages_of(strategy, options, rank))) for rank in range(at.pp)]
@@ -166,12 +179,13 @@ def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds:
     # Where ranks share cores, one that waits leaves its core to the others.
     busiest = max(max(ranks) / speeds.crowd, sum(ranks) / len(ranks))
     stretch = max(1.0, 1 / (1 - bubble(strategy)) / speeds.crowd)
-    return busiest * stretch * strategy.tokens * strategy.gas / at.tp
+    return busiest * stretch * parts * strategy.gas
 
 
 def _communication(found: Sequence[Traffic], strategy: Strategy, speeds: Speeds) -> float:
-    over_mpi = strategy.on_cpu and isinstance(strategy.backend, DDPConfig)
-    return sum(seconds(each, speeds.bandwidth, over_mpi=over_mpi) for each in found if each.ranks > 1 and each.sent)
+    over_mpi = strategy.on_cpu and strategy.backend.replicated
+    sending = sum(seconds(each, speeds.bandwidth, over_mpi=over_mpi) for each in found if each.ranks > 1 and each.sent)
+    return sending + speeds.copy_s * sum(each.copied for each in found)
 
 
 def seconds(found: Traffic, results: Sequence[dict[str, Any]], *, over_mpi: bool = False) -> float:
@@ -190,7 +204,8 @@ def seconds(found: Traffic, results: Sequence[dict[str, Any]], *, over_mpi: bool
     if not mine:
         raise ConfigError(f"the bandwidth of {found.operation} has not been measured")
     ranks = min({each["ranks"] for each in mine}, key=lambda n: (n < 2, abs(math.log(n / found.ranks))))
-    times = sorted((each["size"], each["seconds"]) for each in mine if each["ranks"] == ranks)
+    # Of several groups of so many ranks, such as those of two axes, the slowest.
+    times = [*dict(sorted((each["size"], each["seconds"]) for each in mine if each["ranks"] == ranks)).items()]
     # A ring of n ranks sends (n - 1) / n of the buffer in each pass, so that many passes take longer with more ranks.
     passes = PASSES.get(found.operation)
     share, measured = (1.0, 1.0) if passes is None else (ring(passes, found.ranks), ring(passes, ranks) or 1.0)

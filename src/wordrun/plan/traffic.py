@@ -32,6 +32,8 @@ class Traffic:
     """Bytes that each rank sends in all."""
     message: float
     """Bytes of the largest buffer of one call."""
+    copied: float = 0.0
+    """Bytes that each rank writes into new memory for it, besides what the model's passes allocate."""
 
 
 @singledispatch
@@ -58,9 +60,11 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, pp_r
     bucket = strategy.compute * min(model.parameters, options.bucket_elements or DEEPSPEED_BUCKET)
     sums = ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
     gathers = ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
+    # Gradients go into buckets, a rank's part of them to its optimizer, and the updated part back.
+    copied = whole * ((1 + 1 / ranks) * (strategy.gas if stage >= 2 else 1) + 2 / ranks)
     return [
-        Traffic("reduce_scatter", ranks, whole * sums, bucket),
-        Traffic("all_gather", ranks, whole * gathers, bucket),
+        Traffic("reduce_scatter", ranks, whole * sums, bucket, copied),
+        Traffic("all_gather", ranks, whole * gathers, bucket, whole * 2 * strategy.gas if stage == 3 else 0.0),
     ]
 
 
@@ -129,9 +133,12 @@ def _sharding(
     if at.ep > 1:  # experts are gathered by fewer ranks
         experts = sum(len(layers) for layers in stages) * numel([p for p in model.block if p.expert], ep=at.ep)
         once -= experts * (ring(1, at.shards) - ring(1, at.expert_shard))
+    # Gathered into a buffer, and copied from there; gradients are copied into a buffer, of which a part remains.
+    whole = count * (at.shards > 1)
+    copied = 2 * whole * strategy.compute * gathers, (1 + 1 / at.shards) * whole * size * sums
     return [
-        Traffic("all_gather", at.shards, once * strategy.compute * gathers, block * strategy.compute),
-        Traffic("reduce_scatter", at.shards, once * size * sums, block * size),
+        Traffic("all_gather", at.shards, once * strategy.compute * gathers, block * strategy.compute, copied[0]),
+        Traffic("reduce_scatter", at.shards, once * size * sums, block * size, copied[1]),
         Traffic("all_reduce", at.replicate, count * ring(2, at.replicate) * size / at.shards, block * size / at.shards),
     ]
 

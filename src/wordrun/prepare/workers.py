@@ -6,11 +6,14 @@ They are spawned, because forking a process that uses MPI or threads is unsafe.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
@@ -25,6 +28,7 @@ from wordrun.dist import World
 from wordrun.errors import UserError
 from wordrun.prepare import tokenize
 from wordrun.prepare.sources.base import Source, WorkItem
+from wordrun.registry import part_of
 
 REPORT_S = 0.2
 """Seconds between progress reports."""
@@ -60,7 +64,8 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
     if not processes:
         progress = np.zeros((len(items), COLUMNS), dtype=np.int64)
         for row, item in zip(progress, items, strict=True):
-            _process(row, task, item, source, folder)
+            with _blamed(source):
+                _process(row, task, item, source, folder)
             yield progress[:, 1:].sum(axis=0).tolist()
         return
     context = _Context()
@@ -73,7 +78,8 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
         while waiting:
             done, waiting = wait(waiting, REPORT_S, FIRST_COMPLETED)
             for future in done:
-                future.result()
+                with _blamed(source):
+                    future.result()
             yield progress[:, 1:].sum(axis=0).tolist()
     except BrokenExecutor:
         begun = [item for item, row in zip(items, progress, strict=True) if row[0] and not row[1]]
@@ -85,6 +91,26 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
         for process in filter(SpawnProcess.is_alive, context.processes):  # kill() fails on one that has not started
             process.kill()
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _blamed(source: Source) -> Iterator[None]:
+    """Name the part of ``source``, unless it is wordrun's own, in an exception of its code, also in a worker process.
+
+    Raises:
+        PartError: it has raised one.
+    """
+    try:
+        yield
+    except Exception as error:
+        part = part_of("data", source.data)
+        if isinstance(error, UserError) or not part.origin:
+            raise
+        told = "".join(traceback.format_exception(error))  # with the worker's traceback
+        lines = re.findall(rf'File "{re.escape(inspect.getfile(part.load()))}", line (\d+)', told)
+        if not lines:
+            raise
+        raise part.failed(error, f" in line {lines[-1]}") from error
 
 
 class _Context(SpawnContext):

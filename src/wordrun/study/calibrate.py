@@ -1,109 +1,180 @@
 """``launch -n N python -m wordrun.study.calibrate FILE [overrides]``: how fast these ranks compute and communicate.
 
 All ranks compute at the same time, each by itself: the passes of a model with one and with two of the blocks, and the
-update of its weights. Rank 0 writes the slowest rank's times to FILE.
+update of its weights; on CPUs also what tensor parallelism and sharding add on each rank. Rank 0 writes the slowest
+rank's times to FILE.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as td
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from wordrun import bandwidth, dist
+from wordrun.backend.native import full
 from wordrun.backend.precision import TORCH_DTYPES, fast_dtype
+from wordrun.checks import require_transformer
 from wordrun.composer import compose
-from wordrun.config import Config, TransformerConfig
+from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist.collectives import all_max
-from wordrun.errors import ConfigError
 from wordrun.launch.job import count_cores
-from wordrun.model import build
+from wordrun.model import Transformer, build
 from wordrun.plan.cli import vocabulary
 from wordrun.plan.time import Speeds
 from wordrun.registry import part_of
 
-ROUNDS = 5
-"""Measurements of each model, of which the median counts."""
+ROUNDS = 9
+"""Measurements of each kind, of which the median counts."""
 TICK = 1e-12
 """Ranks compare times as integers of this unit [s]."""
-SIZES = "64KB..4MB"
+SIZES = "64KB..16MB"
 """Messages to measure."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, write the file, and return the exit status."""
-    cfg = compose(argv[1:])
-    if not isinstance(cfg.model, TransformerConfig):
-        raise ConfigError(f"model={cfg.model.name}: the plan covers transformers only")
+    parser = argparse.ArgumentParser("wordrun.study.calibrate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--no-bandwidth", action="store_true", help="do not measure how fast the ranks communicate")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    args = parser.parse_intermixed_args(argv)
+    cfg = compose(args.overrides)
+    require_transformer(cfg, ": the plan covers transformers only")
     with dist.session(device=cfg.train.device, seed=0) as world:
-        speeds = measure(cfg, world)
+        speeds = measure(cfg, world, with_bandwidth=not args.no_bandwidth)
         if world.rank == 0:
-            speeds.save(Path(argv[0]))
+            speeds.save(args.file)
     return 0
 
 
-def measure(cfg: Config, world: dist.World) -> Speeds:
+def measure(cfg: Config, world: dist.World, *, with_bandwidth: bool = True) -> Speeds:
     """Return the speeds of these ranks for the model of ``cfg``; every rank calls this."""
-    device = torch.device(world.device)
-    dtype = fast_dtype(cfg.train.dtype, device)
-    tokens = cfg.model.batch_size * cfg.transformer.block_size
-    one, update = _times(cfg, 1, device, dtype)
-    two, _ = _times(cfg, 2, device, dtype)
-    block = max(two - one, 0.1 * one)
-    mine = [block / tokens, max(one - block, 0.0) / tokens, update]
-    slowest = all_max(torch.tensor([round(each / TICK) for each in mine], device=device)) * TICK
-    shared = bandwidth.measure(world, bandwidth.sizes(SIZES), None, lambda text: None) if world.size > 1 else {}
-    crowd = max(1.0, world.local_size / count_cores()[0]) if device.type == "cpu" else 1.0
-    block_s, rest_s, update_s = slowest.tolist()
-    return Speeds(block_s, rest_s, update_s, crowd, dtype, shared.get("results", []))
+    ranks = Ranks(cfg, world)
+    slowest = all_max(torch.tensor([round(each / TICK) for each in ranks.times()], device=ranks.device)) * TICK
+    results = []
+    if with_bandwidth and world.size > 1:
+        results = bandwidth.measure(world, bandwidth.sizes(SIZES), None, lambda text: None)["results"]
+    crowd = max(1.0, world.local_size / count_cores()[0]) if ranks.on_cpu else 1.0
+    block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, copy_s = slowest.tolist()
+    return Speeds(
+        block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, copy_s, crowd, ranks.dtype, results
+    )  # fmt: skip
 
 
-def _times(cfg: Config, layers: int, device: torch.device, dtype: str) -> tuple[float, float]:
-    """Return the seconds of both passes of a model with so many blocks, and those per parameter of an update."""
-    vocab_size, _ = vocabulary(cfg)
-    model = build(replace(cfg.transformer.one_block(), n_layer=layers), vocab_size, device=device)
-    make = part_of("optimizer", cfg.optimizer).build
-    optimizer = make(cfg.optimizer, model.named_parameters())
-    parameters = list(model.parameters())
-    shape = (cfg.model.batch_size, cfg.transformer.block_size)
-    random = torch.randint(vocab_size, shape, device=device)
-    batch = Batch(random, random)
+class Ranks:
+    """Measures what each rank computes by itself, all ranks at the same time.
 
-    def passes() -> None:
-        with torch.autocast(device.type, dtype=TORCH_DTYPES[dtype], enabled=dtype != "fp32"):
-            loss = model.losses(batch).mean()
-        torch.autograd.backward(loss)
+    Args:
+        cfg: the config of a run.
+        world: the ranks.
+    """
 
-    def update() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+    def __init__(self, cfg: Config, world: dist.World) -> None:
+        self.cfg, self.world, self.device = cfg, world, torch.device(world.device)
+        self.on_cpu = self.device.type == "cpu"
+        self.dtype = fast_dtype(cfg.train.dtype, self.device)
+        self.vocab_size, _ = vocabulary(cfg)
+
+    def times(self) -> list[float]:
+        """Return the fields of ``Speeds`` that are times, from block_s to copy_s."""
+        sequences, tokens = self.cfg.model.batch_size, self.cfg.transformer.block_size
+        models = [self._model(layers) for layers in (1, 2)]
+        most = self._block_and_rest(models, sequences)
+        fixed = [0.0, 0.0]
+        if sequences > 1:  # a line through the times of two sizes
+            least = self._block_and_rest(models, 1)
+            lines = [(sequences * few - many) / (sequences - 1) for few, many in zip(least, most, strict=True)]
+            fixed = [min(max(0.0, line), few) for line, few in zip(lines, least, strict=True)]
+        per_token = [max(0.0, many - part) / sequences / tokens for many, part in zip(most, fixed, strict=True)]
+        update, split, copy = self._update(models[0]), 0.0, 0.0
+        if self.on_cpu and self.world.size > 1:
+            copy = self._copy(models[0])
+            if "tp" in self.cfg.model.divides:
+                divided = self._block_and_rest([self._divided(model) for model in models], sequences)
+                split = max(0.0, divided[0] - most[0])
+        return [*per_token, update, *fixed, split, copy]
+
+    def _model(self, layers: int) -> Transformer:
+        return build(replace(self.cfg.transformer.one_block(), n_layer=layers), self.vocab_size, device=self.device)
+
+    def _divided(self, model: Transformer) -> Transformer:
+        """Make ``model`` tensor-parallel over this rank alone, so that nothing is sent, and return it."""
+        mesh = init_device_mesh(self.device.type, (self.world.size, 1), mesh_dim_names=("others", "tp"))
+        parallelize_module(model, mesh["tp"], model.tensor_parallel_plan())
+        model.tie()
+        return model
+
+    def _block_and_rest(self, models: Sequence[Transformer], sequences: int) -> tuple[float, float]:
+        """Return the seconds of both passes of a block, and of the rest of the model.
+
+        Args:
+            models: with one and with two blocks.
+            sequences: in the batch.
+        """
+        shape = (sequences, self.cfg.transformer.block_size)
+        random = torch.randint(self.vocab_size, shape, device=self.device)
+        batch = Batch(random, random)
+
+        def passes(model: Transformer) -> None:
+            autocast = torch.autocast(self.device.type, dtype=TORCH_DTYPES[self.dtype], enabled=self.dtype != "fp32")
+            with autocast, loss_parallel():  # which changes nothing unless the model is divided
+                torch.autograd.backward(full(model.losses(batch)).mean())
+            model.zero_grad()
+
+        one, two = (self._seconds(partial(passes, model)) for model in models)
+        block = max(two - one, 0.1 * one)
+        return block, max(one - block, 0.0)
+
+    def _update(self, model: Transformer) -> float:
+        """Return the seconds per parameter of clipping and the optimizer."""
+        make = part_of("optimizer", self.cfg.optimizer).build
+        optimizer = make(self.cfg.optimizer, model.named_parameters())
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+        def update() -> None:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+
+        seconds = self._seconds(update)
         optimizer.zero_grad()
+        return seconds / sum(each.numel() for each in parameters)
 
-    timed = [(_seconds(passes, device), _seconds(update, device)) for _ in range(ROUNDS + 1)][1:]
-    middle = [statistics.median(each) for each in zip(*timed, strict=True)]
-    return middle[0], middle[1] / sum(each.numel() for each in parameters)
+    def _copy(self, model: Transformer) -> float:
+        """Return the seconds per byte to copy the parameters of a block into new memory."""
+        size = sum(each.numel() for each in model.blocks.parameters())
+        source = torch.ones(size, device=self.device)
+        return self._seconds(source.clone) / source.nbytes
 
+    def _seconds(self, action: Callable[[], Any]) -> float:
+        """Return how long ``action`` takes, begun by all ranks together: the median, after one round to warm up."""
+        times = []
+        for _ in range(ROUNDS + 1):
+            td.barrier()
+            self._wait()
+            begin = time.perf_counter()
+            action()
+            self._wait()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
 
-def _seconds(action: Callable[[], None], device: torch.device) -> float:
-    """Return how long ``action`` takes, begun by all ranks together."""
-    td.barrier()
-    _wait(device)
-    begin = time.perf_counter()
-    action()
-    _wait(device)
-    return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
+    def _wait(self) -> None:
+        if not self.on_cpu:
+            torch.get_device_module(self.device).synchronize()
 
 
 if __name__ == "__main__":

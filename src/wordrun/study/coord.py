@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from wordrun.checks import require_transformer
 from wordrun.composer import compose
 from wordrun.config import Config, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.errors import ConfigError, UserError
@@ -52,9 +53,8 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _parse(argv)
     base = compose(args.overrides)
-    if not isinstance(base.model, TransformerConfig):
-        raise ConfigError(f"model={base.model.name} is not one of wordrun's transformers, whose layers are measured")
-    columns = ("parametrization", "width", "learning_rate", "steps", "loss", *columns_of(base.model))
+    model = require_transformer(base, " is not one of wordrun's transformers, whose layers are measured")
+    columns = ("parametrization", "width", "learning_rate", "steps", "loss", *columns_of(model))
     return conduct(
         args, Points(args.out, "coord", VERSION, columns), lambda file: _points(args, base), measured,
         lambda folder, rows: coord_page.write(

@@ -72,10 +72,10 @@ def _after(folder: Path, rows: Sequence[Row], step: int) -> list[Row]:
     """Return ``rows`` with what was measured after ``step``, from the run directories that still exist."""
     found: list[Row] = []
     for row in rows:
-        lines = metrics.read(folder / row["run_dir"]).evaluation
-        at = list(lines["step"]).index(step) if "step" in lines and step in lines["step"] else None
-        if at is not None:
-            found.append({**row, **{name: f"{column[at]:.6g}" for name, column in lines.columns.items()}})
+        lines = metrics.read(folder / row["run_dir"]).other
+        measured = {name: dict(zip(*lines.known(name), strict=True)) for name in lines.columns if "/" in name}
+        if at := {name: f"{values[step]:.6g}" for name, values in measured.items() if step in values}:
+            found.append({**row, **at})
     return found
 
 

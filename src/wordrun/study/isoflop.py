@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from wordrun.checks import accumulation
+from wordrun.checks import accumulation, require_transformer
 from wordrun.composer import compose
-from wordrun.config import Config, TransformerConfig
+from wordrun.config import Config
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.layouts import layout
@@ -97,8 +97,7 @@ def _sizes(text: str) -> list[list[str]]:
 def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
     """Yield the points, the smallest budget first; those that the budget or the options rule out are recorded."""
     base = compose(args.overrides)
-    if not isinstance(base.model, TransformerConfig):
-        raise ConfigError(f"model={base.model.name} is not one of wordrun's transformers, whose FLOPs are known")
+    require_transformer(base, " is not one of wordrun's transformers, whose FLOPs are known")
     vocab_size, ranks = _vocab_size(base), look(args, ())[1]
     for budget in args.budgets:
         for words in args.sizes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -31,6 +30,7 @@ from wordrun.launch.request import Ranks
 from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.log import LOGGER
 from wordrun.runs.record import RunRecord, load
+from wordrun.study import jobs
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, Point, Points
 
 POLL_S = 0.1
@@ -66,7 +66,7 @@ def parse_study(
         ConfigError: an override has one of the keys in ``chosen``.
     """
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results and the runs")
-    parser.add_argument("--retry-failed", action="store_true", help="run failed points and lost jobs again")
+    parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
     parser.add_argument("--submit", action="store_true", help="submit a job for each point instead of running it here")
     parser.add_argument("--launch", default=[], type=shlex.split, metavar='"..."', help="further options of launch")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of every run")
@@ -123,9 +123,9 @@ def look(args: argparse.Namespace, words: Sequence[str]) -> tuple[Job, Ranks]:
     return Job(hosts, (site.cores or 1,) * nodes, (devices,) * nodes, layout), Ranks(layout, "as submitted")
 
 
-def launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Return the launch with the options ``words``, up to the command that it starts."""
-    return [sys.executable, "-m", "wordrun.launch", *args.launch, *words, "--"]
+def launch_command(options: Sequence[str]) -> list[str]:
+    """Return the launch with ``options``, up to the command that it starts."""
+    return [sys.executable, "-m", "wordrun.launch", *options, "--"]
 
 
 class Runner:
@@ -196,7 +196,7 @@ class Runner:
                     if self._was_stopped(point, child.returncode):
                         self.stopped = True
                     else:
-                        self._record(point)
+                        self._record(point, self._output(point))
                         count += 1
                         row = self.file.rows[point.name]
                         text = row["reason"] if row["state"] == FAILED else self.result(row)
@@ -215,17 +215,24 @@ class Runner:
             return False
 
     def _settled(self, point: Point) -> bool:
-        """Return whether ``point`` needs no run; record it if its run has finished without a row."""
-        state = self.file.rows.get(point.name, {}).get("state")
-        if state in (DONE, IMPOSSIBLE) or (state == FAILED and not self.args.retry_failed):
+        """Return whether ``point`` needs no run; record it if its run or its job has ended without that."""
+        row = self.file.rows.get(point.name, {})
+        state, run = row.get("state"), ""
+        if state in (DONE, IMPOSSIBLE):
             return True
         with contextlib.suppress(UserError):
-            now = load(self._folder(point)).state()
-            if now == "finished":  # a job, or the disk was full
-                self._record(point)
-            if now == "finished" or (now == "running" and state == SUBMITTED):
-                return True
-        return state == SUBMITTED and not self.args.retry_failed
+            run = load(self._folder(point)).state()
+        if run == "finished":  # a job, one that had failed and was started again, or the disk was full
+            self._record(point, self._output(point))
+            return self.file.rows[point.name]["state"] == DONE or not self.args.retry_failed
+        if state == SUBMITTED:
+            ids, launch = row["reason"].split()[1:], self._submission(point)
+            left = True if run == "running" else jobs.are_left(launch, ids)
+            if left is not False:
+                return left or not self.args.retry_failed
+            self._record(point, jobs.output(launch, ids[-1]))
+            LOGGER.info("%s: %s", point.name, self.file.rows[point.name]["reason"])
+        return state in (FAILED, SUBMITTED) and not self.args.retry_failed
 
     def _start(self, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start launch for ``point`` on ``hosts``; empty: on this machine or the whole job."""
@@ -238,9 +245,10 @@ class Runner:
                 named = output.with_suffix(".hosts")
                 named.write_text("".join(f"{host}\n" for host in hosts))
                 where = ["--hostfile", str(named)]
+            command = self._command(point, [*self.args.launch, *point.launch, *where])
             with output.open("wb") as stream:
                 return subprocess.Popen(
-                    self._command(point, where), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+                    command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
                     env=self.env, preexec_fn=processes.before_exec(own_group=True, death_signal=signal.SIGTERM),
                 )  # fmt: skip
         except OSError as error:
@@ -248,18 +256,17 @@ class Runner:
 
     def _submit(self, point: Point) -> None:
         shutil.rmtree(self._folder(point), ignore_errors=True)
-        named = [] if "--job-name" in self.args.launch else ["--job-name", re.sub(r"[^\w.+-]", "-", point.name)]
-        command = self._command(point, ["--submit", "--json", *named])
-        done = subprocess.run(command, capture_output=True, text=True, env=self.env)
-        if done.returncode:
-            raise UserError(f"cannot submit {point.name}: {done.stderr.strip()}")
-        job = " ".join(json.loads(done.stdout)["jobs"])
+        job = jobs.submit(point.name, self._command(point, [*self._submission(point), "--json"]), self.env)
         self.file.put(point, SUBMITTED, f"job {job}")
         LOGGER.info("%s: submitted job %s", point.name, job)
 
-    def _command(self, point: Point, words: Sequence[str]) -> list[str]:
-        launch = launch_command(self.args, [*point.launch, *words])
-        return [*launch, sys.executable, "-m", "wordrun", *point.overrides, f"hydra.run.dir={self._folder(point)}"]
+    def _submission(self, point: Point) -> list[str]:
+        """Return the options of launch that submit ``point``."""
+        return jobs.named([*self.args.launch, *point.launch], point.name)
+
+    def _command(self, point: Point, options: Sequence[str]) -> list[str]:
+        run = ["-m", "wordrun", *point.overrides, f"hydra.run.dir={self._folder(point)}"]
+        return [*launch_command(options), sys.executable, *run]
 
     def _folder(self, point: Point) -> Path:
         return (self.file.folder / "runs" / point.name).absolute()
@@ -267,8 +274,8 @@ class Runner:
     def _output(self, point: Point) -> Path:
         return self.file.folder / "logs" / f"{point.name}.txt"
 
-    def _record(self, point: Point) -> None:
-        """Write the row of a point whose run has ended."""
+    def _record(self, point: Point, output: Path) -> None:
+        """Write the row of a point whose run or job has ended, with everything that it printed in ``output``."""
         state, reason, values = FAILED, "", {}
         try:
             run = load(self._folder(point))
@@ -281,7 +288,9 @@ class Runner:
         except UserError as error:  # there is no run directory, or a figure is missing
             reason = first_line(error) if values else ""
         if state == FAILED and reason in ("", "running"):
-            reason = _last_line(self._output(point))
+            before = self.file.rows.get(point.name, {})
+            it = before["reason"] if before.get("state") == SUBMITTED else "it"
+            reason = _last_line(output) or f"{it} printed nothing"
         self.file.put(point, state, reason, run_dir=f"runs/{point.name}", **values)
 
     @contextlib.contextmanager
@@ -319,11 +328,12 @@ def _origin(run: RunRecord) -> dict[str, Any]:
 
 
 def _last_line(file: Path) -> str:
-    """Return the last line of a run's output that says why it failed."""
+    """Return the last line of a run's output that says why it failed; empty: it printed nothing."""
     try:
         lines = lines_without_pages(file.read_text(errors="replace"))
     except OSError:
         lines = []
-    own = [line for line in lines if not line.startswith("launch:")]
+    own = [line for line in lines if not line.startswith(("launch:", "srun:", "slurmstepd:"))]
     errors = [line for line in own if re.search(r"\bERROR\b|Error\b", line)]
-    return first_line(next(iter([*errors[-1:], *own[-1:], *lines[-1:]]), "it printed nothing"))
+    last = [*errors[-1:], *own[-1:], *lines[-1:]]
+    return first_line(last[0]) if last else ""

@@ -18,7 +18,7 @@ from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import estimate, page
 from wordrun.study.estimate import Estimates
-from wordrun.study.points import IMPOSSIBLE, Point, Points
+from wordrun.study.points import FAILED, IMPOSSIBLE, Point, Points
 from wordrun.study.runner import conduct, look, new_parser, parse_study
 
 DESCRIPTION = """\
@@ -38,7 +38,7 @@ backends to compare, separated by commas, each with options if needed: DDP,FSDP:
 STRONG = """\
 the same global batch for all points (default): train.global_batch_size, or else what the largest number of ranks takes
 without accumulation"""
-VERSION = 1
+VERSION = 2
 """Of the columns."""
 COLUMNS = (
     "backend", "scaling", "global_batch", "step_s", "step_s_min", "step_s_max", "tps", "tps_min", "tps_max", "mfu",
@@ -46,7 +46,7 @@ COLUMNS = (
 )  # fmt: skip
 FIXED = {
     "train.eval_interval": "0", "train.checkpoint_interval": "0", "train.sample_interval": "0",
-    "train.sample_tokens": "0", "tracker": "jsonl",
+    "train.sample_tokens": "0", "train.report": "false", "tracker": "jsonl",
 }  # fmt: skip
 """Options of every run: nothing but steps is measured."""
 CHOSEN = ("train.max_iters", "train.log_interval", "train.backend", *FIXED)
@@ -108,12 +108,15 @@ def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Ite
     per_rank = base.model.batch_size * (base.optimizer.gas or 1)
     labels = [each.strip() for each in args.backends.split(",") if each.strip()] or [base.train.backend]
     choices = {label: _choice(label) for label in labels}
+    settled = {name for name, row in file.rows.items() if not (args.retry_failed and row["state"] == FAILED)}
     for size, (job, ranks) in looks.items():
         batch = per_rank * ranks.np if args.weak else sequences or per_rank * max(each.np for each in layouts.values())
         on_cpu = base.train.device == "cpu" or (base.train.device == "auto" and not any(job.devices))
-        names = {label: f"{re.sub(r'[^A-Za-z0-9.]+', '-', label)}-{size}" for label in labels}
-        speeds = estimates.speeds((option, str(size)), measure=not set(names.values()) <= file.rows.keys())
-        for label, name in names.items():
+        words = (option, str(size))
+        slugs = {label: re.sub(r"[^A-Za-z0-9.]+", "-", label) for label in labels}
+        speeds = estimates.speeds(words, not {f"{slug}-{size}" for slug in slugs.values()} <= settled)
+        for label, slug in slugs.items():
+            name = f"{slug}-{size}"
             columns = {
                 "ranks": ranks.np, "nodes": ranks.nodes, "backend": label, "scaling": "weak" if args.weak else "strong",
                 "global_batch": batch,
@@ -122,10 +125,11 @@ def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Ite
             try:
                 cfg, batching = _fit_batch(overrides, batch, ranks)
                 overrides += batching
-                columns |= estimates.of(cfg, ranks, on_cpu, speeds)
+                process = estimates.process(slug, overrides, words, name not in settled) if on_cpu else None
+                columns |= estimates.of(cfg, ranks, speeds, process, on_cpu=on_cpu)
             except ConfigError as error:
                 problem = first_line(error)
-            point = Point(name, tuple(overrides), (option, str(size)), columns)
+            point = Point(name, tuple(overrides), words, columns)
             file.check([point])
             if problem:
                 file.put(point, IMPOSSIBLE, problem)
@@ -179,6 +183,4 @@ def measured(run: RunRecord, steps: int) -> dict[str, Any]:
     for name, metric in (("step_s", "dt"), ("tps", "tps")):
         values = [lines[metric][i] for i in at]
         found |= {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-    # On a CPU a process has imported torch and more before it allocates the model, which the plan does not count.
-    memory = (lines.last("memory_peak") or 0.0) - run.facts.get("memory_before", 0.0)
-    return {**found, "mfu": lines.last("mfu"), "memory_gib": memory}
+    return {**found, "mfu": lines.last("mfu"), "memory_gib": lines.last("memory_peak")}

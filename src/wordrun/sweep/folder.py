@@ -77,6 +77,8 @@ class Sweep:
     """What starts wordrun, and the words that all points share before their overrides."""
     options: LauncherOptions
     points: list[Point] = field(default_factory=list)
+    jobs: dict[str, str] = field(default_factory=dict)
+    """The job that was last submitted for a point, by the point's number."""
 
     @classmethod
     def load(cls, folder: Path) -> Sweep | None:
@@ -91,7 +93,7 @@ class Sweep:
         try:
             text: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             options = LauncherOptions(**text["options"])
-            sweep = cls(folder, text["id"], text["command"], options)
+            sweep = cls(folder, text["id"], text["command"], options, jobs=text.get("jobs", {}))
             for each in text["points"]:
                 sweep.points.append(Point(each["number"], tuple(each["overrides"]), folder / each["dir"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -115,7 +117,9 @@ class Sweep:
             raise ConfigError(
                 f"hydra.launcher.resume=true: there is no sweep in {folder}; name its folder by hydra.sweep.dir=DIR"
             )
-        return cls(folder, found.id if found else new_run_id(), list(command), options, found.points if found else [])
+        if found:
+            return cls(folder, found.id, list(command), options, found.points, found.jobs)
+        return cls(folder, new_run_id(), list(command), options)
 
     def find(self, overrides: Sequence[str]) -> Point | None:
         """Return the point with these overrides."""
@@ -148,6 +152,7 @@ class Sweep:
             for each in self.points
         ]
         facts = {"id": self.id, "command": self.command, "options": asdict(self.options), "points": points}
+        facts |= {"jobs": self.jobs} if self.jobs else {}
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             replace(self.dir / FILE, json.dumps(facts, indent=2) + "\n")

@@ -27,8 +27,12 @@ def submit(sweep: Sweep, points: Sequence[Point]) -> int:
         ConfigError: an option is missing or not allowed.
         SubmitError: the scheduler refuses a job; those before it stay submitted.
     """
+    left = _left(sweep, points)
+    points = [point for point in points if point not in left]
+    if left:
+        print(f"sweep {sweep.dir}: points whose jobs wait or run, which are not submitted again: {len(left)}")
     if not points:
-        print(f"sweep {sweep.dir}: all points have finished or are running")
+        print(f"sweep {sweep.dir}: all {'other ' if left else ''}points have finished or are running")
         return 0
     size = sweep.options.points_per_job
     chunks = [points[start : start + size] for start in range(0, len(points), size)]
@@ -40,12 +44,26 @@ def submit(sweep: Sweep, points: Sequence[Point]) -> int:
         options = replace(job(sweep, chunk), job_name=f"sweep-{number}", no_freeze=frozen is None)
         run_id = f"{sweep.id}-{chunk[0].number}"
         done = launch_submit.send(options, run_id, frozen)
+        sweep.jobs.update(dict.fromkeys((str(point.number) for point in chunk), done.jobs[-1]))
+        sweep.save()
         names = ", ".join(str(point.number) for point in chunk)
         print(f"point{'s' * (len(chunk) > 1)} {names}: job {done.jobs[0]} ({done.path})", flush=True)
     print(describe(frozen))
     print(f"wordrun ls {sweep.dir} shows the runs; the same command with hydra.launcher.resume=true ", end="")
     print(f"hydra.sweep.dir={sweep.dir} submits what is missing")
     return 0
+
+
+def _left(sweep: Sweep, points: Sequence[Point]) -> list[Point]:
+    """Return the points whose jobs the scheduler still knows."""
+    asked = {sweep.jobs[str(point.number)] for point in points if str(point.number) in sweep.jobs}
+    if not asked:
+        return []
+    options = job(sweep, points[:1])
+    site, _ = site_files.find(options.site, socket.gethostname(), os.environ)
+    scheduler = launch_submit.scheduler_of(options, site)
+    known = {each for each in asked if scheduler.has_job(each)}
+    return [point for point in points if sweep.jobs.get(str(point.number)) in known]
 
 
 def job(sweep: Sweep, chunk: Sequence[Point]) -> Options:

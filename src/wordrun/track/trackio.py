@@ -11,6 +11,9 @@ from wordrun.config import TrackioConfig
 from wordrun.log import LOGGER
 from wordrun.track.base import Appending, RunInfo, missing
 
+RENAMED = {"time": "elapsed"}
+"""Metrics with names that trackio reserves."""
+
 
 class TrackioTracker(Appending):
     """One Trackio run; a thread of trackio's stores the metrics."""
@@ -18,6 +21,9 @@ class TrackioTracker(Appending):
     def __init__(self, options: TrackioConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
         try:
+            # trackio compares each value with its classes. A run imports it in another thread (load_beside); half
+            # imported it has none, and trackio would drop the metrics.
+            import matplotlib.figure  # noqa: F401
             import trackio
         except ImportError as error:
             raise missing("trackio", error) from None
@@ -30,7 +36,7 @@ class TrackioTracker(Appending):
 
     def append(self, step: int, metrics: dict[str, Any]) -> None:
         """Pass a line of metrics to trackio's thread."""
-        self._run.log({name: value for name, value in metrics.items() if name != "step"}, step)
+        self._run.log({RENAMED.get(name, name): value for name, value in metrics.items() if name != "step"}, step)
 
     def state(self) -> dict[str, Any]:
         """Return that there is a run to continue; trackio finds it by its name."""

@@ -10,6 +10,8 @@ import secrets
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,17 +32,22 @@ class WandbTracker(Beside):
 
     def __init__(self, options: WandbConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
-        LOGGER.info("starting W&B")
-        if importlib.util.find_spec("wandb") is None:
-            raise UserError("tracker=wandb: No module named 'wandb'; pip install wandb, or use tracker=jsonl")
         asks = options.mode == "auto" and not os.environ.get("WANDB_MODE")
         self.mode = "" if asks else choose_mode(options)
+        if self.mode != "disabled":
+            LOGGER.info("starting W&B")
+            if importlib.util.find_spec("wandb") is None:
+                raise UserError("tracker=wandb: No module named 'wandb'; pip install wandb, or use tracker=jsonl")
         # Known before wandb is, because a checkpoint needs it.
         self._id = state.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         self.started = self.send(self._start, {"resume": "allow"} if state else {})
         """Ends when the run is there."""
         if options.mode == "online":  # whoever asks for it wants to know before the first step
             self.started.result()
+
+    def send(self, call: Callable[..., Any], *values: Any) -> Future[Any]:
+        """Let the thread call ``call(*values)``; with WANDB_MODE=disabled nothing, and wandb is not imported."""
+        return super().send(call, *values) if self.mode != "disabled" else super().send(lambda: None)
 
     def _start(self, more: dict[str, Any]) -> None:
         import wandb

@@ -1,15 +1,17 @@
-"""What a run says at its start: the facts in run.json, and the first lines of the log."""
+"""What a run says at its start, the facts in run.json and the first lines of the log, and at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from wordrun.checks import accumulation
 from wordrun.config import Config
 from wordrun.dist.mesh import Layout
-from wordrun.log import LOGGER
+from wordrun.log import FIRST_RANK, LOG_FILE, LOGGER
 from wordrun.plan.shapes import ModelShapes
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import context_traffic
@@ -56,6 +58,28 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
     if trainer.start.source is None and (found := resume.unfinished(trainer)):
         again = resume_command(found.path.parents[1], trainer.run.path, trainer.command, world.size)
         LOGGER.info("an unfinished run with these options is at step %d; to continue it:\n  %s", found.step, again)
+
+
+def announce_end(trainer: Training, error: str, drawn: Sequence[Path], *, failed: bool) -> None:
+    """Log how the run ended, with the files ``drawn``.
+
+    Args:
+        trainer: of the run.
+        error: why it ended early; empty: it did not.
+        drawn: plots and report.
+        failed: whether that was an exception rather than a signal.
+    """
+    if error or trainer.stop_reason:
+        level, extra = (logging.ERROR, LOG_FILE) if failed else (logging.INFO, FIRST_RANK)
+        page = "; more: docs/jobs.md#what-happens-when" if error and not failed else ""
+        LOGGER.log(level, "%s (at step %d)%s", error or trainer.stop_reason, trainer.step, page, extra=extra)
+    if (loss := trainer.metrics.get("val_loss")) is not None:
+        found = {name[4:]: v for name, v in trainer.metrics.items() if name[:4] == "val_" and name != "val_loss"}
+        others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
+        LOGGER.info("validation loss %.4f%s", loss, f" ({others})" if others else "")
+    for file in drawn:
+        LOGGER.info("%s: %s", "report" if file.suffix == ".html" else "plot", relative(file))
+    LOGGER.info("run directory: %s", relative(trainer.run.path))
 
 
 def spread_context(cfg: Config, at: Layout, per_node: int, shapes: Callable[[], ModelShapes | None]) -> str:

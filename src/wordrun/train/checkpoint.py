@@ -64,6 +64,9 @@ class BackgroundSaves:
             raise error
         if self.train.on_save_error == "stop":
             raise SaveError(f"{error}; to continue without it, use train.on_save_error=continue") from error
+        self._warn(error)
+
+    def _warn(self, error: SaveError) -> None:
         if self._last:
             LOGGER.error("%s", error, extra=FIRST_RANK)
         else:

@@ -25,9 +25,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist, log, project, sizes
-from wordrun.composer import compose, register, renamed, to_config
+from wordrun.composer import compose, register, renamed, to_config, unparsable
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
-from wordrun.dist import watch
+from wordrun.dist import staying, watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.plan.comparison import refuse_before_torch
 from wordrun.train.help import changed_groups, options_of, overview
@@ -43,7 +43,18 @@ FLAGS = ("--version", "--info", *(names.split()[0] for names in (*SWITCHES, *SET
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    """Run the command with ``argv`` (default: the command line) and return its exit status.
+
+    Under ``launch --elastic``, run it again in the same process whenever another rank has died.
+    """
+    staying.begin()
+    while True:
+        with contextlib.suppress(staying.Restart):
+            return _main(argv)
+        dist.begin_anew()  # outside of the block: a traceback would keep everything of the last generation
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = typed = list(sys.argv[1:] if argv is None else argv)
     world = dist.discover_or_exit()
     if problems := unknown_flags(arguments):
@@ -184,8 +195,17 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
                 file=sys.stderr,
             )
         return ConfigError.exit_status
-    for point in sweep_points(args.overrides):
-        compose(point, tree=_tree(args))  # find a mistake in the last point before the first one trains
+    points = sweep_points(args.overrides)
+    shared = set(points[0]).intersection(*points)
+    for number, point in enumerate(points):  # find a mistake in the last point before the first one trains
+        try:
+            compose(point, tree=_tree(args))
+        except ConfigError as error:
+            own = [word for word in point if word not in shared]
+            if len(own) < 2:  # the message itself has it
+                raise
+            text = f"{error}\nin point {number} of the sweep ({' '.join(own)}); none has started"
+            raise ConfigError(text).with_traceback(error.__traceback__) from None
 
     def task(composed: DictConfig) -> None:
         with dist.guard(world):
@@ -204,11 +224,13 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
     from hydra.core.override_parser.types import Glob
     from hydra.errors import HydraException
 
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(first_line(error)) from None
-    pairs = list(zip(overrides, parsed, strict=True))
+    parser, pairs = OverridesParser.create(), []
+    for text in overrides:
+        try:
+            pairs.append((text, parser.parse_override(text)))
+        except HydraException as error:
+            raise ConfigError(unparsable(text) if "=" in text else first_line(error)) from None
+    parsed = [override for _, override in pairs]
     swept = [override for override in parsed if override.is_sweep_override()]
     other = any(override.get_key_element() == "hydra/sweeper" and override.value() != "basic" for override in parsed)
     if other or any(isinstance(override.value(), Glob) or not override.is_discrete_sweep() for override in swept):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wordrun.backend import Backend
 from wordrun.config import Config, EarlyStopConfig
-from wordrun.errors import ConfigError, UserError, nearest
+from wordrun.errors import ConfigError, UserError, nearest, raise_all
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.model import Model
 from wordrun.registry import part_of, parts
@@ -64,6 +64,7 @@ class Evaluation:
     def _metrics(self, batch: Any, outputs: Tensor) -> dict[str, Tensor]:
         """Return the values of the model's own metrics and of those in the config, by name."""
         values, size = dict[str, Tensor](), self.cfg.model.batch_size
+        errors: list[UserError] = []
         if self.own is not None:
             part = part_of("model", self.cfg.model)
             with part.blamed():
@@ -72,8 +73,12 @@ class Evaluation:
                 _check(f"{part}: metrics: {name}", name, each, size)
         for name, options in self.cfg.metrics.items():
             part = parts("metrics")[name]
-            values[name] = part.build(options, outputs, batch)
-            _check(str(part), name, values[name], size)
+            try:
+                values[name] = part.build(options, outputs, batch)
+                _check(str(part), name, values[name], size)
+            except UserError as error:
+                errors.append(error)
+        raise_all(errors)
         return values
 
 

@@ -28,12 +28,13 @@ class ExamplesTask(Task):
 
     def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
         super().__init__(cfg, world, layout, banner)
-        self.data = open_in_turn(cfg, world)
+        self.data, part = open_in_turn(cfg, world), part_of("data", cfg.data)
         self.arguments = self.data.model
         self.make_model = partial(new_model, cfg.model, **self.arguments)
         self.meta_model: Model = self.make_model()
+        classes = self.arguments.get("classes")
         self.train, self.val = (
-            Reader(dataset, f"{split} split of data={cfg.data.name}", self.arguments.get("classes"), self.data.threads)
+            Reader(dataset, f"{split} split of data={cfg.data.name}", classes, self.data.threads, part)
             for split, dataset in (("training", self.data.train), ("validation", self.data.val))
         )
         one = self.train.empty(1)

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wordrun import compat, dist
-from wordrun.config import TrainConfig, value_text
+from wordrun.config import SEVERAL, Config, TrainConfig, parts_in, value_text
+from wordrun.dist import watch
 from wordrun.dist.collectives import first_text
-from wordrun.errors import PartError, UserError, first_line
+from wordrun.errors import PartError, UserError, first_line, raise_all
+from wordrun.registry import KINDS, Part, part_of, parts
 from wordrun.train import rng
 from wordrun.train.hints import relative
 from wordrun.train.run import note_failure
-from wordrun.train.training import Training
+from wordrun.train.training import Hook, Training
 
 # The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
 PATIENCE_S = 300.0
@@ -26,6 +28,8 @@ PATIENCE_STEPS = 20
 TOGETHER_S = 60.0
 # A rank whose hook has failed reports that before the others.
 REPORT_S = 1.0
+COMMUNICATION = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives", "wordrun.dist")
+"""Modules whose errors are about other ranks, whatever code has called them."""
 
 
 @contextlib.contextmanager
@@ -40,9 +44,68 @@ def noted(run_dir: str, rank: int, step: int = 0) -> Iterator[None]:
 
 def note(error: Exception, run_dir: str, rank: int, step: int) -> None:
     """Write the traceback of ``error`` to failures/; to the message of a PartError, add the name of the file."""
-    file = note_failure(Path(run_dir), rank, step, "".join(traceback.format_exception(error)))
+    text = error.tracebacks() if isinstance(error, PartError) else "".join(traceback.format_exception(error))
+    file = note_failure(Path(run_dir), rank, step, text)
     if file and isinstance(error, PartError):
         error.note(relative(file.absolute()))
+
+
+@contextlib.contextmanager
+def attributed(cfg: Config) -> Iterator[None]:
+    """Within the ``with`` block, name the part in an exception that is raised by one from outside wordrun.
+
+    Raises:
+        PartError: an exception that is not a UserError was raised in the code of such a part.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or (part := _raised_by(error, cfg)) is None:
+            raise
+        raise part.failed(error) from error
+
+
+def _raised_by(error: Exception, cfg: Config) -> Part | None:
+    """Return the part of ``cfg`` from outside wordrun whose code raised ``error``; None: it was other code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]  # innermost first
+    names = [str(frame.f_globals.get("__name__")) for frame in frames]
+    if names[0].startswith(COMMUNICATION):
+        return None
+    found = {part: part.load() for part in chosen(cfg) if part.origin}
+    for frame in frames:  # several parts may be in one module
+        for part, code in found.items():
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, code) if isinstance(code, type) else getattr(code, "__code__", None) is frame.f_code:
+                return part
+    modules = {getattr(code, "__module__", ""): part for part, code in found.items()}
+    return next((modules[name] for name in names if name in modules), None)
+
+
+def chosen(cfg: Config) -> list[Part]:
+    """Return the parts of ``cfg``."""
+    several = [parts(kind)[name] for kind in SEVERAL for name in getattr(cfg, kind)]
+    return several + [part_of(kind, options) for kind, options in parts_in(cfg).items() if kind in KINDS]
+
+
+def load_parts(cfg: Config, rank: int) -> dict[str, Hook]:
+    """Import the code of all parts of ``cfg`` from outside wordrun, and return its hooks by name.
+
+    Raises:
+        UserError: some cannot be imported, or hooks cannot be constructed; the message names all of them.
+    """
+    hooks, errors = dict[str, Hook](), []
+    for part in chosen(cfg):
+        if rank and part.kind == "tracker":  # only rank 0 has trackers
+            continue
+        try:
+            if part.kind == "hooks":
+                hooks[part.name] = part.build(cfg.hooks[part.name])
+            elif part.origin:
+                part.load()
+        except UserError as error:
+            errors.append(error)
+    raise_all(errors)
+    return hooks
 
 
 @contextlib.contextmanager
@@ -59,6 +122,13 @@ def explained(train: TrainConfig) -> Iterator[None]:
             f"train.compile={value_text(train.compile)}: torch.compile failed to compile the model "
             f"({first_line(error)}): install a C++ compiler (g++), or use train.compile=false"
         ) from error
+
+
+def reason(error: BaseException) -> str:
+    """Return why a run ended with ``error``, for its record; if it hung, also the file that says for whom it waited."""
+    text = f"{type(error).__name__}: {first_line(error, 400)}"
+    report = watch.reported()
+    return f"{text}; before that a hang: {relative(report)}" if report else text
 
 
 class FailedHooks:
@@ -115,7 +185,8 @@ class FailedHooks:
             raise UserError(f"rank {rank}: {text}")
 
     def wait(self) -> None:
-        """After an error that all ranks know of, wait for rank 0's files, and let a rank report whose hook failed."""
+        """At the end, after an error that all ranks know of, wait for rank 0's files, and let the rank report it."""
+        self.close()  # also after any other error
         if self.together and self.trainer.world.size > 1:
             dist.share(None, self.trainer.world)
             time.sleep(0.0 if self._is_noted else REPORT_S)

@@ -14,6 +14,7 @@ would take a third more memory.
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ from wordrun.train.checkpoint import BackgroundSaves, SaveError
 
 # However a run ends, it waits this long [s] for the checkpoint being written.
 LAST_SAVE_S = 5.0
+# More bytes than any node has: whatever is not needed makes room.
+ALL = 2**62
 
 
 class Nodes:
@@ -91,6 +94,8 @@ class MemoryCheckpoints(BackgroundSaves):
         self._number = 0
         self._own = 0
         """Bytes of the shares of this node's ranks; 0: not known yet."""
+        self._lacks = self._lacks_copies = False
+        """Whether the last checkpoint, or its copies, could not be kept, of which there is one warning."""
 
     @property
     def acts(self) -> bool:
@@ -110,14 +115,15 @@ class MemoryCheckpoints(BackgroundSaves):
             problem = f"{self.world.host}: {error if isinstance(error, UserError) else first_line(error)}"
         return first_text(problem, self.world.device)[1]
 
-    def check(self, begin: Callable[[Hold], Save]) -> None:
+    def check(self, begin: Callable[[Hold], Save], *, resumed: bool) -> None:
         """Compare what checkpoints need with the memory of each node, once the first step has made all state.
 
         Args:
             begin: ``Backend.begin_save`` with its other arguments.
+            resumed: whether the run is going on, so that memory may be missing for a while only.
 
         Raises:
-            ConfigError: a node has less.
+            ConfigError: a node has less, and the run is new or train.on_save_error=stop.
         """
         if self._own:
             return
@@ -146,7 +152,12 @@ class MemoryCheckpoints(BackgroundSaves):
                     )
 
         if problem := self.problem_of(compare):
-            raise ConfigError(self._refusal(problem))
+            if not resumed or self.train.on_save_error == "stop":
+                raise ConfigError(self._refusal(problem))
+            text = "%s; training continues without, and tries again every %d steps"
+            LOGGER.warning(text, problem, self.interval, extra=FIRST_RANK)
+            self._lacks = True
+            return
         where = f"every {self.interval} steps in {self.memory.root}, {gib(self._own + other)} on this node"
         copies = "with a copy on the next node" if other else "without copies, because all ranks are on one node"
         LOGGER.info("checkpoints in memory: %s, %s", where, copies)
@@ -196,9 +207,17 @@ class MemoryCheckpoints(BackgroundSaves):
             self._together(step, name, partial(self._publish, name, **content) if self.acts else None)
             if self.acts:
                 self.memory.keep_only(name)
+            if self._lacks:
+                LOGGER.info("checkpoints in memory are kept again, beginning with step %d", step)
+            self._lacks = False
             self._copy(step, name)
         except Exception as error:
             self._error = error
+
+    def _warn(self, error: SaveError) -> None:
+        if not self._lacks:
+            super()._warn(error)
+        self._lacks = True
 
     def _together(
         self, step: int, name: str, action: Callable[[], Any] | None, problem: str = "", value: Any = None
@@ -235,7 +254,8 @@ class MemoryCheckpoints(BackgroundSaves):
         except OSError as error:
             problem = f"{self.nodes.host}: {first_line(error)}"
         problem, _ = self._agreement.meet(problem)
-        if problem:
+        told, self._lacks_copies = self._lacks_copies, bool(problem)
+        if problem and not told:
             LOGGER.warning(
                 "step %d is in memory, but not on a second node (%s); training continues", step, problem,
                 extra=FIRST_RANK,
@@ -248,7 +268,14 @@ class MemoryCheckpoints(BackgroundSaves):
             OSError: it cannot be fetched, or is damaged.
         """
         path = self.memory.path / name / file_of(rank)
-        self.peers.fetch(address, f"{name}/{path.name}", path)
+        fetch = partial(self.peers.fetch, address, f"{name}/{path.name}", path)
+        try:
+            fetch()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self.memory.clean(ALL)
+            fetch()
         if problem := sums.problem(path):
             path.unlink()
             raise OSError(problem)

@@ -11,16 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from wordrun import dist, files
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
-from wordrun.config import Config, TransformerConfig
+from wordrun.config import Config, TrainConfig, TransformerConfig
 from wordrun.data.batch import Batch
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
+from wordrun.data.pairs import READ
+from wordrun.data.shards import ANSWER, plain
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
@@ -92,6 +96,14 @@ class LanguageTask(Task):
         moved = Path("outputs", SAMPLE, *parts[2:]) if parts[:2] == ("outputs", cfg.data.name) else Path(cfg.run_dir)
         data = replace(cfg.text, name=SAMPLE, kind=SAMPLE)
         return replace(cfg, data=data, run_dir=str(moved) if cfg.run_dir else ""), banner
+
+    @classmethod
+    def check_source(cls, source: str) -> None:
+        """Check that train.init_from=``source`` exists, before the data are read; one rank calls this."""
+        if source.startswith("hf:"):
+            pretrained.fetch(source.removeprefix("hf:"))
+        else:
+            super().check_source(source)
 
     @classmethod
     def least_shapes(cls, cfg: Config) -> ModelShapes | None:
@@ -199,11 +211,11 @@ class LanguageTask(Task):
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
         temperature: float | None = None, top_k: int | None = None, seed: int | None = None,
     ) -> str:  # fmt: skip
-        """Return ``prompt`` and its generated continuation; every rank must call this.
+        """Return ``prompt`` and its generated continuation, of pairs the answer; every rank must call this.
 
         Args:
             backend: holds the model.
-            prompt: to be continued; None: train.sample_prompt.
+            prompt: to be continued; None: train.sample_prompt or, of pairs, by default the first validation prompt.
             length: number of tokens to generate; None: train.sample_tokens.
             temperature: divides the logits; None: train.temperature.
             top_k: sample from the k most likely tokens; None: train.top_k.
@@ -222,7 +234,8 @@ class LanguageTask(Task):
                 "the prompt must not be empty (use a line break), length must be at least 0, temperature above 0 and "
                 "top_k at least 1"
             )
-        tokens = torch.from_numpy(self.tokenizer.encode(prompt))[None].to(backend.device)
+        begin = self._begin(prompt)
+        tokens = torch.from_numpy(begin)[None].to(backend.device)
         vocab_size = self.meta_model.vocab_size if isinstance(self.meta_model, Transformer) else self.vocab_size
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -236,7 +249,28 @@ class LanguageTask(Task):
                 logits_of, tokens, length, block_size=self.cfg.text_model.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,
             )  # fmt: skip
-        return self.tokenizer.decode(text[0].cpu().numpy())
+        return self.tokenizer.decode(self._shown(text[0].cpu().numpy(), len(begin)))
+
+    def _begin(self, prompt: str) -> NDArray[Any]:
+        """Return the tokens that a sample continues; of pairs, the end-of-text token and what precedes the answer."""
+        if self.cfg.data.kind != "pairs":
+            return self.tokenizer.encode(prompt)
+        if prompt == TrainConfig.sample_prompt:
+            pairs = self.corpus.val[:READ]  # whose first token also ends what precedes it
+            return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64)
+        before, _ = self.cfg.text.turn(prompt)
+        assert self.tokenizer.eot is not None, "pairs need one"
+        return np.append(self.tokenizer.eot, self.tokenizer.encode(before)).astype(np.int64)
+
+    def _shown(self, text: NDArray[Any], begin: int) -> NDArray[Any]:
+        """Return what to show of a sample whose first ``begin`` tokens were given: of pairs, up to the answer's end.
+
+        The rest was generated, too: if ranks drew different tokens, they would otherwise wait for each other.
+        """
+        if self.cfg.data.kind != "pairs":
+            return text
+        ends = np.flatnonzero(text[begin:] == self.tokenizer.eot)
+        return text[1 : begin + ends[0] if len(ends) else None]
 
     def facts(self) -> dict[str, Any]:
         """Return the entries of run.json about the data and the model."""

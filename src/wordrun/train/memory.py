@@ -21,8 +21,7 @@ from wordrun.plan.budget import within_budget
 from wordrun.plan.comparison import Comparison
 from wordrun.plan.fit import TOLERANCE, Fit, Room, gib
 from wordrun.plan.shapes import ModelShapes
-from wordrun.registry import part_of
-from wordrun.train.metrics import device_name, used_memory
+from wordrun.train.metrics import device_name
 
 UNLIMITED = 2**60
 """Bytes to assume where the operating system does not say how much memory is available (macOS)."""
@@ -54,9 +53,6 @@ class MemoryCheck:
         least = all_min(torch.tensor(keys, device=self.device)).tolist()
         self.room = Room(*(float((key >> NODE_BITS) * 2**20) for key in least))
         self.node = least[0] % 2**NODE_BITS
-        part_of("backend", cfg.backend).load()  # imports up to 0.1 GiB of torch's modules
-        self.before = used_memory(self.device)[0]
-        """What this process had in use before it allocated its share [GiB]: on a CPU, mainly torch."""
         self._fit: Fit | None = None
         """None: there is no estimate, so nothing is refused."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,7 @@ def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = N
         world: the ranks.
         in_memory: where to look for a checkpoint that is at least as new as those on disk; None: nowhere.
     """
-    requested = bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    run_dir, checkpoints = dist.share(candidates(cfg, requested) if world.rank == 0 else None, world)
+    run_dir, checkpoints = dist.share(candidates(cfg, restarted()) if world.rank == 0 else None, world)
     newest, why = checkpoints[-1] if checkpoints else None, ""
     if in_memory is not None and run_dir is not None and continues(cfg, run_dir):
         record = read_json(run_dir / RECORD) if world.rank == 0 else {}
@@ -79,6 +79,18 @@ def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = N
         raise ConfigError(f"{newest.path} contains only weights: use train.init_from={newest.path}")
     folder.require(manifest, STATE)
     return Start(run_dir, folder, manifest, newest.step, why=why)
+
+
+def check_source(cfg: Config, world: dist.World, check: Callable[[str], None]) -> None:
+    """On rank 0 of a run that starts anew, call ``check`` with train.init_from, if it is set."""
+    source = cfg.train.init_from
+    if world.rank == 0 and source and candidates(cfg, restarted())[0] is None:
+        check(source)
+
+
+def restarted() -> bool:
+    """Return whether a scheduler or ``launch`` has restarted this run."""
+    return bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def continues(cfg: Config, run_dir: Path) -> bool:
@@ -186,7 +198,8 @@ def resume(trainer: Training, start: Start) -> Start:
     except LostError as error:
         other = replace(find(trainer.cfg, trainer.world), why=str(error))
         if other.folder is None:
-            raise
+            remedy = "the checkpoint stays in memory, so launch again once that is mended"
+            raise LostError(f"{error}, and no checkpoint is on disk; {remedy}") from None
         return resume(trainer, other)
     trainer.state.load_state_dict(start.manifest)
     if start.memory:

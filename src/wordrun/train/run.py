@@ -153,7 +153,8 @@ class Run:
         if self.trackers:
             if not self._logged:  # the first step is over, and must not wait for it
                 self._logged = True
-                load_beside()
+                if self.cfg.train.report:
+                    load_beside()
             metrics = {name: _number(name, value) for name, value in metrics.items()}
         self._each("log", metrics)
 
@@ -219,10 +220,17 @@ class Run:
             self._each("finish", summary, 1 if error else 0)
             cfg = self.cfg
             title = f"{cfg.data.name}: {cfg.model.name}, {cfg.train.backend}  ({self.path.name})"
-            return [*draw(self.path, title), page.write(self.path)] if self.trackers else []
+            wanted = self.trackers and self.cfg.train.report
+            return [*draw(self.path, title), page.write(self.path)] if wanted else []
         finally:
             if self._lock is not None:
                 self._lock.close()
+
+    def pause(self) -> None:
+        """Close the trackers, with all that they have: the run goes on from a checkpoint, in this process."""
+        self._each("finish", {}, 1)
+        if self._lock is not None:
+            self._lock.close()
 
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)

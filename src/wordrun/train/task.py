@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from wordrun import dist
 from wordrun.backend import Backend
 from wordrun.backend.base import MakeModel
+from wordrun.checkpoint.folder import locate
 from wordrun.checkpoint.saved import find
 from wordrun.config import Config
 from wordrun.data.loader import Loader
@@ -61,6 +62,18 @@ class Task:
         Every rank must call this, before anything depends on the run directory.
         """
         return cfg, None
+
+    @classmethod
+    def check_source(cls, source: str) -> None:
+        """Check that train.init_from=``source`` exists, before the data are read; one rank calls this.
+
+        Raises:
+            UserError: there is nothing.
+        """
+        try:
+            locate(Path(source))
+        except ConfigError as error:
+            raise ConfigError(f"train.init_from={source}: {error}") from None
 
     @classmethod
     def least_shapes(cls, cfg: Config) -> ModelShapes | None:

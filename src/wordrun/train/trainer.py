@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,16 +15,16 @@ from wordrun.backend.precision import settled_dtype
 from wordrun.checks import accumulation, check
 from wordrun.config import Config
 from wordrun.data.batch import Batch
-from wordrun.dist import watch
-from wordrun.errors import UserError, first_line
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.registry import part_of, parts
+from wordrun.dist import staying, watch
+from wordrun.errors import UserError
+from wordrun.log import LOGGER
+from wordrun.registry import part_of
 from wordrun.train import finite, profile, resume, rng
-from wordrun.train.announce import announce, start_facts
+from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
-from wordrun.train.failing import FailedHooks, explained, note, noted
-from wordrun.train.hints import by_launch, has_huggingface_format, next_steps, relative
+from wordrun.train.failing import FailedHooks, attributed, explained, load_parts, note, noted, reason
+from wordrun.train.hints import by_launch, has_huggingface_format, next_steps
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.memory import CheckpointAndMemory
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
@@ -95,8 +94,8 @@ class Trainer(Training):
                 if log_handle is None:
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
-                closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s).close)
-                with noted(cfg.run_dir, self.world.rank):
+                closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s, timeout).close)
+                with noted(cfg.run_dir, self.world.rank), attributed(cfg):
                     self._build(hooks, closers)
             except BaseException:
                 self.close()
@@ -106,8 +105,10 @@ class Trainer(Training):
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Create the trainer's parts in order of their dependencies."""
         world = self.world
+        configured = load_parts(self.cfg, world.rank)
         task = task_of(self.cfg)
         with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
+            resume.check_source(self.cfg, world, task.check_source)
             self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg = sizes.fit(self.cfg, world.size)
         self.in_memory = MemoryCheckpoints(cfg, world) if cfg.train.memory_checkpoint_interval else None
@@ -131,7 +132,7 @@ class Trainer(Training):
         spec = backend.BackendSpec(
             self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
         )  # fmt: skip
-        with self.memory.explained():
+        with self.memory.explained(), staying.noting_sockets():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)
         self.loader = self.task.loader(self.gas, self.backend.device)
@@ -145,7 +146,6 @@ class Trainer(Training):
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
         first = [*([Compile()] if cfg.train.compile == "auto" else []), Log(), Bar(), Evaluate()]
-        configured = {name: parts("hooks")[name].build(options) for name, options in cfg.hooks.items()}
         last = CheckpointAndMemory(self.in_memory) if self.in_memory else Checkpoint()
         self.hooks = HookSet([*first, *self.task.hooks()], configured, hooks, last)
         self.failed_hooks = FailedHooks(self)
@@ -186,6 +186,7 @@ class Trainer(Training):
                     continue
                 self.state.count_step()
                 self.run.step_done()
+                staying.offer(self.world.device)
                 self.meter.add(self.result, lr, self.examples_of(self.gas))
                 self.hooks.call("after_step", self)
                 self.profiler.step()
@@ -277,13 +278,13 @@ class Trainer(Training):
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
-        facts = start_facts(self) | {"memory_before": self.memory.before}
+        facts = start_facts(self)
         if accepted := sizes.accepted(self.cfg):
             facts["sizes"] = accepted
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None
-        error_text, failed = "", False
+        error_text, failed, restarts = "", False, False
         for part in self.backend.parts:
             part.train()
         try:
@@ -292,25 +293,29 @@ class Trainer(Training):
                 announce(self, facts)
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
-            with self.stop.listen(), self.profiler:
+            with self.stop.listen(), self.profiler, attributed(self.cfg), staying.noticing():
                 self.evaluation.try_one_batch()
                 self.hooks.call("at_start", self)
                 yield
+        except staying.Restart:
+            restarts = True
+            raise
         except BaseException as error:
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
                 note(error, self.cfg.run_dir, self.world.rank, self.step)
-            error_text = (
-                str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {first_line(error, 400)}"
-            )
+            error_text = str(error) if isinstance(error, Interrupted) else reason(error)
             raise
         finally:
             self.state.stop_clock()
             self.hooks.close()
-            self._finish(error_text, failed=failed)
+            if restarts:
+                self.run.pause()
+                self.checkpoints.join(LAST_SAVE_S)
+            else:
+                self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
-            self.failed_hooks.close()  # also after any other error
             self.failed_hooks.wait()
 
     def _finish(self, error: str, *, failed: bool) -> None:
@@ -321,17 +326,7 @@ class Trainer(Training):
             if not error:
                 raise
             return
-        if error or self.stop_reason:
-            level = logging.ERROR if failed else logging.INFO
-            page = "; more: docs/jobs.md#what-happens-when" if error and not failed else ""
-            LOGGER.log(level, "%s (at step %d)%s", error or self.stop_reason, self.step, page, extra=FIRST_RANK)
-        if (loss := self.metrics.get("val_loss")) is not None:
-            found = {name[4:]: v for name, v in self.metrics.items() if name[:4] == "val_" and name != "val_loss"}
-            others = ", ".join(f"{name} {value:.{2 if value > 1 else 4}f}" for name, value in found.items())
-            LOGGER.info("validation loss %.4f%s", loss, f" ({others})" if others else "")
-        for file in drawn:
-            LOGGER.info("%s: %s", "report" if file.suffix == ".html" else "plot", relative(file))
-        LOGGER.info("run directory: %s", relative(self.run.path))
+        announce_end(self, error, drawn, failed=failed)
         # launch itself says how to continue a failed run
         if self.world.rank == 0 and not (failed and by_launch()) and (error or self.cfg.train.suggest):
             command = () if self.stop_reason else self.command
@@ -346,5 +341,5 @@ class Trainer(Training):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an error in a parallel run, leaving the group could wait for ranks that no longer respond.
-        if error is None or self.world.size == 1:
+        if error is None or isinstance(error, staying.Restart) or self.world.size == 1:
             self.close()

@@ -36,6 +36,12 @@ class Scheduler:
     """Command that submits a job script; empty: there is none."""
     canceller: ClassVar[str] = ""
     """Command that cancels jobs."""
+    job_query: ClassVar[tuple[str, ...]] = ()
+    """Command that prints something about a job that waits or runs; the job's id is appended."""
+    unknown_job: ClassVar[str] = ""
+    """Pattern of its error if the job has ended."""
+    output: ClassVar[str] = ""
+    """File with the output of a job, relative to where it was submitted; {name} and {number} are the job's."""
     directive: ClassVar[str] = ""
     """Prefix of the scheduler's lines in a job script."""
     fills_directives: ClassVar[bool] = False
@@ -80,6 +86,18 @@ class Scheduler:
     def read_end(self, text: str) -> float:
         """Return the end of a job, in seconds since 1970, from the output of ``end_query``."""
         raise NotImplementedError
+
+    def has_job(self, job_id: str) -> bool | None:
+        """Return whether a job waits or runs; None: the scheduler does not answer, or cannot be asked."""
+        if not self.job_query:
+            return None
+        try:
+            done = subprocess.run([*self.job_query, job_id], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode:
+            return False if re.search(self.unknown_job, done.stderr) else None
+        return bool(done.stdout.strip())
 
     def directives(self, options: Options, site: Site) -> list[str]:
         """Return the options of a job script, without ``directive``."""

@@ -29,6 +29,8 @@ class PBS(Scheduler):
     }  # fmt: skip
     end_query = ("qstat", "-f", "-F", "json")
     submitter, canceller, directive = "qsub", "qdel", "#PBS"
+    job_query, unknown_job = ("qstat",), "Unknown Job Id|has finished"
+    output = "{name}.o{number}"
 
     def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
         """Return the job that ``env`` describes; its hosts are in PBS_NODEFILE."""

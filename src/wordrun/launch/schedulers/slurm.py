@@ -27,6 +27,8 @@ class Slurm(Scheduler):
     checks_names = False
     end_query = ("squeue", "-h", "-o", "%e", "-j")
     submitter, canceller, directive = "sbatch", "scancel", "#SBATCH"
+    job_query, unknown_job = ("squeue", "--noheader", "--jobs"), "Invalid job id"
+    output = "{name}-{number}.out"
     fills_directives = True
     continuing = (
         'echo "saved: SLURM requeues this job"',
@@ -103,7 +105,8 @@ class Slurm(Scheduler):
         lines += given
         if options.walltime_margin and self.sends_warning(options):
             lines.append(f"--signal=USR1@{options.walltime_margin:g}")
-        return [*lines, "--requeue", "--open-mode=append", f"--output={options.job_name}-%j.out"]
+        output = self.output.format(name=options.job_name, number="%j")
+        return [*lines, "--requeue", "--open-mode=append", f"--output={output}"]
 
     def submit_command(self, path: str, previous: str | None) -> list[str]:
         """Return sbatch's command line."""

@@ -23,7 +23,7 @@ class CheckpointAndMemory(Checkpoint):
             return trainer.backend.begin_save(resume.own_tensors(trainer), trainer.hooks.tensors(), hold)
 
         self._in_memory.raise_failure()
-        self._in_memory.check(begin)
+        self._in_memory.check(begin, resumed=trainer.start.source is not None)
         if due(trainer.step, self._in_memory.interval) and not trainer.done:
             with watch.phase("saving a checkpoint in memory", watch.SLOW):
                 trainer.meter.score(trainer.state)

@@ -1,0 +1,159 @@
+"""Attention within documents by FlexAttention, which GPUs use, in torch's reference implementation for CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention
+from torch.utils._pytree import tree_map
+
+from wordrun import kernels, model as models
+from wordrun.config import GPTConfig, LlamaConfig
+from wordrun.model import attention, flex
+
+T = 37
+NUMBERS = torch.stack([
+    torch.repeat_interleave(torch.arange(5), torch.tensor([13, 3, 1, 19, 1])),
+    torch.repeat_interleave(torch.arange(2), torch.tensor([36, 1])),
+])  # fmt: skip
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use small blocks, FlexAttention without its compiler, and its gradients, which torch has for CPUs but refuses."""
+    monkeypatch.setattr(flex, "BLOCK", 8)
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)  # not in 2.8
+
+
+@pytest.mark.parametrize("span", [T, 50, 11, 8, 1])
+@pytest.mark.parametrize("numbers", [NUMBERS, NUMBERS * 0, NUMBERS[:, torch.randperm(T)]], ids=["some", "one", "mixed"])
+def test_blocks_are_those_of_the_whole_mask(numbers: Tensor, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is left out if none of its tokens attend to each other, and computed without a mask if all do."""
+    monkeypatch.setattr(flex, "BLOCK", 8)
+    ((size, found),) = flex.block_masks(numbers, [span]).items()
+    assert size == min(span, T)
+    ahead = torch.arange(T)[:, None] - torch.arange(T)
+    allowed = (numbers[:, :, None] == numbers[:, None]) & (ahead >= 0) & (ahead < span)
+    padded = [F.pad(F.pad(allowed, (0, 3)), (0, 0, 0, 3), value=more) for more in (False, True)]  # the last queries
+    some, every_one = (each.view(2, 5, 8, 5, 8).transpose(2, 3).flatten(3) for each in padded)
+    needed, complete = some.any(-1), every_one.all(-1)
+    every = [[found.kv_num_blocks, found.kv_indices], [found.full_kv_num_blocks, found.full_kv_indices]]
+    partial, whole = (
+        torch.stack([torch.stack([torch.isin(torch.arange(5), row[:n]) for n, row in zip(a, b, strict=True)])
+                     for a, b in zip(counts[:, 0], indices[:, 0], strict=True)])
+        for counts, indices in every
+    )  # fmt: skip
+    assert not (needed & ~(partial | whole)).any()
+    assert not (whole & ~complete).any()
+    assert not (partial & whole).any()
+    if numbers is NUMBERS:  # in the order of the documents, nothing is computed in vain
+        assert (partial | whole).equal(needed)
+        assert whole.equal(complete & ~torch.eye(5, dtype=torch.bool))
+    at = torch.arange(T)
+    assert found.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], at[None]).equal(allowed[0])
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.usefixtures("eager")
+def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
+    """Outputs and gradients, with grouped heads."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, T, 16, requires_grad=True)
+    k, v = (torch.randn(2, 2, T, 16, requires_grad=True) for _ in range(2))
+    dense = (NUMBERS[:, None, :, None] == NUMBERS[:, None, None, :]).tril()
+    masks = flex.block_masks(NUMBERS, [T, 11])
+    assert [*masks] == [11, T]
+    masks = tree_map(lambda leaf: leaf, masks)  # as FSDP does with arguments, to cast those with a fraction
+    ours = attention.causal_attention(q, k, v, 0.0, masks, 0.3, window)
+    theirs = attention.causal_attention(q, k, v, 0.0, dense, 0.3, window)
+    torch.testing.assert_close(ours, theirs)
+    up = torch.randn_like(ours)
+    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), up) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T),
+        LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, n_hidden=48, block_size=T, window=9, global_every=2),
+    ],
+    ids=["gpt", "llama"],
+)
+@pytest.mark.usefixtures("eager")
+def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its losses and gradients are the same, and no block gets a mask of T x T values."""
+    cfg = replace(cfg, dropout=0.0)
+    tokens, targets = torch.randint(50, (2, 2, T), generator=torch.Generator().manual_seed(0))
+    found = []
+    for device in ("cpu", "cuda"):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "WHOLE", 0)
+            patch.setattr(kernels, "TRITON", True)
+            chosen = kernels.skips_blocks(device, 2 * T * T, 0.0, 16)
+            assert chosen == (device == "cuda")
+            patch.setattr(attention, "skips_blocks", lambda _, *facts: kernels.skips_blocks(device, *facts))  # noqa: B023
+            model = models.build(cfg, 50)
+            masks: list[Any] = []
+            for block in model.blocks.values():
+                block.register_forward_pre_hook(
+                    lambda block, args, given: masks.append(given["mask"]), with_kwargs=True  # noqa: B023
+                )  # fmt: skip
+            loss = model(tokens, documents=NUMBERS, targets=targets).sum()
+            loss.backward()
+        assert len(masks) == 2
+        assert all(isinstance(mask, dict) == chosen for mask in masks)
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_what_has_no_such_kernel_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TRITON", True)
+    large = kernels.WHOLE + 1
+    assert kernels.skips_blocks("cuda", large, 0.0, 64)
+    for other in (("cuda", large, 0.1, 64), ("cuda", large, 0.0, 8), ("cuda", 4096, 0.0, 64), ("cpu", large, 0.0, 64)):
+        assert not kernels.skips_blocks(*other), other
+    monkeypatch.setattr(kernels, "TRITON", False)
+    assert not kernels.skips_blocks("cuda", large, 0.0, 64)
+
+
+def test_a_cpu_makes_small_masks_only() -> None:
+    """Of short documents together, wherever sequences end; the result is that under one large mask."""
+    torch.manual_seed(0)
+    lengths = [20, 30, 5, 300, 7] * 4
+    numbers = torch.repeat_interleave(torch.arange(20), torch.tensor(lengths))
+    numbers = torch.cat([numbers, torch.arange(88) // 2 + 20]).view(3, -1)
+    assert numbers.shape == (3, 512)
+    runs = attention.document_mask(numbers)
+    assert isinstance(runs, tuple)
+    masks = [run for run in runs if isinstance(run, torch.Tensor)]
+    assert masks
+    assert all(mask.shape == (len(mask), len(mask)) and len(mask) <= 256 for mask in masks)
+    q, k, v = (torch.randn(3, 2, 512, 8) for _ in range(3))
+    dense = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
+    for window in (None, 40):
+        ours, theirs = (attention.causal_attention(q, k, v, 0.0, mask, None, window) for mask in (runs, dense))
+        torch.testing.assert_close(ours, theirs)
+
+
+# See test_loss.py.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_are_not_compiled_again_for_other_documents() -> None:
+    model = models.build(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=512), 50)
+    plain = models.build(model.cfg, 50)
+    for block in model.blocks.values():
+        block.compile(backend="eager")
+    tokens, graphs = torch.arange(1024).view(2, 512) % 50, []
+    for lengths in ([100, 412], [7] * 73 + [1], [300, 212]):
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+        torch.testing.assert_close(model(tokens, documents=numbers), plain(tokens, documents=numbers))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1]
