@@ -135,3 +135,5 @@ def test_deepspeed_trains_and_resumes_a_network_with_batch_norm(ranks: Any, tmp_
     same(whole, one)
     start = f"train.resume={tmp_path}/whole/checkpoints/step-00000004"
     assert figures(ranks, 2, tmp_path / "again", *words, "model.batch_size=8", start) == whole
+    half = figures(ranks, 1, tmp_path / "half", *words, "model.batch_size=16", "train.dtype=bf16", "train.max_iters=1")
+    assert half[0][1] == pytest.approx(one[0][1], rel=0.01)
