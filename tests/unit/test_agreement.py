@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,15 +21,12 @@ N = 6
 def together(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Agreement], Any], timeout_s: int = 60) -> list[Any]:
     """Return what ``act`` returns for each rank, and the number of keys that are left in the store."""
     monkeypatch.setattr(agreement, "shared_store", lambda world, timeout_s: stores[world.rank])
-    monkeypatch.setattr(agreement, "_number", itertools.count())
     wait = timedelta(seconds=60)
     first = TCPStore("127.0.0.1", 0, N, True, timeout=wait, wait_for_workers=False)
     stores = [first, *(TCPStore("127.0.0.1", first.port, N, False, timeout=wait) for _ in range(N - 1))]
     before = first.num_keys()
-    made = []
-    for rank in range(N):
-        monkeypatch.setattr(agreement, "_number", itertools.count())  # each thread is a process
-        made.append(Agreement(World(rank=rank, size=N), timeout_s))
+    monkeypatch.setattr(agreement, "call_number", lambda kind: 0)  # each thread is a process
+    made = [Agreement(World(rank=rank, size=N), timeout_s) for rank in range(N)]
     with ThreadPoolExecutor(N) as pool:
         found = list(pool.map(act, range(N), made))
     return [*found, first.num_keys() - before]
