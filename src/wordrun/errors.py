@@ -191,6 +191,7 @@ PAGES = {
     "wordrun.train.finite": "checkpoints.md#non-finite-gradients",
     "wordrun.train.help": "",
     "wordrun.train.hooks": "train.md#hooks",
+    "wordrun.train.hooks.standard": "checkpoints.md#when-checkpoints-are-written",
     "wordrun.train.in_memory": "checkpoints.md#checkpoints-in-memory",
     "wordrun.train.language": "data.md#tokenizers",
     "wordrun.train.language._check_reads": "extend.md#a-model",

@@ -488,7 +488,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     reports = [line for line in captured.out.splitlines() if "could not be written (" in line]
     assert ["training continues" in line for line in reports] == [True, True, False]  # after steps 6, 9 and 12
     assert " ERROR the checkpoint of step 12 could not be written" in reports[-1]
-    assert re.search(r" ERROR SaveError: the run is finished, but .* \(at step 12\)", captured.out)
+    log = (full_disk / "log.txt").read_text()
+    assert re.search(r" ERROR SaveError: the run is finished, but .* \(at step 12\)", log)
+    assert said.count("the run is finished, but") == 1
+    assert "more: docs/checkpoints.md#when-checkpoints-are-written" in captured.err
     assert steps(full_disk) == [3]
     assert find(full_disk).step == 3
     assert read(full_disk)[-1]["step"] == 12
