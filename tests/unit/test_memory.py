@@ -282,7 +282,8 @@ def test_memory_that_runs_out_is_one_message(command: Command, tmp_path: Path) -
     assert "  activations " in done.stderr
     assert "; model.batch_size=" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
-    assert done.stdout.count("out of memory") == 1
+    assert (done.stdout + done.stderr).count("out of memory") == 1
+    assert "out of memory" in (tmp_path / "run" / "log.txt").read_text()
     reason = json.loads((tmp_path / "run" / "run.json").read_text())["exit_reason"]
     assert reason == f"UserError: {lines[0]}"
     assert "Traceback" in (tmp_path / "run" / "failures" / "rank-0.txt").read_text()
