@@ -1,4 +1,4 @@
-"""Logging for many ranks: information from rank 0 only, warnings from every rank with its number.
+"""Logging for many ranks: information mostly from rank 0 only, warnings from every rank with its number.
 
 Importing this module does nothing. The owner of the process (the command, a Trainer) calls ``start``, and the
 returned handle undoes everything.
@@ -25,6 +25,8 @@ WARNINGS = logging.getLogger("py.warnings")  # Python's warnings, including torc
 FOR_FILES = {"for_files": True}
 # For a warning that is the same on all ranks: only rank 0 logs it.
 FIRST_RANK = {"first_rank": True}
+# For information that rank 0 does not have.
+ANY_RANK = {"any_rank": True}
 # For an error that rank 0 also prints when the process ends.
 LOG_FILE = FIRST_RANK | {"log_file": True}
 EARLY_RECORDS = 1000
@@ -33,7 +35,7 @@ STYLES = {logging.ERROR: "bold red", logging.WARNING: "yellow"}
 
 
 class RankFilter(logging.Filter):
-    """Pass everything on rank 0, and warnings and errors with a ``[rank N]`` prefix on the others."""
+    """Pass everything on rank 0; on the others warnings, errors and ``ANY_RANK``, with a ``[rank N]`` prefix."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class RankFilter(logging.Filter):
         """Return whether to show ``record``."""
         if self.rank == 0:
             return True
-        if record.levelno < logging.WARNING or hasattr(record, "first_rank"):
+        if (record.levelno < logging.WARNING and not hasattr(record, "any_rank")) or hasattr(record, "first_rank"):
             return False
         if not getattr(record, "has_rank", False):  # two handlers see the same record
             record.msg = f"[rank {self.rank}] {record.msg}"

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import wordrun
-from wordrun import compat, dist
+from wordrun import compat, dist, log
 from wordrun.config import ProfilerConfig
+from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
 from wordrun.registry import Part, parts
 from wordrun.report import trace
@@ -45,6 +46,21 @@ def test_torch_records_the_steps_of_its_schedule(small: Callable[..., list[str]]
     assert text.startswith("2 steps, ")
     assert "aten::mm" in text
     assert "<code>aten::mm</code>" in (folder / "summary.html").read_text()
+
+
+def test_the_first_chosen_rank_names_its_file(
+    small: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = wordrun.compose(small("profiler=pyinstrument", "profiler.ranks=[1,3]", f"hydra.run.dir={tmp_path}/run"))
+    for rank in range(4):
+        handle = log.start(rank)
+        try:
+            with build(cfg, World(rank=rank, size=4)):
+                pass
+        finally:
+            handle.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"[rank 1] profile: {tmp_path}/run/profile/pyinstrument-rank-1.html" in line
 
 
 @pytest.mark.parametrize("profiler", ["torch", "memory", "pyinstrument", "spans"])

@@ -17,7 +17,7 @@ from wordrun.backend.stopwatch import LABELS, Stopwatch
 from wordrun.config import Config
 from wordrun.dist import World, collectives
 from wordrun.errors import ConfigError, first_line
-from wordrun.log import LOGGER
+from wordrun.log import ANY_RANK, LOGGER
 from wordrun.registry import part_of
 
 
@@ -47,6 +47,11 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
         return path.with_stem(f"{path.stem}-rank-{self.rank}") if self.rank else path
+
+    def tell(self, text: str, *values: object) -> None:
+        """Log what has been written: on rank 0, or if it takes no part, on the first rank that does."""
+        if self.rank == min(self.options.ranks, default=0):
+            LOGGER.info(text, *values, extra=ANY_RANK)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -81,7 +86,7 @@ class PyinstrumentProfiler(Profiler):
             html = self.file("pyinstrument.html")
             html.write_text(self._sampler.output_html(), encoding="utf-8")
             self.file("pyinstrument.txt").write_text(self._sampler.output_text(unicode=True), encoding="utf-8")
-            LOGGER.info("profile: %s", html)
+            self.tell("profile: %s", html)
 
 
 class TorchProfiler(Profiler):
@@ -115,7 +120,7 @@ class TorchProfiler(Profiler):
             self.file("summary.json").write_text(trace.as_json(summary), encoding="utf-8")
             html = self.file("summary.html")
             html.write_text(trace.as_html(summary, f"rank {self.rank}"), encoding="utf-8")
-            LOGGER.info("profile: %s; trace for ui.perfetto.dev: %s", html, file)
+            self.tell("profile: %s; trace for ui.perfetto.dev: %s", html, file)
 
 
 class MemoryProfiler(Profiler):
@@ -165,7 +170,7 @@ class MemoryProfiler(Profiler):
         with self.writing():
             file = self.file(name)
             compat.dump_memory(file)
-            LOGGER.info("memory snapshot: %s (drop it on pytorch.org/memory_viz)", file)
+            self.tell("memory snapshot: %s (drop it on pytorch.org/memory_viz)", file)
 
     def _table(self, profile: Any) -> None:
         averages = profile.key_averages(group_by_input_shape=False)
@@ -173,7 +178,7 @@ class MemoryProfiler(Profiler):
         with self.writing():
             file = self.file("memory.txt")
             file.write_text(table, encoding="utf-8")
-            LOGGER.info("memory by operation: %s", file)
+            self.tell("memory by operation: %s", file)
 
 
 class SpansProfiler(Profiler):
