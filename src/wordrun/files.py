@@ -1,7 +1,12 @@
-"""Atomic writes: a reader sees either the old file or the complete new one."""
+"""Atomic writes: a reader sees either the old file or the complete new one. Who uses a run directory."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
+
+DIED = "died"
+"""``exit_reason`` in run.json of a run whose processes are gone without having said why."""
 
 
 def absolute(path: str) -> Path:
@@ -38,6 +43,21 @@ def point(link: Path, target: Path | str) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(target)
     new.replace(link)
+
+
+def in_use(path: Path) -> bool:
+    """Return whether a process writes to the run directory ``path``, as far as its file system has locks."""
+    try:
+        file = (path / ".lock").open(encoding="utf-8")
+    except OSError:
+        return False
+    with file:
+        try:
+            # Shared: it conflicts with the run's own lock, and needs no permission to write.
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EAGAIN, errno.EACCES)
+    return False
 
 
 def _writer() -> str:

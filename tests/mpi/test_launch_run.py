@@ -590,6 +590,22 @@ def test_record_is_rewritten_through_the_link(tmp_path: Path) -> None:
     assert record["command"][-1] == "wandb.token=***"
 
 
+@pytest.mark.parametrize(("said", "reads"), [("running", "died"), ("finished", "finished")])
+def test_the_record_of_a_killed_run_does_not_say_that_it_runs(tmp_path: Path, said: str, reads: str) -> None:
+    die = f"""
+        mkdir run && mv "$WORDRUN_LAUNCH_RECORD" run/launch.json && touch run/.lock
+        ln -s "$PWD/run/launch.json" "$WORDRUN_LAUNCH_RECORD"
+        echo '{{"steps": 7, "exit_reason": "{said}"}}' > run/run.json
+        kill -ABRT $$"""
+    run = launch(tmp_path, "-n", "1", "sh", "-c", die)
+    assert run.returncode == 134, run.stderr
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["steps"], record["exit_reason"]) == (7, reads)
+    assert record.get("end") == (
+        json.loads((tmp_path / "run/launch.json").read_text())["end"] if reads == "died" else None
+    )
+
+
 def test_no_record_where_none_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file in the way")
     run = launch(tmp_path, "-n", "2", "sh", "-c", "echo ${WORDRUN_LAUNCH_RECORD-none}")

@@ -66,7 +66,7 @@ MAY_USE: dict[str, set[str]] = {
     "data": CONFIG | {"compat"},
     "model": CONFIG | {"compat", "compat_context", "compat_experts", "kernels"},
     "track": CONFIG | {"runs"},
-    "runs": {"errors", "log", "sections", "validation", "arguments"},
+    "runs": {"files", "errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
     "compat": {"errors"},
     "compat_context": set(),

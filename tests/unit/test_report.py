@@ -16,11 +16,12 @@ import pytest
 
 from wordrun.arguments import parse
 from wordrun.errors import UserError
+from wordrun.files import in_use
 from wordrun.report import cli, facts, page, trace
 from wordrun.report.cli import ReportConfig, runs_in
 from wordrun.report.figures import Canvas, Curve, Figure, titles
 from wordrun.runs import ls, metrics, tail
-from wordrun.runs.record import find, in_use, load
+from wordrun.runs.record import find, load
 from wordrun.track.plots import POINTS, thin
 
 CONFIG = "model: {name: nano, n_layer: 2}\ndata: {name: shakespeare}\ntrain: {backend: DDP, max_iters: 40, seed: 1}\n"

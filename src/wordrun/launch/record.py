@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.errors import REQUEUE, short_lines
-from wordrun.files import replace
+from wordrun.files import DIED, in_use, replace
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan
@@ -113,10 +113,36 @@ class Record:
         """Add the end time, the exit status, and the launcher's lines that were not shown, to the file."""
         self.content |= {"end": _now(), "exit_status": status, "not_shown": list(not_shown)}
         self._write()
+        _close_run(_run_dir(self.path), self.content["end"])
 
     def _write(self) -> None:
         # Rank 0 moves the file into its run directory and leaves a link, so replace the link's target.
         replace(Path(os.path.realpath(self.path)), json.dumps(self.content, indent=2) + "\n")
+
+
+def _run_dir(record: str) -> Path | None:
+    """Return the directory of the wordrun run that has moved the record at ``record`` there and left a link, if any."""
+    return Path(os.path.realpath(record)).parent if os.path.islink(record) else None
+
+
+def _close_run(run_dir: Path | None, end: str) -> None:
+    """Write into the record of a run which says that it runs, while no process uses its directory, that it died.
+
+    A rank 0 that is killed, or aborted by C++ code, cannot write that itself.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    file = run_dir / "run.json" if run_dir else None
+    if file is None or in_use(file.parent):
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        runs = content["exit_reason"] == "running"
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if runs:
+        replace(file, json.dumps(content | {"exit_reason": DIED, "end": end}, indent=2) + "\n")
 
 
 def _now() -> str:
@@ -130,8 +156,7 @@ def how_to_continue(plan: LaunchPlan, status: int) -> str:
     again = f"  WORDRUN_RUN_ID={plan.env['WORDRUN_RUN_ID']} WORDRUN_RESUME=auto {shlex.join(words)}"
     where = "" if plan.job.is_local else ", submit this job's script again, or call in another job"
     record = plan.env.get("WORDRUN_LAUNCH_RECORD", "")
-    # A wordrun run moves the record into its directory and leaves a link.
-    run_dir = Path(os.path.realpath(record)).parent if os.path.islink(record) else None
+    run_dir = _run_dir(record)
     if status == REQUEUE:
         saved = f"stopped early, with its state saved (exit status {REQUEUE})"
         return saved if run_dir else f"{saved}; to continue{where}:\n{again}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -14,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.errors import ConfigError
+from wordrun.files import DIED, in_use
 
 RECORD = "run.json"
+NO_REASON = ("", "running", DIED)
+"""What run.json says of a run that could not say why it ended."""
 QUIET_S = 600
 """A run on another machine that has written nothing for this time [s] is shown as silent."""
 
@@ -44,18 +45,19 @@ class RunRecord:
     def state(self) -> str:
         """Return how the run is, in a word: running, finished, stopped, failed, died, or silent.
 
-        died: its record says running, and no process on this machine, where it ran, holds its directory.
+        died: ``launch`` has found that no process of it is left that could say why; or its record says running, and no
+        process on this machine, where it ran, holds its directory.
         silent: the same on another machine, where nothing was written for a while.
         """
         reason = str(self.facts.get("exit_reason", ""))
-        if reason == "finished":
+        if reason in ("finished", DIED):
             return reason
         if reason != "running":
             return "stopped" if reason.startswith("stopped") else "failed" if reason else "unknown"
         if in_use(self.path):
             return "running"
         if self.hosts == [socket.gethostname()]:
-            return "died"
+            return DIED
         return "silent" if time.time() - self.written > QUIET_S else "running"
 
 
@@ -90,21 +92,6 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def in_use(path: Path) -> bool:
-    """Return whether a process writes to the run directory ``path``, as far as its file system has locks."""
-    try:
-        file = (path / ".lock").open(encoding="utf-8")
-    except OSError:
-        return False
-    with file:
-        try:
-            # Shared: it conflicts with the run's own lock, and needs no permission to write.
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EAGAIN, errno.EACCES)
-    return False
 
 
 def _stat(file: Path) -> os.stat_result | None:

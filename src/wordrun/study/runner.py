@@ -29,7 +29,7 @@ from wordrun.launch.planner import look_around
 from wordrun.launch.request import Ranks
 from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.log import LOGGER
-from wordrun.runs.record import RunRecord, load
+from wordrun.runs.record import NO_REASON, RunRecord, load
 from wordrun.study import jobs
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, Point, Points
 
@@ -287,7 +287,7 @@ class Runner:
                 reason = str(run.facts.get("exit_reason", ""))
         except UserError as error:  # there is no run directory, or a figure is missing
             reason = first_line(error) if values else ""
-        if state == FAILED and reason in ("", "running"):
+        if state == FAILED and reason in NO_REASON:
             before = self.file.rows.get(point.name, {})
             it = before["reason"] if before.get("state") == SUBMITTED else "it"
             reason = _last_line(output) or f"{it} printed nothing"

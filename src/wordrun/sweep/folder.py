@@ -13,7 +13,7 @@ from wordrun.errors import ConfigError, lines_without_pages
 from wordrun.files import replace
 from wordrun.run_id import new_run_id
 from wordrun.runs import metrics
-from wordrun.runs.record import load, read_json
+from wordrun.runs.record import NO_REASON, load, read_json
 from wordrun.sweep.options import LauncherOptions
 
 FILE = "sweep.json"
@@ -60,7 +60,7 @@ class Point:
     def reason(self) -> str:
         """Return why it failed: the run's own reason, or the last line of its log."""
         reason = str(read_json(self.dir / "run.json").get("exit_reason", ""))
-        if reason not in ("", "running", "finished"):
+        if reason not in (*NO_REASON, "finished"):
             return reason
         output = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         return next(reversed(lines_without_pages(output)), "")

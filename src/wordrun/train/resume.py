@@ -19,8 +19,9 @@ from wordrun.config import RENAMED, Config, to_plain, value_text
 from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
+from wordrun.files import in_use
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.runs.record import RECORD, in_use, read_json
+from wordrun.runs.record import RECORD, read_json
 from wordrun.train import memory_resume, rng
 from wordrun.train.in_memory import MemoryCheckpoints
 from wordrun.train.memory_resume import InMemory, LostError
