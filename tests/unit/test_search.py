@@ -171,3 +171,17 @@ def test_bad_options_start_nothing(words: list[str], message: str, capfd: pytest
     assert ended.value.code == 2
     assert message in capfd.readouterr().err
     assert not Path("s").exists()
+
+
+def test_a_seeded_search_continues_with_other_points(command: list[str]) -> None:
+    assert run(command, "x=interval(0.0,10.0)", n_trials=2) == 0
+    assert run(command, "x=interval(0.0,10.0)", n_trials=4) == 0
+    assert len({trial.params["x"] for trial in study().trials}) == 4
+
+
+def test_the_table_names_a_point_once(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "x=1,2", n_trials=6) == 0
+    table = capsys.readouterr().out.split("best val_loss")[-1]
+    assert [line.split() for line in table.splitlines() if line[:7].strip().isdigit()] in (
+        [["0", "1.0000", "2"], ["1", "4.0000", "1"]], [["1", "1.0000", "2"], ["0", "4.0000", "1"]],
+    )  # fmt: skip

@@ -141,17 +141,19 @@ def _alone(folder: Path) -> Iterator[None]:
 def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: bool) -> optuna.Study:
     """Return the study, a new one if there is none; points that were running are to be tried again."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = (
-        optuna.samplers.RandomSampler(seed=options.seed) if options.sampler == "random"
-        else optuna.samplers.TPESampler(seed=options.seed, constant_liar=several)
-    )  # fmt: skip
     pruner: optuna.pruners.BasePruner = {
         "median": optuna.pruners.MedianPruner, "asha": optuna.pruners.SuccessiveHalvingPruner,
         "none": optuna.pruners.NopPruner,
     }[options.pruner]()  # fmt: skip
     study = optuna.create_study(
         storage=options.storage or f"sqlite:///{(folder / 'study.db').absolute()}", study_name=options.study_name,
-        direction="maximize" if higher else "minimize", sampler=sampler, pruner=pruner, load_if_exists=True,
+        direction="maximize" if higher else "minimize", pruner=pruner, load_if_exists=True,
+    )  # fmt: skip
+    # The same seed again would draw the same points again.
+    seed = None if options.seed is None else options.seed + len(study.get_trials(deepcopy=False))
+    study.sampler = (
+        optuna.samplers.RandomSampler(seed) if options.sampler == "random"
+        else optuna.samplers.TPESampler(seed=seed, constant_liar=several)
     )  # fmt: skip
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
@@ -296,7 +298,8 @@ class Search:
         table = Table(box=None, pad_edge=False, header_style="bold", title=f"best {self.options.metric}")
         for name in ("point", self.options.metric, *self.space):
             table.add_column(name, justify="right", overflow="fold")
-        for trial in trials[:BEST]:
+        points = {trial.user_attrs.get("point", trial.number): trial for trial in trials}  # one may count several times
+        for trial in list(points.values())[:BEST]:
             values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.params.values()]
             table.add_row(str(trial.user_attrs.get("point", "")), f"{trial.value:.4f}", *values)
         console().print(table)
