@@ -22,7 +22,7 @@ COMPARED = (
     "step planned [ms]", "measured", "ratio", "memory planned [GiB]", "measured", "ratio", "sent per step [GiB]",
 )  # fmt: skip
 NOTES = """\
-Tokens/s are the median of {repeats} measurements of {steps} steps each, after {steps} steps to warm up; min and max are
+Tokens/s are the median of {measurements} of {steps} steps each, after {steps} steps to warm up; min and max are
 the slowest and the fastest measurement. Speed-up and efficiency refer to the fastest backend on {least}. MFU is the
 share of the devices' peak floating-point operations (- where the peak is unknown). Memory is the highest peak of any
 rank, on CPUs of the whole process. Node hours count whole nodes."""
@@ -75,7 +75,8 @@ def _page(by_backend: Mapping[str, Sequence[Row]], rows: Sequence[Row], study: S
             lines.append(f"- {backend}: {result} (efficiency {most[5]})")
     lines += ["", "![tokens per second](scaling.svg)", "", *tables]
     unit = study.unit.removesuffix("s") if least == "1" else study.unit
-    lines += [NOTES.format(steps=study.steps, repeats=study.repeats, least=f"{least} {unit}"), ""]
+    measurements = f"{study.repeats} measurement{'s' * (study.repeats > 1)}"
+    lines += [NOTES.format(steps=study.steps, measurements=measurements, least=f"{least} {unit}"), ""]
     if planned := [[row["point"], *_compared(row)] for row in done if row["planned_sent_gib"]]:
         lines += ["## Planned and measured", "", markdown(("point", *COMPARED), planned), ""]
     if others := [[row["point"], row["state"], row["reason"]] for row in rows if row["state"] != DONE]:
