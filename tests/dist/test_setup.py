@@ -103,6 +103,15 @@ def test_a_rank_that_never_comes_is_not_waited_for_beyond_the_limit(command: Com
     assert "Traceback" not in done.stderr
 
 
+def test_a_missing_mpi_library_is_one_message(command: Command) -> None:
+    """Ending the job must not ask for MPI again."""
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    done = command(sys.executable, "-c", f"import sys\nsys.modules['mpi4py'] = None\n{SETUP}", **hydra)
+    assert done.returncode == 2
+    assert "mpi4py cannot load MPI" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_one_process_ignores_what_an_earlier_job_left(command: Command) -> None:
     """A stale MASTER_ADDR makes torch wait for minutes, but a single process needs no address."""
     done = command(sys.executable, "-c", SETUP, MASTER_ADDR="10.255.255.1", MASTER_PORT="29500")
