@@ -178,7 +178,9 @@ def test_damaged_folders_are_refused_by_name() -> None:
 
 def test_a_download_that_fails_names_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **options: Any) -> None:
-        raise OSError("no route to host")
+        raise RuntimeError(
+            "Error downloading images.gz:\nTried mirror-1, got:\nno\nTried mirror-2, got:\nno route to host\n"
+        )
 
     monkeypatch.setattr(images.compat, "torchvision", lambda *args: SimpleNamespace(MNIST=fails))
     with pytest.raises(UserError, match=r"data=mnist is not in .* \(no route to host\).* use data=digits"):

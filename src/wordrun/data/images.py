@@ -214,8 +214,10 @@ def _torchvision(name: str, data: ImagesConfig) -> Iterator[Any]:
         try:
             yield cls(str(_folder(data)), train=train, download=True)
         except Exception as error:  # any error from the network or the disk
+            # MNIST's has a heading and what each mirror answered; the others have one line.
+            reason = first_line(str(error).strip().rpartition("\n")[2] or error)
             raise UserError(
-                f"data={data.name} is not in {_folder(data)} and could not be downloaded ({first_line(error)}). On a "
+                f"data={data.name} is not in {_folder(data)} and could not be downloaded ({reason}). On a "
                 f"machine with network access (a login node), start any run with it; or use data=digits, which needs "
                 "no download."
             ) from None
