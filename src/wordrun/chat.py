@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from wordrun.data.tokenizers.base import Tokenizer
 
-HELP = "/help shows this, /reset forgets the conversation, /exit or Ctrl-D leaves, and Ctrl-C ends an answer."
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 Continue = Callable[..., "Tensor"]
 """Returns its first argument, tokens (1, T), followed by generated tokens; see ``wordrun.model.generate.generate``."""
 

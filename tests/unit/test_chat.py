@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from wordrun import compose
-from wordrun.chat import Chat
+from wordrun.chat import HELP, Chat
 from wordrun.config import TextConfig
 from wordrun.data.tokenizers.char import ByteTokenizer
 from wordrun.model import build
@@ -68,13 +68,14 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 def test_turns_and_commands(save_run: Any, terminal: Callable[..., Terminal]) -> None:
     save_run(Path("run"))
     chat = terminal("run=run", "length=5")
-    assert "/help shows this" in chat.until("> ")
+    assert HELP in chat.until("> ")
+    assert len(HELP) < 80  # fits one line
     chat.type("fox\n")
     answer = chat.until("> ").removeprefix("fox\n")
     assert len(answer.removesuffix("\n> ")) == 5
     chat.type("é\n")
     assert "has characters that the vocabulary of 30 lacks" in chat.until("> ")
-    for command, says in (("/reset", ""), ("/what", "/help shows this"), ("/help", "Ctrl-D leaves")):
+    for command, says in (("/reset", ""), ("/what", "Ctrl-D leaves"), ("/help", "Ctrl-D leaves")):
         chat.type(f"{command}\n")
         assert says in chat.until("> ")
     chat.type("fox\n")
