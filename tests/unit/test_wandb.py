@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import wandb
@@ -27,6 +27,7 @@ from wordrun.config import WandbConfig
 from wordrun.errors import UserError
 from wordrun.track.jsonl import read
 from wordrun.track.wandb import choose_mode
+from wordrun.track.wandb_files import last_step
 from wordrun.train.training import Hook, Training
 
 Words = Callable[..., list[str]]
@@ -186,6 +187,19 @@ def scan(content: bytes) -> Iterator[bytes]:
             parts = b""
 
 
+def write(file: IO[bytes], data: bytes) -> None:
+    """Append a record to a .wandb file; the checksums are left out."""
+    kinds = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}
+    first = True
+    while data or first:
+        if (left := 32768 - file.tell() % 32768) < 7:
+            file.write(bytes(left))
+            continue
+        part, data = data[: left - 7], data[left - 7 :]
+        file.write(struct.pack("<IHB", 0, len(part), kinds[first, not data]) + part)
+        first = False
+
+
 def test_metrics_have_the_same_names_and_values_as_the_file(offline: Path, records: list[Any]) -> None:
     seen: dict[int, dict[str, Any]] = {}
     for entry in records:
@@ -275,13 +289,19 @@ def test_a_run_without_wandb_has_nothing_of_it(small: Words, tmp_path: Path) -> 
     assert not (tmp_path / "run" / "wandb").exists()
 
 
-def test_a_continued_run_is_the_same_run_without_repeated_steps(
+def test_a_continued_run_is_the_same_run_with_each_step_once(
     offline: Path, records: list[Any], small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if W&B's process was killed with its rank before it had written the last lines of metrics."""
     folder = tmp_path / "run"
     shutil.copytree(offline, folder, symlinks=True)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 1.0}\n')  # logged after the last checkpoint, before the run was killed
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 5, "loss": 1.0}\n')  # logged after the last checkpoint
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    whole = file.read_bytes()
+    second = [data for data in scan(whole) if wandb_internal_pb2.Record.FromString(data).HasField("history")][1]
+    file.write_bytes(whole[: whole.index(second[:20]) + 20])
+    assert last_step(folder / "wandb", file.stem[4:]) == 1
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     words = small("tracker=wandb", "tracker.wandb.project=shakes", "train.log_interval=1", "train.resume=auto")
@@ -297,6 +317,24 @@ def test_a_continued_run_is_the_same_run_without_repeated_steps(
     ]
     assert ids[0] == ids[1]
     told = [each.history for each in later if each.WhichOneof("record_type") == "history"]
-    steps = {json.loads(i.value_json) for h in told for i in h.item if (i.key or ".".join(i.nested_key)) == "_step"}
-    assert steps == {6, 7}
+    steps = [json.loads(i.value_json) for h in told for i in h.item if (i.key or ".".join(i.nested_key)) == "_step"]
+    assert steps == [2, 4, 5, 6, 7]
     assert [line["step"] for line in read(folder) if "loss" in line] == [1, 2, 4, 5, 6, 7]
+    (upload,) = re.findall("wandb sync (.*)", (folder / "log.txt").read_text().rpartition("recorded offline")[2])
+    assert [Path(part).name for part in upload.split()] == sorted([*before, new.name])
+
+
+def test_the_last_step_of_a_long_record_is_found_at_its_end(tmp_path: Path) -> None:
+    """Records that span blocks, and the rest of a record whose beginning is not read."""
+    (tmp_path / "offline-run-1-me").mkdir()
+    with (tmp_path / "offline-run-1-me/run-me.wandb").open("wb") as file:
+        file.write(b":W&B" + bytes(3))
+        for step in range(300):
+            record = wandb_internal_pb2.Record()
+            for key, value in (("_step", step), ("text", "x" * 9000)):
+                record.history.item.add(key=key, value_json=json.dumps(value))
+            write(file, record.SerializeToString())
+        assert file.tell() > 2 * 32 * 32768
+        write(file, wandb_internal_pb2.Record(exit={"exit_code": 0}).SerializeToString())
+    assert last_step(tmp_path, "me") == 299
+    assert last_step(tmp_path, "another") == -1

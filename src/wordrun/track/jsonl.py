@@ -71,6 +71,15 @@ def each_line(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
+def between(run_dir: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of numbers of the steps after ``after`` up to ``last``; others may be appended meanwhile."""
+    for line in each_line(run_dir):
+        if line["step"] > last:
+            return
+        if line["step"] > after and not any(isinstance(each, list) for each in line.values()):
+            yield line
+
+
 def copy_until(source: Path, target: Path, step: int) -> int:
     """Copy metrics.jsonl and samples.txt up to ``step`` from one run directory to another, which may be the same.
 

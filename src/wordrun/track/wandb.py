@@ -7,6 +7,7 @@ import logging
 import netrc
 import os
 import secrets
+import shlex
 import socket
 import sys
 import threading
@@ -21,6 +22,8 @@ from wordrun.config import WandbConfig
 from wordrun.errors import UserError, first_line, nearest
 from wordrun.log import LOGGER
 from wordrun.track.base import Beside, RunInfo
+from wordrun.track.jsonl import between
+from wordrun.track.wandb_files import last_step
 
 # At the end of a run, wandb's service has this long to send what remains.
 FINISH_TIMEOUT_S = 60
@@ -75,9 +78,28 @@ class WandbTracker(Beside):
             self.mode = "offline"
             self._wandb_run = wandb.init(**{**settings, "mode": self.mode})
 
+        if more:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Send what a killed process has not sent: metrics.jsonl has every line at once, and W&B a moment later."""
+        run = self.run
+        online = self.mode in ("online", "shared")
+        self._logged = self._wandb_run.starting_step - 1 if online else last_step(run.path / "wandb", self._id)
+        for line in between(run.path, self._logged, run.step):
+            super().log(line)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Record a line of metrics, unless W&B has one of its step; that is known once W&B has started."""
+        self.send(super().log, metrics)
+
+    def rewind(self, step: int, logged: int) -> None:
+        """Do not record again what has been recorded up to step ``logged``, after what has been sent before."""
+        self.send(super().rewind, step, logged)
+
     def append(self, step: int, metrics: dict[str, Any]) -> None:
-        """Pass one line of metrics to wandb's own process."""
-        self.send(lambda: self._wandb_run.log(metrics, step=step))
+        """Pass one line of metrics to wandb's own process; only the thread calls this."""
+        self._wandb_run.log(metrics, step=step)
 
     def state(self) -> dict[str, Any]:
         """Return the run's id."""
@@ -99,8 +121,10 @@ class WandbTracker(Beside):
         self.send(lambda: self._wandb_run.finish(exit_code=exit_status))
         self.drain()
         if self.mode == "offline":
-            folder = Path(self._wandb_run.dir).parent
-            LOGGER.info("W&B recorded offline; to upload, on a machine with network access:\n  wandb sync %s", folder)
+            folder = Path(self._wandb_run.dir).parent  # a run that was resumed has one for each part
+            parts = sorted(str(each) for each in folder.parent.glob(f"offline-run-*-{self._id}")) or [str(folder)]
+            text = "W&B recorded offline; to upload, on a machine with network access:\n  wandb sync %s"
+            LOGGER.info(text, shlex.join(parts))
         elif self.mode == "online":
             LOGGER.info("W&B: %s", self._wandb_run.url)
 

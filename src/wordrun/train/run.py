@@ -27,7 +27,7 @@ from wordrun.report import page
 from wordrun.runs.metrics import read
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
-from wordrun.track.jsonl import copy_until, each_line, finite, forget_steps
+from wordrun.track.jsonl import between, copy_until, finite, forget_steps
 from wordrun.track.plots import draw, load_beside
 from wordrun.train.memory_resume import InMemory
 from wordrun.train.provenance import git_commit, versions
@@ -133,8 +133,7 @@ class Run:
                 self.trackers[name] = tracker  # one by one, because ``finish`` closes them if the next one fails
             if start.source is not None and not continues:
                 for tracker in self.trackers.values():
-                    lines = each_line(self.path)
-                    tracker.replay(line for line in lines if not any(isinstance(each, list) for each in line.values()))
+                    tracker.replay(between(self.path, -1, start.step))
         except Exception as error:
             self.finish({}, f"{type(error).__name__}: {error}")
             raise
