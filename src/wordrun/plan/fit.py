@@ -176,6 +176,11 @@ def table(need: Memory) -> list[str]:
     return [*lines, f"  {'peak':<12}{gib(need.total):>12}  {note}"]
 
 
+def readable(size: float) -> str:
+    """Return a number of bytes in GiB, or in MiB below 1 GiB."""
+    return gib(size) if size >= 2**30 else f"{size / 2**20:,.{1 if size < 100 * 2**20 else 0}f} MiB"
+
+
 def gib(size: float) -> str:
     """Return a number of bytes in GiB."""
     return f"{size / 2**30:,.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:,.0f} GiB"

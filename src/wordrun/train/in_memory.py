@@ -35,7 +35,7 @@ from wordrun.dist.collectives import first_text, gather_json
 from wordrun.dist.peers import Peers
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.plan.fit import gib
+from wordrun.plan.fit import readable
 from wordrun.train.checkpoint import BackgroundSaves, SaveError
 
 # However a run ends, it waits this long [s] for the checkpoint being written.
@@ -144,11 +144,11 @@ class MemoryCheckpoints(BackgroundSaves):
             if self.acts:
                 self.memory.clean(needed)
                 if (room := self.memory.room()) < needed:
-                    what = f"its share of the state, {gib(self._own)}, twice while the next one is written"
-                    copy = f", and a copy of another node's, {gib(other)}" if other else ""
+                    what = f"its share of the state, {readable(self._own)}, twice while the next one is written"
+                    copy = f", and a copy of another node's, {readable(other)}" if other else ""
                     raise UserError(
-                        f"checkpoints in memory need {gib(needed)} in {self.memory.root} ({what}{copy}), and "
-                        f"{gib(room)} are free"
+                        f"checkpoints in memory need {readable(needed)} in {self.memory.root} ({what}{copy}), and "
+                        f"{readable(room)} are free"
                     )
 
         if problem := self.problem_of(compare):
@@ -158,7 +158,7 @@ class MemoryCheckpoints(BackgroundSaves):
             LOGGER.warning(text, problem, self.interval, extra=FIRST_RANK)
             self._lacks = True
             return
-        where = f"every {self.interval} steps in {self.memory.root}, {gib(self._own + other)} on this node"
+        where = f"every {self.interval} steps in {self.memory.root}, {readable(self._own + other)} on this node"
         copies = "with a copy on the next node" if other else "without copies, because all ranks are on one node"
         LOGGER.info("checkpoints in memory: %s, %s", where, copies)
 
@@ -182,7 +182,7 @@ class MemoryCheckpoints(BackgroundSaves):
         save, problem = None, ""
         try:
             if (free := self.memory.free()) < self._own:
-                raise OSError(f"needs {gib(self._own)}, and {gib(free)} are free")
+                raise OSError(f"needs {readable(self._own)}, and {readable(free)} are free")
             save = begin(hold)
         except OSError as error:
             problem = f"{self.memory.root} on {self.nodes.host}: {first_line(error)}"

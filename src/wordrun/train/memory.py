@@ -19,7 +19,7 @@ from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.plan.budget import within_budget
 from wordrun.plan.comparison import Comparison
-from wordrun.plan.fit import TOLERANCE, Fit, Room, gib
+from wordrun.plan.fit import TOLERANCE, Fit, Room, gib, readable
 from wordrun.plan.shapes import ModelShapes
 from wordrun.train.metrics import device_name
 
@@ -118,7 +118,7 @@ class MemoryCheck:
 
     def _explanation(self, error: Exception) -> list[str]:
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))
-        what = f"cannot allocate {gib(int(asked[1]))}" if asked else first_line(error)
+        what = f"cannot allocate {readable(int(asked[1]))}" if asked else first_line(error)
         where = f"{self.device} on {self.world.host}" if self.device.type != "cpu" else self.world.host
         lines = [f"out of memory on {where}: {what}"]
         if self.device.type != "cpu":
