@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.output import Output, Source
+from wordrun.launch.output import LOST_STORE, Output, Source
+from wordrun.launch.tail import Tail
 
 if TYPE_CHECKING:
     from conftest import Command, Start
@@ -232,6 +233,28 @@ def test_what_only_the_launcher_knows_is_shown(command: Command) -> None:
     done = command("launch", "-n", "2", "sh", "-c", "[ $RANK = 0 ] || kill -KILL 0; sleep 30")
     assert done.returncode == 9
     assert "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES" in done.stdout
+
+
+def test_under_guardians_a_lost_store_is_left_out_with_its_stack_and_nothing_else(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    lost = [
+        "[rank1]:[W1123 17:33:30.4 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=9): reset by peer",
+        "Exception raised from recvBytes at torch/csrc/distributed/c10d/Utils.hpp:784 (most recent call first):",
+        "frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f66cfd54b8d in libc10.so)",
+        "<omitting python frames>",
+        "frame #19: <unknown function> + 0x891f5 (0x7f66d0ea71f5 in libc.so.6)",
+    ]
+    others = ["[rank1]:[W1123 17:33:31.3 ProcessGroup.cpp:9] [c10d] recvValue", *lost[1:]]
+    output, (reader, writer) = Output(LOST_STORE), os.pipe()
+    output.add(Source(reader, 2, 1))
+    output.tails[1] = Tail()
+    os.write(writer, "".join(f"{line}\n" for line in [*lost, "", "a line", *lost, *others]).encode())
+    os.close(writer)
+    output.drain()
+    assert capfd.readouterr().err.splitlines() == ["a line", *others]
+    assert output.folded == [*lost, *lost]
+    output.close()
 
 
 def test_noise_among_the_ranks_lines_is_left_out(capfd: pytest.CaptureFixture[str]) -> None:

@@ -248,10 +248,10 @@ def _report(world: World, message: str) -> None:
         try:
             _joined.store.set_timeout(timedelta(seconds=5))
             first = _joined.store.add("wordrun/failures", 1) == 1
-        except Exception:  # rank 0 hosts the store, and died silently
+        except Exception:  # rank 0 hosts the store, and died silently, or launch is about to end this rank
             cause, first = message.partition("\nmore: ")[0].splitlines()[-1], True
             message = f"lost contact with rank 0: {cause}\nmore: docs/jobs.md#what-happens-when"
-            time.sleep(1.0)
+            time.sleep(ending_s)
         if not first:
             time.sleep(SECONDARY_WAIT_S)
             return

@@ -23,7 +23,7 @@ from wordrun.launch.kills import Kills, Outcome
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.meeting import Meeting
 from wordrun.launch.oom import OomWatch
-from wordrun.launch.output import MOST_RANKS, PARTIAL_S, Output, Source
+from wordrun.launch.output import LOST_STORE, MOST_RANKS, PARTIAL_S, Output, Source
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
@@ -110,7 +110,9 @@ def _output(plan: LaunchPlan, status_dir: str) -> Output:
     here = plan.job.is_local or [short(host) for host in plan.hosts] == [short(socket.gethostname())]
     # A file may name other hosts, and with options of its own the launcher may label or redirect the ranks' output.
     own = here and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
-    output = Output(launcher.noise, launcher.own_lines, status_dir if own else "")
+    # Under guardians the other ranks live on when rank 0 was killed, which launch says itself.
+    noise = "|".join(filter(None, (launcher.noise, LOST_STORE if options.elastic else "")))
+    output = Output(noise, launcher.own_lines, status_dir if own else "")
     if output.pipes:
         output.open_pipes(plan.ranks.np)
     return output
