@@ -173,29 +173,23 @@ with dist.guard(world):
 """
 
 
-@pytest.mark.parametrize(
-    ("n", "words"),
-    [
-        (2, "train.backend=DDP"), (2, "train.backend=FSDP"), (2, "train.backend=TP"), (2, "train.backend=PP"),
-        (4, "train.backend=3D backend.tp=1"),
-    ],
-)  # fmt: skip
-def test_the_peak_of_a_run_is_within_15_percent(n: int, words: str, ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["DDP", "FSDP", "TP", "PP"])
+def test_the_peak_of_a_run_is_within_15_percent(name: str, ranks: Any, tmp_path: Path) -> None:
     """Beyond that of a run with the fewest blocks, which has what a process takes besides the model."""
     (tmp_path / "peaks.py").write_text(PEAKS)
     options = [
-        *SMALL, *words.split(), "train.max_iters=2", "train.checkpoint_interval=0",  # which would copy the state
+        *SMALL, f"train.backend={name}", "train.max_iters=2", "train.checkpoint_interval=0",  # which would copy the state
         "model.n_embd=512", "model.block_size=32",
     ]  # fmt: skip
     peaks, plans = [], []
     for layers in (2, 8):
         run = [*options, f"model.n_layer={layers}"]
-        done = ranks(n, "peaks.py", *run, f"hydra.run.dir={tmp_path}/{layers}", under="fork", timeout=120)
+        done = ranks(2, "peaks.py", *run, f"hydra.run.dir={tmp_path}/{layers}", under="fork", timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         found = [json.loads(line)["peak"] for line in done.stdout.splitlines() if line.startswith("{")]
-        assert len(found) == n
+        assert len(found) == 2
         peaks.append(2**30 * max(found))
-        plans.append(_most(run, n))
+        plans.append(_most(run, 2))
     assert peaks[1] - peaks[0] == pytest.approx(plans[1] - plans[0], rel=0.15)
 
 
