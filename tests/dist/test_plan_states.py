@@ -178,8 +178,8 @@ def test_the_peak_of_a_run_is_within_15_percent(name: str, ranks: Any, tmp_path:
     """Beyond that of a run with the fewest blocks, which has what a process takes besides the model."""
     (tmp_path / "peaks.py").write_text(PEAKS)
     options = [
-        *SMALL, f"train.backend={name}", "train.max_iters=2", "train.checkpoint_interval=0",  # which would copy the state
-        "model.n_embd=512", "model.block_size=32",
+        *SMALL, f"train.backend={name}", "train.max_iters=2", "model.n_embd=512", "model.block_size=32",
+        "train.checkpoint_interval=0",  # which would copy the state
     ]  # fmt: skip
     peaks, plans = [], []
     for layers in (2, 8):
