@@ -381,12 +381,21 @@ dist.all_reduce(torch.ones(5))
     assert found[1] != found[2]
 
 
-def test_doctor(cluster: Cluster) -> None:
-    got = cluster.run("salloc", "-N2", "-n2", "launch", "--doctor", "--json", timeout=120)
+def test_doctor(cluster: Cluster, tmp_path: Path) -> None:
+    pairs = [
+        {"hosts": hosts, "gb_per_s": speed}
+        for *hosts, speed in (("n1", "n2", 2.0), ("n1", "n3", 0.02), ("n2", "n3", 0.03))
+    ]
+    measured = tmp_path / "outputs" / "bandwidth" / "before" / "bandwidth.json"
+    measured.parent.mkdir(parents=True)
+    measured.write_text(json.dumps({"device": "cpu (gloo)", "pairs": pairs}))
+    got = cluster.run("salloc", "-N3", "-n3", "launch", "--doctor", "--json", timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr
     found = {finding["check"]: finding for finding in json.loads(got.stdout)}
-    assert found["ranks"]["found"] == "both ranks answered (1 host)"  # it is this machine twice
-    assert found["MPI"]["found"] == "sees 2 ranks, as many as srun started"
+    assert found["ranks"]["found"] == "all 3 ranks answered (1 host)"  # it is this machine three times
+    assert found["MPI"]["found"] == "sees 3 ranks, as many as srun started"
+    assert found["bandwidth"]["state"] == "warning"
+    assert found["bandwidth"]["found"].startswith("slow: n3 0.025 GB/s; median 1.01 GB/s (gloo)")
 
 
 def test_doctor_finds_an_mpi_that_does_not_speak_to_srun(cluster: Cluster) -> None:
