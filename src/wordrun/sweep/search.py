@@ -145,16 +145,17 @@ def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: 
         "median": optuna.pruners.MedianPruner, "asha": optuna.pruners.SuccessiveHalvingPruner,
         "none": optuna.pruners.NopPruner,
     }[options.pruner]()  # fmt: skip
-    study = optuna.create_study(
-        storage=options.storage or f"sqlite:///{(folder / 'study.db').absolute()}", study_name=options.study_name,
-        direction="maximize" if higher else "minimize", pruner=pruner, load_if_exists=True,
-    )  # fmt: skip
+    name, storage = options.study_name, options.storage or f"sqlite:///{(folder / 'study.db').absolute()}"
+    before = optuna.create_study(
+        storage=storage, study_name=name, direction="maximize" if higher else "minimize", load_if_exists=True
+    )
     # The same seed again would draw the same points again.
-    seed = None if options.seed is None else options.seed + len(study.get_trials(deepcopy=False))
-    study.sampler = (
+    seed = None if options.seed is None else options.seed + len(before.get_trials(deepcopy=False))
+    sampler = (
         optuna.samplers.RandomSampler(seed) if options.sampler == "random"
         else optuna.samplers.TPESampler(seed=seed, constant_liar=several)
     )  # fmt: skip
+    study = optuna.load_study(storage=storage, study_name=name, sampler=sampler, pruner=pruner)
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
         study.set_user_attr("again", [*study.user_attrs.get("again", []), trial.number])
