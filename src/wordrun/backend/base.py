@@ -201,7 +201,7 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
 
 def build(spec: BackendSpec) -> Backend:
     """Return the backend selected by ``train.backend``; every rank must call this."""
-    if spec.device.type == "cpu":
+    if spec.device.type == "cpu" and spec.cfg.backend.replicated:
         heap.keep_freed()
     if spec.cfg.train.float8 != "none":
         float8.require(spec.cfg.train.float8, spec.device)
