@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks."""
+"""Batch normalization: over the batches of all ranks, and with weights of 16 bits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun import compat
 from wordrun.dist.collectives import all_mean
 
 
-class SyncBatchNorm(nn.BatchNorm2d):
+class BatchNorm(nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` whose weights may have 16 bits, as under DeepSpeed, beside statistics in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (B, C, H, W) normalised."""
+        mean, variance = self.running_mean, self.running_var
+        if mean is None or self.weight.dtype == mean.dtype:
+            return super().forward(x)
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked += 1
+        weight, bias, share = self.weight.to(mean.dtype), self.bias.to(mean.dtype), self.momentum or 0.0
+        return F.batch_norm(x, mean, variance, weight, bias, self.training, share, self.eps)
+
+
+class SyncBatchNorm(BatchNorm):
     """On accelerators, torch's SyncBatchNorm, which refuses CPUs; there, the ranks' statistics are averaged."""
 
     process_group = None

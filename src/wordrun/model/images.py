@@ -14,10 +14,10 @@ from wordrun import compat
 from wordrun.config_images import ConvNetConfig, ResNetConfig
 from wordrun.errors import ConfigError
 from wordrun.model.base import Model
-from wordrun.model.batch_norm import SyncBatchNorm
+from wordrun.model.batch_norm import BatchNorm, SyncBatchNorm
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "none": lambda channels: nn.Identity(), "batch": nn.BatchNorm2d, "sync": SyncBatchNorm,
+    "none": lambda channels: nn.Identity(), "batch": BatchNorm, "sync": SyncBatchNorm,
 }  # fmt: skip
 SMALL = 64
 """Images of fewer pixels than this (height or width) get a residual network's small stem."""
