@@ -1,10 +1,10 @@
 """``launch --elastic``: what ``launch`` tells the guardians of the nodes, and what it does when one or a rank dies.
 
-A generation is all ranks, from their start until they have ended. When a rank is killed, the guardians kill the others
-and start the next generation, which resumes the run. Everything else ends the launch as without guardians: a rank's
-failure is written to the folder in which ``Supervisor`` looks for the reports of ``rank_env.sh``. Without a lost node,
-the next generation runs on a spare one, or has fewer ranks (``--elastic MIN``); when a node is back, the ranks save and
-end, and the next generation has more.
+A generation is all ranks, from their start until they have ended or left it. When a rank is killed, the guardians let
+living ranks leave, or kill them, and start the next generation, which resumes the run. Everything else ends the
+launch as without guardians: a rank's failure is written to the folder in which ``Supervisor`` looks for the reports
+of ``rank_env.sh``. Without a lost node, the next generation runs on a spare one, or has fewer ranks (``--elastic
+MIN``); when a node is back, the ranks save and end, and the next generation has more.
 """
 
 from __future__ import annotations
