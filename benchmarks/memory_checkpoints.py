@@ -5,7 +5,8 @@
 
 Within one run of two ranks, windows of ten steps alternate: one begins with a checkpoint in memory, which must be
 complete at its end, and the next has none. On real nodes, copying to another node does not share the cores and the
-memory of one machine as it does here.
+memory of one machine as it does here. A virtual machine may have to get memory from its host again that was free for
+some seconds, at a tenth of the speed; so each window begins with such memory having been used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import wordrun
@@ -42,10 +44,13 @@ class Windows(Hook):
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
         self.waits: list[float] = []
         self.rest, self.peak, self._since, self._saves = 0, 0, 0.0, False
+        self.share = 0
+        """Bytes of the state per node."""
         self._ended = threading.Event()
 
     def at_start(self, trainer: Any) -> None:
         """Watch the memory."""
+        self.share = sum(p.numel() * p.element_size() for p in trainer.backend.parts[0].parameters()) * 3 // 2
         threading.Thread(target=self._watch, daemon=True).start()
 
     def after_step(self, trainer: Any) -> None:
@@ -59,6 +64,8 @@ class Windows(Hook):
         if trainer.step > INTERVAL:  # not the first: it warms up
             self.seconds[self._saves].append(now - self._since)
             self.rest = used(self.root)
+        torch.ones(2 * self.share, dtype=torch.uint8)  # used and freed at once: two files of a rank
+        dist.barrier()
         self._saves = trainer.step // INTERVAL % 2 == 0
         saves.interval, self._since = INTERVAL if self._saves else NEVER, time.perf_counter()
 
@@ -98,7 +105,6 @@ def as_ranks(home: Path, windows: int, words: list[str]) -> None:
     with session() as world:
         cfg = wordrun.compose([*options, f"train.max_iters={(2 * windows + 1) * INTERVAL + 1}"])
         with wordrun.Trainer(cfg, world, hooks=[hook]) as trainer:
-            state = sum(p.numel() * p.element_size() for p in trainer.backend.parts[0].parameters()) * 3
             trainer.train()
     if world.rank:
         return
@@ -107,9 +113,9 @@ def as_ranks(home: Path, windows: int, words: list[str]) -> None:
         print(f"{INTERVAL} steps {'with' if kind else 'without'} a checkpoint: {[round(s, 2) for s in each]} s")
     print(f"a checkpoint every {INTERVAL} steps adds {saving / plain - 1:.1%} to the steps' time (goal: 3 %)")
     print(f"the step after it waits {statistics.median(hook.waits):.2f} s for the copy")
-    share = state / 2
-    rest, peak = hook.rest / share, hook.peak / share
-    print(f"state / nodes is {share / 1e9:.2f} GB; a node holds {rest:.2f} times as much, and at most {peak:.2f} times")
+    rest, peak = hook.rest / hook.share, hook.peak / hook.share
+    held = f"a node holds {rest:.2f} times as much, and at most {peak:.2f} times"
+    print(f"state / nodes is {hook.share / 1e9:.2f} GB; {held}")
 
 
 def main() -> None:

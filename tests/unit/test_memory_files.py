@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -84,14 +85,22 @@ def test_a_held_file_is_what_shards_write_writes(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        held.hold(tmp_path, own({"a": torch.ones(3)})[0], 0, {})
+def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    mine, _ = own({"a": torch.ones(2**18)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            held.hold(tmp_path, mine, 0, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_has_only_empty_shards_writes_a_file(tmp_path: Path) -> None:
+    mine, stored = own({"none": torch.empty(0, 4)})
+    held.hold(tmp_path, mine, 0, stored)()
+    assert sums.problem(tmp_path / file_of(0)) == ""
 
 
 def checkpoint(memory: NodeMemory, name: str = NAME) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 UNSEALED = "0000000000"
 SEAL = re.compile(rb'"crc32":"(\d{10})"')
-# Bytes per read, so that large tensors are verified without loading them into memory.
-CHUNK = 2**26
+# Bytes per read: they stay in the processor's cache until their checksum is made.
+CHUNK = 2**20
 
 
 def seal(path: Path) -> None:
@@ -61,7 +61,7 @@ def problem(path: Path, *, content: bool = True) -> str:
 def _sum(file: Any, base: int, begin: int, end: int) -> int:
     """Return the CRC-32 of the bytes from ``begin`` to ``end``, counted from ``base``."""
     file.seek(base + begin)
-    found, left = 0, end - begin
-    while left and (data := file.read(min(left, CHUNK))):
-        found, left = zlib.crc32(data, found), left - len(data)
+    found, left, buffer = 0, end - begin, memoryview(bytearray(min(CHUNK, end - begin)))
+    while left and (n := file.readinto(buffer[: min(left, CHUNK)])):
+        found, left = zlib.crc32(buffer[:n], found), left - n
     return found
