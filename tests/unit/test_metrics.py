@@ -16,6 +16,7 @@ from wordrun import dist
 from wordrun.backend.base import StepResult
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.devices import DEVICES
+from wordrun.dist.collectives import all_max, all_mean, all_min, all_rows, all_sum
 from wordrun.track import LEGEND
 from wordrun.train.metrics import BINS, Meter, device_name, one_line, peak_flops
 from wordrun.train.state import TrainState
@@ -210,6 +211,26 @@ def test_the_slowest_rank_is_compared_with_the_median(
     many = len(own) > gathered
     assert behind == pytest.approx(max(own) - median, abs=spread / BINS + 2e-6 if many else 1e-6)
     assert calls == ([(torch.int64, 5), (torch.float32, 2 + 2 * BINS)] if many else [(torch.float32, 6)])
+
+
+def test_a_rank_alone_gets_the_same_without_a_collective(alone: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective of gloo's is one thread waiting for another one, at each logged step."""
+    values = torch.tensor([3.0, -1.5, float("nan")], requires_grad=True)
+    of_gloo = []
+    for operation in ("SUM", "SUM", "MIN", "MAX"):
+        of_gloo.append(values.detach().clone())
+        torch.distributed.all_reduce(of_gloo[-1], op=getattr(torch.distributed.ReduceOp, operation))
+    rows = [torch.empty(3)]
+    torch.distributed.all_gather(rows, values.detach())
+    calls: list[Any] = []
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *given, **options: calls.append(given))
+    found = [reduce(values) for reduce in (all_sum, all_mean, all_min, all_max, all_rows)]
+    assert calls == []
+    for each, expected in zip(found, [*of_gloo, torch.stack(rows)], strict=True):
+        assert torch.equal(each.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert not each.requires_grad
+        assert each.data_ptr() != values.data_ptr()
 
 
 def test_time_before_the_start_is_not_counted() -> None:

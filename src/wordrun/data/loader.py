@@ -96,8 +96,9 @@ class _Builder:
                 # A daemon, so the process can exit without waiting for it.
                 self.thread = threading.Thread(target=self._run, name="wordrun-loader", daemon=True)
                 self.thread.start()
-            self.wanted = place
-            self.condition.notify_all()
+            if place not in self.ready:  # else the thread need not wake up twice
+                self.wanted = place
+                self.condition.notify_all()
             while place not in self.ready:
                 if self.failure is not None:
                     raise self.failure

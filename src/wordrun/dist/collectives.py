@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 def all_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the sum of ``values`` over the ranks of ``group``, the same on all of them."""
-    total = values.detach().clone()
-    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-    return total
+    return _reduced(values, dist.ReduceOp.SUM, group)
 
 
 def all_mean(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -23,23 +21,31 @@ def all_mean(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
 
 def all_min(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the minimum of each of ``values`` over the ranks of ``group``, the same on all of them."""
-    least = values.detach().clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    return least
+    return _reduced(values, dist.ReduceOp.MIN, group)
 
 
 def all_max(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the maximum of each of ``values`` over the ranks of ``group``, the same on all of them."""
-    most = values.detach().clone()
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return most
+    return _reduced(values, dist.ReduceOp.MAX, group)
 
 
 def all_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the ``values``, (N,), of each rank of ``group``, (ranks, N), the same on all of them."""
-    rows = values.new_empty(dist.get_world_size(group), len(values))
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return values.detach().clone()[None]
+    rows = values.new_empty(ranks, len(values))
     dist.all_gather(list(rows.unbind()), values.detach(), group=group)
     return rows
+
+
+def _reduced(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return ``values`` combined by ``operation`` over the ranks of ``group``."""
+    result = values.detach().clone()
+    # A rank alone would wait for a thread of gloo, which has to get a core from those that compute.
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(result, op=operation, group=group)
+    return result
 
 
 def gather_json(value: Any, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from wordrun import dist
@@ -58,7 +60,7 @@ def is_finite(trainer: Training, result: StepResult) -> bool:
     if trainer.backend.dtype == torch.float16:
         # Gradients may overflow while the scaler looks for the largest scale.
         return bool(torch.isfinite(all_sum(result.loss)))
-    return bool(torch.isfinite(result.grad_norm))
+    return math.isfinite(result.grad_norm.item())
 
 
 def _roll_back(trainer: Training, problem: str) -> None:

@@ -33,6 +33,8 @@ RANK_BITS = 24
 BINS = 32
 """With more than ``GATHERED`` ranks, the median is known to this share of the difference between the slowest and the
 fastest."""
+IN_USE = re.compile(rb"(VmRSS|VmHWM):\s+(\d+)")
+"""The process's memory and its peak in /proc/self/status [KiB]."""
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
 """Metrics that a task without tokens does not have."""
 QUIET = ("val_loss", "val_perplexity")
@@ -170,8 +172,9 @@ def used_memory(device: torch.device) -> tuple[float, float]:
         module = torch.get_device_module(device)
         return module.memory_allocated(device) / 2**30, module.max_memory_allocated(device) / 2**30
     try:
-        status = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+)", Path("/proc/self/status").read_text()))
-        now, peak = (int(status[name]) / 2**20 for name in ("VmRSS", "VmHWM"))
+        with Path("/proc/self/status").open("rb", buffering=0) as file:
+            status = dict(IN_USE.findall(file.read()))
+        now, peak = (int(status[name]) / 2**20 for name in (b"VmRSS", b"VmHWM"))
     except (OSError, KeyError):
         now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
     return now, peak

@@ -32,7 +32,8 @@ class Log(Hook):
 
     def __init__(self) -> None:
         self._shown_at = float("-inf")
-        self._pending = ""
+        self._pending: tuple[dict[str, Any], int, float] | None = None
+        """The arguments of ``one_line`` for a line that has not been shown."""
         self._start = (0, 0.0)
 
     def at_start(self, trainer: Training) -> None:
@@ -58,7 +59,7 @@ class Log(Hook):
         begun, since = self._start
         now = time.monotonic()
         left = (now - since) / (state.step - begun) * (train.max_iters - state.step) if state.step > begun + 1 else 0
-        self._pending = one_line(metrics, train.max_iters, left)
+        self._pending = metrics, train.max_iters, left
         if now - self._shown_at >= LINE_S or trainer.step == train.max_iters:
             self._shown_at = now
             self._show()
@@ -70,8 +71,8 @@ class Log(Hook):
 
     def _show(self) -> None:
         if self._pending:
-            LOGGER.info(self._pending, extra=FOR_FILES)
-        self._pending = ""
+            LOGGER.info(one_line(*self._pending), extra=FOR_FILES)
+        self._pending = None
 
 
 class Evaluate(Hook):
