@@ -49,7 +49,8 @@ def composed_tree(overrides: Sequence[str], tree: Tree) -> DictConfig:
     if len(chosen) + len(values) < len(overrides) or not _only_own(tree):
         return _by_hydra(overrides, tree)
     try:
-        cfg: DictConfig = pickle.loads(_kept(chosen, tree, _changed(), os.getcwd()))
+        cfg: DictConfig = pickle.loads(_kept(chosen, tree, _changed()))
+        cfg.hydra.runtime.cwd = os.getcwd()  # nothing else depends on it
         for value in OverridesParser.create().parse_overrides(values):
             if value.is_sweep_override():
                 return _by_hydra(overrides, tree)
@@ -71,8 +72,8 @@ def _changed() -> int:
     return max((file.stat().st_mtime_ns for file in files), default=0)
 
 
-@functools.lru_cache(maxsize=64)
-def _kept(chosen: tuple[str, ...], tree: Tree, changed: int, cwd: str) -> bytes:  # Hydra's record has the folder
+@functools.lru_cache(maxsize=256)
+def _kept(chosen: tuple[str, ...], tree: Tree, changed: int) -> bytes:
     return pickle.dumps(_by_hydra(chosen, tree))
 
 

@@ -37,11 +37,13 @@ def content(cfg: DictConfig) -> str:
         ["model.n_head=4", "model.n_head=${model.n_layer}", "~profiler"],
     ],
 )
-def test_it_is_the_one_of_hydra(overrides: list[str]) -> None:
+def test_it_is_the_one_of_hydra(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     composer.register()
     expected = content(by_hydra(overrides))
     assert content(composed_tree(overrides, Tree())) == expected
     assert content(composed_tree(overrides, Tree())) == expected  # from what is kept
+    monkeypatch.chdir(tmp_path.parent)  # which Hydra's record has
+    assert content(composed_tree(overrides, Tree())) == content(by_hydra(overrides)) != expected
 
 
 @pytest.mark.parametrize(
