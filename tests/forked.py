@@ -33,7 +33,14 @@ IMPORTS = [
 # Launchers end the other ranks this soon after one has failed.
 GRACE_S = 0.3
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(IMPORTS)
+
+
+def preload(*more: str) -> None:
+    """Let the process from which ranks are forked import ``more``, unless it has been started."""
+    _server.set_forkserver_preload([*IMPORTS, *more])
+
+
+preload()
 
 
 def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.timeout(300)
 
 SMALL = [
     "model=moe_debug", "data=text", "tokenizer=byte", "data.path=documents.jsonl", "tracker=jsonl", "train.dtype=fp32",
-    "train.device=cpu", "train.max_iters=6", "train.log_interval=1", "train.eval_interval=3", "train.eval_iters=2",
+    "train.device=cpu", "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
     "train.sample_tokens=5", "train.sample_prompt=The", "train.global_batch_size=4", "train.save_best=false",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3", "optimizer.lr_decay_iters=6", "model.n_layer=2",
+    "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3", "optimizer.lr_decay_iters=4", "model.n_layer=2",
     "model.n_head=4", "model.n_kv_head=2", "model.n_embd=32", "model.block_size=32", "model.n_experts=4",
     "model.n_hidden=24", "model.balance_rate=0.01", "optimizer.grad_clip=0.3",
 ]  # fmt: skip
@@ -26,7 +26,7 @@ MODELS = {
         "model.n_shared=0", "model.router=sigmoid", "model.n_active=3", "data.mask_documents=true", "optimizer=muon",
     ],
 }  # fmt: skip
-FSDP, HALF = "train.backend=FSDP", ["train.max_iters=3", "train.checkpoint_interval=3"]
+FSDP, HALF = "train.backend=FSDP", ["train.max_iters=2", "train.checkpoint_interval=2"]
 ONE = {f"{name}-one": ["model.batch_size=4"] for name in MODELS}
 TWO = {
     "loss-ddp": ["model.batch_size=1", "train.activation_checkpointing=selective"],
@@ -66,9 +66,9 @@ def figures(name: str, first: int = 0) -> dict[str, list[Any]]:
 
 def compare(name: str) -> None:
     """Fail unless the run ``name`` went as one process did."""
-    reference, first = f"{name.partition('-')[0]}-one", 3 if name.endswith("resumed") else 0
+    reference, first = f"{name.partition('-')[0]}-one", 2 if name.endswith("resumed") else 0
     ours, theirs = figures(name, first), figures(reference, first)
-    assert len(ours["loss"]) == 6 - first
+    assert len(ours["loss"]) == 4 - first
     for key, tolerance in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-3)):
         assert ours[key] == pytest.approx(theirs[key], rel=tolerance), f"{name}: {key}"
     # Rounding may send a token elsewhere if two experts have the same score: that is 1/64 or 1/96 of a load.
@@ -85,7 +85,7 @@ def test_experts_anywhere_learn_as_in_one_process(ranks: Any, tmp_path: Path, mo
     train(ranks, 1, ONE)
     whole = figures("loss-one")
     assert whole["loss"][0] > whole["loss"][-1]
-    assert len({tuple(block) for loads in whole["expert_load"] for block in loads}) > 6  # the loads change
+    assert len({tuple(block) for loads in whole["expert_load"] for block in loads}) > 4  # the loads change
     train(ranks, 2, TWO)
     train(ranks, 4, FOUR)
     for name in {**TWO, **FOUR}:

@@ -27,25 +27,20 @@ MOE = ["model=moe_debug", "model.n_kv_head=2", "model.n_hidden=24", "train.backe
 MODERN = ["model=modern", "model.n_hidden=56", "model.ngram_rows=[30,20]", "model.value_layers=[0,3]"]
 # wordrun refuses these with an older torch, as test_compat.py shows.
 ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
-TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
+# GPT on DDP, FSDP, PP and 3D, also with Muon and with replicas: test_many_ranks.py.
 RUNS = {
     1: [[*GPT, "train.backend=DDP"]],
     2: [
-        [*GPT, "train.backend=FSDP"],
         [*LLAMA, "train.backend=FSDP"],
         [*LLAMA, "train.backend=TP"],
-        [*GPT, "train.backend=FSDP", "optimizer=muon"],
-        [*GPT, "train.backend=PP"],
         [*MODERN, "train.backend=TP"],
         [*MODERN, "train.backend=PP"],
         [*LLAMA, "train.backend=PP", f"backend.schedule={ZBV}"],
     ],
     4: [
-        [*LLAMA, "train.backend=FSDP", "backend.replicate=2"],
         [*MOE, "backend.ep=2"],
         [*GPT, "train.backend=FSDP", "backend.tp=2", "backend.reshard_after_forward=false"],
     ],
-    8: [[*GPT, "train.backend=3D", f"backend.tp={TP}"]],
 }
 SCRIPT = """
 import json, sys
