@@ -74,8 +74,8 @@ SAME_ON_FOUR = {
     "copies": ["train.backend=FSDP", "model.batch_size=2", "backend.replicate=2"],
     "uneven": ["train.backend=FSDP", "model.batch_size=4", "backend.tp=2", "model.vocab_size=50"],
 }
-# The one checkpoint to go on from, and three steps and an evaluation after it.
-ONCE = ["train.checkpoint_interval=6", "train.max_iters=9"]
+# The one checkpoint to go on from, and two steps and an evaluation after it.
+ONCE = ["train.checkpoint_interval=4", "train.max_iters=6", "train.eval_interval=3"]
 # Four ranks on two cores: a smaller model, and fewer steps.
 SHORT = ["model.n_layer=1", "train.max_iters=5", "train.eval_interval=0"]
 
@@ -86,13 +86,13 @@ def test_the_same_ranks_go_on_to_the_bit(ranks: Any, tmp_path: Path, monkeypatch
         runs = {}
         for name, words in some.items():
             words = words if "model=llama_debug" in words else [*words, *GPT]
-            words, step = ([*words, *SHORT], 3) if size == 4 else ([*words, *ONCE], 6)
+            words, step = ([*words, *SHORT], 3) if size == 4 else ([*words, *ONCE], 4)
             runs |= {name: words, f"{name}-on": [*words, resume(name, step)]}
         train(ranks, size, runs)
     for name in SAME | SAME_ON_FOUR:
         assert figures(tmp_path / f"{name}-on") == figures(tmp_path / name), name
         record = json.loads((tmp_path / f"{name}-on" / "run.json").read_text())
-        assert record["resumed_from"]["step"] == (6 if name in SAME else 3)
+        assert record["resumed_from"]["step"] == (4 if name in SAME else 3)
 
 
 FULL = """
@@ -167,8 +167,12 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
 def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 -> 2 -> 4 -> 1 ranks: DDP, padded FSDP, 3D, DDP; and from 1 straight into every other backend."""
     monkeypatch.chdir(tmp_path)
-    models = {"gpt": GPT, "llama": [*LLAMA, "model.mup=true", "model.mup_base_width=8"]}
-    muon = ["optimizer=muon", "optimizer.momentum_warmup=9"]
+    eight = [
+        "train.max_iters=8", "optimizer.lr_decay_iters=8", "optimizer.learning_rate=4e-3",
+        "train.checkpoint_interval=2",
+    ]  # fmt: skip
+    models = {"gpt": [*GPT, *eight], "llama": [*LLAMA, "model.mup=true", "model.mup_base_width=8", *eight]}
+    muon = ["optimizer=muon", "optimizer.momentum_warmup=7", *eight]
 
     def runs(name: str, source: str, step: int, backend: str, size: int, *more: str) -> dict[str, list[str]]:
         """Return a run of each model that goes on from the run ``source`` after ``step`` steps."""
@@ -179,13 +183,13 @@ def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch:
     train(ranks, 1, whole | {"muon-whole": ["model.batch_size=8", *muon]})
     # 31 characters, padded to 32 and 128 rows, of which a checkpoint has none.
     schedule = f"backend.schedule={ZBV}"
-    two = runs("tp", "whole", 3, "TP", 8) | runs("aligned", "whole", 3, "FSDP", 4) | runs("pp", "whole", 3, "PP", 8)
-    two |= runs("zero-bubble", "whole", 3, "PP", 8, schedule)
-    two["muon-tp"] = ["train.backend=TP", "model.batch_size=8", *muon, resume("muon-whole", 3)]
+    two = runs("tp", "whole", 2, "TP", 8) | runs("aligned", "whole", 2, "FSDP", 4) | runs("pp", "whole", 2, "PP", 8)
+    two |= runs("zero-bubble", "whole", 2, "PP", 8, schedule)
+    two["muon-tp"] = ["train.backend=TP", "model.batch_size=8", *muon, resume("muon-whole", 2)]
     train(ranks, 2, two)
-    four = runs("3d", "aligned", 6, "3D", 4 * TP, f"backend.tp={TP}")
+    four = runs("3d", "aligned", 4, "3D", 4 * TP, f"backend.tp={TP}")
     train(ranks, 4, four)
-    back = runs("3d-back", "3d", 9, "DDP", 8) | runs("zero-bubble-back", "zero-bubble", 9, "DDP", 8)
+    back = runs("3d-back", "3d", 6, "DDP", 8) | runs("zero-bubble-back", "zero-bubble", 6, "DDP", 8)
     for name in (*two, *four):
         (newest,) = find(tmp_path / name, check=False).weights()["tokens.weight"].shape[:1]
         assert newest == 31
