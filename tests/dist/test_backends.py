@@ -176,6 +176,7 @@ VARIANTS = {
         "fsdp-offload": ["train.backend=FSDP", "backend.cpu_offload=true", "train.activation_checkpointing=2"],
         **pipelines("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", ZBV),
     },
+    # "masked-tp" has a vocabulary that is not padded to full rows.
     "llama": pipelines(ZBV) | {"tp-aligned": ["train.backend=TP"]},
     "modern": {
         **pipelines("InterleavedZeroBubble"),
@@ -188,9 +189,12 @@ MASKED = [
     *MODELS["llama"], *SHORT, "optimizer.grad_clip=1.0", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 EIGHT = {
-    "modern-3d": ["train.backend=3D", f"backend.tp={TP}", *SHORT],
+    "modern-3d": [
+        "train.backend=3D", f"backend.tp={TP}", "backend.replicate=-1", "backend.shard=1",
+        "train.activation_checkpointing=selective", *SHORT,
+    ],
     "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", f"backend.tp={TP}", FOUR, *SHORT],
-}
+}  # fmt: skip
 # Whole matrices by owner, also of matrices of which a rank has no rows (5 of 10 on 4 ranks).
 MUON = [
     "optimizer=muon", "optimizer.learning_rate=5e-3", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5",
@@ -205,9 +209,8 @@ MUP = [
     "optimizer.learning_rate=8e-3",
 ]
 MUON_EIGHT = {
-    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON],
+    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT],
     "muon-empty": ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=10", *MUON, *SHORT],
-    "mup-3d": ["train.backend=3D", f"backend.tp={TP}", *MUP, *SHORT],
 }
 
 
@@ -228,6 +231,8 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     runs, references = {}, {}
     for model, words in MODELS.items():
         for name, more in (BOTH | VARIANTS[model]).items():
+            if (model, name) == ("llama", "tp"):
+                continue
             shares = 1 if name.startswith(("tp", "pp")) else 2
             gas = 1 if (name in BOTH and model == "gpt") or name == "ddp-static" else 2
             run = f"{model}-{name}-{gas}"
@@ -242,7 +247,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     for name, more in BOTH.items():
         for one in ("muon-one", "mup-one-short"):
             run = f"{one.partition('-')[0]}-{name}-1"
-            runs[run] = [*more, *ones[one], "model.batch_size=2"]
+            runs[run] = [*more, *ones[one], f"model.batch_size={8 if name.startswith(('tp', 'pp')) else 4}"]
             references[run] = one
     masked = {}
     for name in ("fsdp", "tp", "pp-1F1B"):
@@ -288,9 +293,8 @@ def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.Monke
         name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={(4 if FOUR in more else 2) * TP}"]
         for name, more in EIGHT.items()
     }
-    sizes = {"muon-3d": 2 * TP, "muon-empty": TP, "mup-3d": 2 * TP}
+    sizes = {"muon-3d": 2 * TP, "muon-empty": TP}
     muon = {name: [*words, f"model.batch_size={sizes[name]}"] for name, words in MUON_EIGHT.items()}
-    muon["mup-3d"] += ["backend.replicate=-1", "backend.shard=1", "train.activation_checkpointing=selective"]
     train(ranks, 8, runs | muon, home)
     for name, reference in references.items():
         compare(home, name, reference)

@@ -26,8 +26,8 @@ SMALL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "model.bias=true", "model.n_head=8",
     "model.n_embd=40", "model.block_size=16", "model.batch_size=8",
 ]  # fmt: skip
-# The options of each backend's widest layout, and which optimizers step on which ranks: Muon, whose matrices have owners, and
-# others, which step element by element, on each; one of each kind on the last rank where it has no rows.
+# The options of each backend's widest layout, and which optimizers step on which ranks: Muon, whose matrices have
+# owners, and others, which step element by element, on each; both on a last rank that has no rows.
 WIDEST = {
     "DDP": (["train.backend=DDP", "model.n_layer=1"], {MIDDLE: ["lion"], LAST: ["muon"]}),
     "FSDP": (["train.backend=FSDP", "model.n_layer=1", "backend.replicate=64"],
