@@ -50,7 +50,7 @@ def composed_tree(overrides: Sequence[str], tree: Tree) -> DictConfig:
         return _by_hydra(overrides, tree)
     try:
         cfg: DictConfig = pickle.loads(_kept(chosen, tree, _changed()))
-        cfg.hydra.runtime.cwd = os.getcwd()  # nothing else depends on it
+        OmegaConf.update(cfg, "hydra.runtime.cwd", os.getcwd())  # nothing else depends on it
         for value in OverridesParser.create().parse_overrides(values):
             if value.is_sweep_override():
                 return _by_hydra(overrides, tree)
