@@ -1,16 +1,26 @@
-"""Each line in the table of examples/README.md, run as printed: examples train, and their ranks agree."""
+"""Each line in the table of examples/README.md: examples train, and their ranks agree.
+
+Lines of MPI and Accelerate, which also reads variables of MPI, run as printed. For the others ``launch`` starts
+ranks that only write down their variables, and the example runs with these on ranks that are forked.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
+
+import forked
+from wordrun.launch.address import free_port
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -21,30 +31,95 @@ TABLE = dict(re.findall(r"^\| \[([\w.]+)\].*\| `(.*)` \|$", (EXAMPLES / "README.
 Run = Callable[..., str]
 EXTRAS = {"accelerate": "examples", "deepspeed": "deepspeed", "lightning": "examples", "sklearn": "examples",
           "tensorboard": "examples", "transformers": "examples"}  # fmt: skip
-OUTPUTS: dict[str, str] = {}
-"""What each line printed, since some are compared with several others."""
+AS_PRINTED = ("collectives.py", "futures.py", "mnist_accelerate.py")
+FORKED = [(name, 0) for name in TABLE if name not in AS_PRINTED] + [("mnist_ddp.py", 1), ("llama_fsdp_tp.py", 2)]
+"""Examples, and numbers of ranks; 0: as in the line."""
+NOTE = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', '0'), 'w'))"
+# Runs examples, one after the other, on ranks that it forks: they share its imports, but change nothing for each other.
+SERVER = """
+import contextlib, importlib, json, os, runpy, sys, traceback
+
+for module in ("sklearn.datasets", "transformers.models.resnet", "lightning"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
+
+def rank(script, env, out):
+    os.environ.clear()
+    os.environ.update(env)
+    for stream in (1, 2):
+        os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+    sys.argv = [script]
+    try:
+        runpy.run_path(script, run_name="__main__")
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+for out, script, envs in json.load(open("runs.json")):
+    pids = []
+    for env in envs:
+        pids.append(os.fork())
+        if not pids[-1]:
+            rank(script, env, out)
+    failed = any([os.waitpid(pid, 0)[1] for pid in pids])
+    os.rename(out, f"{out}.failed" if failed else f"{out}.done")
+"""
+
+
+def size(line: str) -> int:
+    """Return the number of ranks that a line starts."""
+    return int(line.split()[2]) if line.startswith("launch -n ") else 1
+
+
+def missing(name: str) -> str:
+    """Return which package an example lacks, or an empty string."""
+    needs = re.findall(r"^(?:import|from) (\w+)", (EXAMPLES / name).read_text(), re.MULTILINE)
+    modules = {*needs, *(["tensorboard"] if name == "resnet50_lightning.py" else [])}
+    lacks = [module for module in EXTRAS if module in modules and importlib.util.find_spec(module) is None]
+    return f"needs {lacks[0]}: pip install 'wordrun[{EXTRAS[lacks[0]]}]'" if lacks else ""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all examples of FORKED that can run here; return the folder with their outputs and what they write."""
+    home = tmp_path_factory.mktemp("examples")
+    (home / "examples").symlink_to(EXAMPLES)
+    runs = []
+    for name, n in ((name, n or size(TABLE[name])) for name, n in FORKED if not missing(name)):
+        words = TABLE[name].replace(f"python examples/{name}", shlex.join(["python", "-c", NOTE, f"{name}-{n}-env-"]))
+        words = re.sub(r"^launch -n \d+", f"launch -n {n}", words)
+        done = subprocess.run(["sh", "-c", words], cwd=home, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr
+        envs = [json.loads((home / f"{name}-{n}-env-{rank}").read_text()) for rank in range(n)]
+        port = {"MASTER_PORT": f"{free_port()}"} if n > 1 else {}  # launch's may be taken by now
+        runs.append((f"{name}-{n}", f"examples/{name}", [{**env, **port} for env in envs]))
+    (home / "runs.json").write_text(json.dumps(runs))
+    (home / "server.py").write_text(SERVER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        done = forked.run(1, ["server.py"], os.environ, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home
 
 
 @pytest.fixture
-def run(command: Command, ranks: Command, tmp_path: Path) -> Run:
-    """Run an example's line, or the example on ``n`` forked ranks, and return what it prints."""
+def run(command: Command, request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    """Return what an example prints, on ``n`` ranks if that is not the number in its line."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
 
-    def begin(name: str, n: int | None = None) -> str:
-        needs = re.findall(r"^(?:import|from) (\w+)", (EXAMPLES / name).read_text(), re.MULTILINE)
-        for module in EXTRAS.keys() & {*needs, *(["tensorboard"] if name == "resnet50_lightning.py" else [])}:
-            if importlib.util.find_spec(module) is None:
-                pytest.skip(f"needs {module}: pip install 'wordrun[{EXTRAS[module]}]'")
-        line = TABLE[name]
-        if n:
-            done = ranks(n, f"examples/{name}", under="fork")
+    def begin(name: str, n: int = 0) -> str:
+        if why := missing(name):
+            pytest.skip(why)
+        if name in AS_PRINTED:
+            done = command(*shlex.split(TABLE[name]), timeout=150)
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
-        if line not in OUTPUTS:
-            done = command(*shlex.split(line), timeout=150)
-            assert done.returncode == 0, done.stdout + done.stderr
-            OUTPUTS[line] = done.stdout
-        return OUTPUTS[line]
+        home = request.getfixturevalue("outputs")
+        (found,) = home.glob(f"{name}-{n or size(TABLE[name])}.*")
+        assert found.suffix == ".done", found.read_text()
+        return forked.without_gloo(found.read_text())
 
     return begin
 
@@ -76,13 +151,13 @@ def test_examples_say_how_to_run_them_and_where_they_come_from(name: str) -> Non
     assert re.search("What changes|begins? with this program", docstring.replace("\n", " "))
 
 
-@pytest.mark.parametrize(("name", "n"), [("mnist_ddp.py", 1), ("mnist_fsdp.py", None), ("mnist_deepspeed.py", None)])
-def test_digits_are_learned_as_under_ddp(name: str, n: int | None, run: Run) -> None:
+@pytest.mark.parametrize(("name", "n"), [("mnist_ddp.py", 1), ("mnist_fsdp.py", 2), ("mnist_deepspeed.py", 2)])
+def test_digits_are_learned_as_under_ddp(name: str, n: int, run: Run) -> None:
     out = run(name, n)
     before, after, accuracy = ends(run("mnist_ddp.py"), 2)
     assert after < before / 3
     assert accuracy > 0.9
-    assert ends(out, n or 2)[:2] == pytest.approx((before, after), abs=2e-4)
+    assert ends(out, n)[:2] == pytest.approx((before, after), abs=2e-4)
     assert out.count(" holds 19141 of 38282 weights") == (2 if name == "mnist_fsdp.py" else 0)
 
 
@@ -123,12 +198,12 @@ def test_llama_goes_alike_on_both_axes(run: Run) -> None:
     assert one.count("holds (32, 64) of") == 2
 
 
-def test_resnet50_logs_to_tensorboard_once(run: Run, tmp_path: Path) -> None:
+def test_resnet50_logs_to_tensorboard_once(run: Run, outputs: Path) -> None:
     (last,) = ends(run("resnet50_lightning.py"), 2)
-    (tmp_path / "resnet50.ckpt").unlink()  # 94 MB
+    (outputs / "resnet50.ckpt").unlink()  # 94 MB
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (log,) = (tmp_path / "tb_logs" / "resnet50").glob("version_0/events*")
+    (log,) = (outputs / "tb_logs" / "resnet50").glob("version_0/events*")
     events = EventAccumulator(str(log))
     events.Reload()
     values = [event.value for event in events.Scalars("training_loss")]
