@@ -84,7 +84,7 @@ def test_ranks_know_who_they_are_without_a_size_from_pals(job: str, command: Com
 @pytest.mark.parametrize("job", ["aurora"], indirect=True)
 def test_a_plain_torch_script(job: str, command: Command) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "plain_ddp.py"
-    done = command(*LAUNCH, sys.executable, script)
+    done = command(*LAUNCH[:-1], "1", sys.executable, script)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
