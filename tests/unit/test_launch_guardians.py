@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import elastic, guardian, program as imported_before
+from wordrun.launch import answers, elastic, guardian, program as imported_before
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.forking import python_command
 from wordrun.launch.kills import Kills
@@ -283,7 +283,7 @@ def test_a_guardian_that_has_died_before_it_connected_is_lost(tmp_path: Path, mo
         (tmp_path / f"{notices}").mkdir()
         found = Head(tmp_path / f"{notices}")
         found.say(0, "hello", secret=found.secret, node=0, host="node0")
-        monkeypatch.setattr(elastic, "READY_S", 300.0 if notices else 0.0)
+        monkeypatch.setattr(answers, "ANSWER_S", 60.0 if notices else 0.0)
         found.nodes[1].close()
         told, asked = found.nodes[0], []
         told.socket.settimeout(0.01)
@@ -299,9 +299,38 @@ def test_a_guardian_that_has_died_before_it_connected_is_lost(tmp_path: Path, mo
             if notices and found.head.nodes.ready:
                 found.head.finish()
         assert found.head.lost == "the guardian on localhost"
-        how = "has ended" if notices else "has not answered for 0 seconds"
+        how = "has ended" if notices else "has not connected for 0 seconds"
         assert found.said == [f"the guardian on localhost {how}"]
         found.close()
+
+
+def test_a_guardian_that_imports_has_more_time_than_one_that_has_not_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = answers.Answers(3)
+    assert found.late({0}) is None, "nobody is ready"
+    monkeypatch.setattr(answers, "ANSWER_S", 0.0)
+    found.wait_for_ready()
+    assert found.add(0, {}) is None
+    assert found.late({0, 1}) == (2, 0.0)
+    assert found.late({0, 1, 2}) is None
+    assert [found.add(node, {}) for node in (1, 2)] == [None, {0: {}, 1: {}, 2: {}}]
+    found.ask({1, 2})
+    assert found.late({0, 1, 2}) == (1, 0.0)
+    assert found.add(1, {}) is None
+    assert found.late({0, 1, 2}) == (2, 0.0)
+
+
+def test_guardians_of_one_host_are_told_apart(head: Head) -> None:
+    """Or the second one of them to be lost at a step would seem to be lost twice."""
+    for node in range(2):
+        head.say(node, "hello", secret=head.secret, node=node, host="same")
+    head.hear("setup")
+    head.nodes[1].close()
+    while not head.head.lost:
+        for key, _ in head.output.selector.select(0.05):
+            key.data()
+    assert head.head.lost == "the guardian on same (node 1)"
 
 
 def test_guardians_that_are_lost_together(head: Head) -> None:

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from wordrun.errors import REQUEUE
+from wordrun.launch.answers import Answers
 from wordrun.launch.forking import setup
 from wordrun.launch.job import short
 from wordrun.launch.kills import Kills, Outcome
@@ -34,10 +35,6 @@ from wordrun.launch.wire import Door, Link
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
-# A guardian that has not killed its ranks after this long [s] counts as lost.
-ANSWER_S = 60.0
-# One that is not ready this long [s] after another one does, too: it may have died before it connected.
-READY_S = 300.0
 # Ranks that are asked to save, because a node is back, are killed after this long [s].
 SAVE_S = 600.0
 # Without --stay, ranks that live get this long [s] to leave a generation, or as long as their own start has taken.
@@ -75,25 +72,22 @@ class Guardians:
     nodes: Nodes = field(init=False)
     _links: dict[int, Link] = field(default_factory=dict)
     _hosts: dict[int, str] = field(default_factory=dict)
-    _done: dict[int, Any] = field(default_factory=dict)
-    """The nodes that have done what they were last told to, with their answers."""
-    _asked: set[int] = field(default_factory=set)
-    """The nodes that were told to."""
     _ports: dict[int, int] = field(default_factory=dict)
     """A free port on each node."""
     _before: tuple[int, ...] = ()
     """The ranks on each node in the generation before."""
     _saved: bool = False
     """The ranks have saved, and ended before the end of the run."""
+    _save_by: float = float("inf")
+    """When ranks that are asked to save are killed, on the monotonic clock."""
     _living: set[int] = field(default_factory=set)
     _failures: list[dict[str, Any]] = field(default_factory=list)
     """Failures that may be the consequence of another rank's death, in order."""
     _decide_at: float = float("inf")
-    _answer_by: float = float("inf")
 
     def __post_init__(self) -> None:
         self.nodes = Nodes(self.plan)
-        self._asked = {*range(self.nodes.count)}
+        self._answers = Answers(self.nodes.count)
         self._door = Door(own_address(self.plan), self.nodes.count, self.output.selector, self._admit)
         self.contact = self._door.contact
         """What a guardian needs to know."""
@@ -109,12 +103,12 @@ class Guardians:
         now = time.monotonic()
         if now > self._decide_at:
             self._give_up()
-        if now > self._answer_by and self.state == "saving":
+        if self.state == "saving" and now > self._save_by:
             self._end()
-        elif now > self._answer_by:
-            node = next(node for node in self._asked if node not in self._done)
-            limit = READY_S if self.state == "meeting" else ANSWER_S
-            self._lose(node, f"has not answered for {limit:g} seconds")
+        elif late := self._answers.late(self._links):
+            node, limit_s = late
+            done = "answered" if node in self._links else "connected"
+            self._lose(node, f"has not {done} for {limit_s:g} seconds")
         if self.state == "running" and not self.stopping:
             self.nodes.bring_back(self.contact)
 
@@ -152,7 +146,9 @@ class Guardians:
         self.close()
 
     def _named(self, node: int) -> str:
-        return f"the guardian on {self._hosts.get(node, self.plan.job.hosts[node])}"
+        host = self._hosts.get(node, self.plan.job.hosts[node])
+        several = [*self._hosts.values()].count(host) > 1  # a list of hosts may name one of them twice
+        return f"the guardian on {host}" + f" (node {node})" * several
 
     def _admit(self, link: Link, hello: dict[str, Any]) -> None:
         """Tell a guardian what it will run."""
@@ -185,19 +181,16 @@ class Guardians:
             if message["event"] == "ready":
                 self.nodes.ready.add(node)
                 if self.state == "meeting":
-                    self._answer_by = min(self._answer_by, time.monotonic() + READY_S)
+                    self._answers.wait_for_ready()
                 else:
                     self._grow()
-            if message["event"] == AWAITED.get(self.state) and node in self._asked:
-                self._done[node] = message
-                self._proceed()
-            # else: the answer to what was asked before
+            if message["event"] != AWAITED.get(self.state) or node not in self._answers.asked:
+                continue  # the answer to what was asked before
+            if (answers := self._answers.add(node, message)) is not None:
+                self._proceed(answers)
 
-    def _proceed(self) -> None:
-        """Enter the next state once all nodes have done what they were told to."""
-        if not self._asked <= {*self._done}:
-            return
-        answers, self._done, self._answer_by = self._done, {}, float("inf")
+    def _proceed(self, answers: dict[int, Any]) -> None:
+        """Enter the next state: all nodes have done what they were told to."""
         if self.stopping or self.uses_mpi:
             self._leave()
         elif self.state == "starting":
@@ -207,8 +200,8 @@ class Guardians:
 
     def _tell(self, **message: Any) -> None:
         """Tell the guardians that are ready what to do next."""
-        self._asked, self._done, self._answer_by = {*self.nodes.ready}, {}, time.monotonic() + ANSWER_S
-        for node in sorted(self._asked):
+        self._answers.ask(self.nodes.ready)
+        for node in sorted(self._answers.asked):
             self._links[node].send(**message)
 
     def _start(self, answers: dict[int, Any]) -> None:
@@ -236,7 +229,7 @@ class Guardians:
         if self.record is not None:  # before a rank can move it
             with contextlib.suppress(OSError):
                 self.record.note(pids=[self.pids[rank] for rank in sorted(self.pids)])
-        for node in self._asked:
+        for node in self._answers.asked:
             self._links[node].send(do="go")
         self._grow()
 
@@ -246,7 +239,7 @@ class Guardians:
         if self.state != "running" or self.stopping or best is None or sum(best) <= sum(self.nodes.layout):
             return
         self.say(f"there is room for {sum(best)} ranks again, instead of {sum(self.nodes.layout)}: restarting them")
-        self.state, self._saved, self._answer_by = "saving", False, time.monotonic() + SAVE_S
+        self.state, self._saved, self._save_by = "saving", False, time.monotonic() + SAVE_S
         if self.plan.options.trains:
             self.signal(signal.SIGTERM)
         else:
@@ -308,7 +301,7 @@ class Guardians:
     def _leave(self, *, succeeded: bool = False) -> None:
         """Let the guardians exit, and the launcher with them."""
         self.state, self.succeeded = "leaving", succeeded
-        self._answer_by = float("inf")
+        self._answers.stop_waiting()
         for link in list(self._links.values()):
             link.send(do="leave")
 
@@ -330,7 +323,8 @@ class Guardians:
         if not self.stopping:
             self.lost = name
         self.say(f"{name} {how}")
-        self._decide_at = self._answer_by = float("inf")
+        self._decide_at = float("inf")
+        self._answers.stop_waiting()
         self.output.hush()
         self.close()
 

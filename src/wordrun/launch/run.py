@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -94,14 +95,20 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
 
 def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool) -> Outcome:
     """Return how the launch ended with ``status``; say if it was for lack of memory."""
-    rank, memory, guardians = None, "", job.guardians
+    rank, memory, guardians, pattern = None, "", job.guardians, job.plan.launcher.killed
+    lines = [*job.output.folded, *job.output.tail.lines()]
     if status not in (0, REQUEUE) and not job.stopped_by:
+        if not job.failed and pattern and any(re.match(pattern, line) for line in lines):
+            status = 128 + signal.SIGKILL
         rank = job.failed[0] if job.failed else 0 if job.plan.ranks.np == 1 else None
         memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
         say(memory, "plan.md#before-every-run")
-    lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not job.stopped_by else []
-    outcome = Outcome(status, rank, memory, lines, at=job.failed_at)
-    return replace(outcome, lost=guardians.lost, uses_mpi=guardians.uses_mpi) if guardians else outcome
+    kept = lines if keep_lines and not job.stopped_by else []
+    outcome = Outcome(status, rank, memory, kept, at=job.failed_at)
+    if guardians is None:
+        return outcome
+    early = "a guardian" if outcome.killed and not job.failed else ""  # before it has connected
+    return replace(outcome, lost=guardians.lost or early, uses_mpi=guardians.uses_mpi)
 
 
 def _output(plan: LaunchPlan, status_dir: str) -> Output:

@@ -72,6 +72,8 @@ class Launcher:
     """Regular expression for what it and its MPI print beside a failure, without adding to it; whole lines."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
+    killed: ClassVar[str] = ""
+    """Regular expression for its line on a process that SIGKILL has ended, if its own exit status may not say so."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
     """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
     may_die_of_input: ClassVar[bool] = False
