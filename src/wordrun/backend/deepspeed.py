@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from wordrun.backend.transforms import prepare
 from wordrun.checkpoint.saved import ENGINE
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
-from wordrun.data.examples import Examples
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.model import LossesOf, Model, materialise
@@ -104,19 +102,14 @@ class DeepSpeedBackend:
             group["params"] = [real[stand_in] for stand_in in group["params"]]
         return optimizer
 
-    def _cast(self, batch: Any) -> Any:
-        """Return ``batch`` with its images in the precision of the weights, which the engine does not do."""
-        if isinstance(batch, Examples) and batch.inputs.is_floating_point():
-            return replace(batch, inputs=batch.inputs.to(self.dtype))
-        return batch
-
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         set_learning_rate(self.optimizer, learning_rate)
         losses = []
         norm: Any = None
         for batch in batches:
-            loss = checked(self.engine(LossesOf(self._cast(batch))), batch, self.spec.cfg.model, self.device).mean()
+            losses_of = self.engine(LossesOf(batch.cast(self.dtype)))
+            loss = checked(losses_of, batch, self.spec.cfg.model, self.device).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
@@ -135,7 +128,7 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        return checked(self.engine(LossesOf(self._cast(batch), outputs)), batch, self.spec.cfg.model, self.device)
+        return checked(self.engine(LossesOf(batch.cast(self.dtype), outputs)), batch, self.spec.cfg.model, self.device)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

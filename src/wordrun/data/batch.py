@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wordrun.data.shards import Array, Tokens
+from wordrun.data.tensor_batch import TensorBatch
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(TensorBatch):
     """B sequences: input tokens and target tokens, both (B, T) int64."""
 
     tokens: Tensor
@@ -46,16 +47,17 @@ class Batch:
         """The document index of each token within its sequence, (B, T); None if attention ignores documents."""
         return self.pairs if self.eot is None else (self.tokens == self.eot).cumsum(1)
 
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch on ``device``; copies from pinned memory do not block the host."""
+    def to(self, device: torch.device) -> Self:
+        """Return the batch on ``device``; copies do not block the host."""
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {
-            name: (value if value.is_pinned() else value.pin_memory()).to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
+        pinned = {n: each if each.is_pinned() else each.pin_memory() for n, each in self.tensors().items()}
+        moved: dict[str, Any] = {n: each.to(device, non_blocking=True) for n, each in pinned.items()}
         return replace(self, **moved)
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Return the batch: tokens are no factors, and ``scale`` is one of losses, which are in fp32."""
+        return self
 
 
 def rows(tokens: Array, starts: NDArray[np.int64], width: int) -> NDArray[np.integer]:

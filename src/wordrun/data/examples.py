@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wordrun.data.fixed_set import deal
 from wordrun.data.order import Permutation
+from wordrun.data.tensor_batch import TensorBatch
 from wordrun.errors import ConfigError
 from wordrun.registry import Part
 
@@ -49,8 +50,8 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class Examples:
-    """A batch of B examples."""
+class Examples(TensorBatch):
+    """A batch of B pairs of an input and a target."""
 
     inputs: Tensor
     """(B, ...)"""
@@ -60,9 +61,9 @@ class Examples:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def to(self, device: torch.device) -> Examples:
-        """Return the batch on ``device``; copies from pinned memory do not block the host."""
-        return Examples(*(t.to(device, non_blocking=t.is_pinned()) for t in (self.inputs, self.targets)))
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Return the batch with inputs in ``dtype``; the loss needs its targets as they are."""
+        return replace(self, inputs=self.inputs.to(dtype)) if self.inputs.is_floating_point() else self
 
 
 class Reader:
