@@ -30,7 +30,6 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         per_node: ranks per node; None: all on one node.
     """
     problems = [*_ask(cfg, "problems"), *choices.check(cfg), *_ask(cfg, "conflicts", cfg)]
-    problems += check_float8(cfg)
     at = Layout()
     if ranks is not None:
         try:
@@ -161,23 +160,6 @@ def _check_ramp(cfg: Config, dp: int) -> Iterator[str]:
         )
     if sizes and cfg.backend.one_micro_step:
         yield "train.batch_ramp accumulates gradients, which backend.static_graph=true does not allow: use false"
-
-
-def check_float8(cfg: Config) -> Iterator[str]:
-    """Check the options that float8 linear layers need; the device is checked by the backend, which knows it."""
-    float8 = f"train.float8={cfg.train.float8}"
-    if cfg.train.float8 == "none":
-        return
-    if config.DTYPES.get(cfg.train.dtype) in ("fp32", "fp16"):
-        yield f"{float8} casts from bf16, not from train.dtype={cfg.train.dtype}: use train.dtype=bf16"
-    if type(cfg.backend) not in (config.DDPConfig, FSDPConfig) or getattr(cfg.backend, "tp", 1) != 1:
-        yield (
-            f"{float8} is for layers that a rank computes whole, with wordrun's own engines, not for "
-            f"train.backend={cfg.train.backend}: use train.backend=FSDP or DDP"
-        )
-    if isinstance(cfg.model, config.MoEConfig) or cfg.lora_rank:
-        what = "LoRA has" if cfg.lora_rank else "experts are"
-        yield f"{float8} is for linear layers, and {what} products of another kind: use train.float8=none"
 
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:

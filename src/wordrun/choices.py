@@ -13,6 +13,7 @@ def check(cfg: Config) -> Iterator[str]:
     """Yield every problem; none depends on the number of ranks."""
     yield from _sections(cfg)
     yield from _several(cfg)
+    yield from check_float8(cfg)
 
 
 def _several(cfg: Config) -> Iterator[str]:
@@ -66,3 +67,20 @@ def _sections(cfg: Config) -> Iterator[str]:
             f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
             "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
         )
+
+
+def check_float8(cfg: Config) -> Iterator[str]:
+    """Check the options that float8 linear layers need; the device is checked by the backend, which knows it."""
+    float8 = f"train.float8={cfg.train.float8}"
+    if cfg.train.float8 == "none":
+        return
+    if config.DTYPES.get(cfg.train.dtype) in ("fp32", "fp16"):
+        yield f"{float8} casts from bf16, not from train.dtype={cfg.train.dtype}: use train.dtype=bf16"
+    if type(cfg.backend) not in (config.DDPConfig, config.FSDPConfig) or getattr(cfg.backend, "tp", 1) != 1:
+        yield (
+            f"{float8} is for layers that a rank computes whole, with wordrun's own engines, not for "
+            f"train.backend={cfg.train.backend}: use train.backend=FSDP or DDP"
+        )
+    if isinstance(cfg.model, config.MoEConfig) or cfg.lora_rank:
+        what = "LoRA has" if cfg.lora_rank else "experts are"
+        yield f"{float8} is for linear layers, and {what} products of another kind: use train.float8=none"

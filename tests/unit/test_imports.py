@@ -88,7 +88,7 @@ MAY_USE: dict[str, set[str]] = {
     "generate": PARALLEL | {"arguments", "checkpoint", "backend", "chat"},
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
-    "plan": PARALLEL | {"arguments", "backend", "launch", "devices", "kernels"},
+    "plan": PARALLEL | {"choices", "arguments", "backend", "launch", "devices", "kernels"},
     "study": PARALLEL | {"backend", "bandwidth", "launch", "plan", "prepare", "runs", "version"},
     "completion": {"errors", "project", "registry", "config", "launch", "train"},
     "cli": {"errors", "dist", "interrupts", "version", "completion"},

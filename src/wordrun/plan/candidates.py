@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
-from wordrun import checks, config, layouts
+from wordrun import checks, choices, config, layouts
 from wordrun.config import BackendConfig, Config, DDPConfig, DeepSpeedConfig, FSDPConfig
 from wordrun.errors import ConfigError, first_line
 from wordrun.plan.memory import Memory, memory
@@ -98,7 +98,7 @@ class Planner:
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
         checks.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
         if backend.own_engine:
-            problems = [*checks.check_float8(mine)]
+            problems = [*choices.check_float8(mine)]
             problems += [checks.no_experts(cfg.model)] if "ep" in cfg.model.divides else []
             if problems:
                 raise ConfigError("\n".join(problems))
