@@ -82,10 +82,12 @@ def test_which_endings_are_kills(outcome: Outcome, killed: bool) -> None:
 
 # A process of Hydra's that cleans up fails, too, and mpiexec returns 255 instead of 9: recorded with MPICH 5.0.2.
 CLEANS_UP = """#!/bin/sh
-cat >&2 <<END
+cat <<END
 =   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
 =   EXIT CODE: 9
 =   CLEANING UP REMAINING PROCESSES
+END
+cat >&2 <<END
 [proxy:1@vm] HYD_pmcd_pmip_control_cmd_cb (pm/hydra/proxy/pmip_cb.c:490): assert (!closed) failed
 [mpiexec@vm] main (pm/hydra/mpiexec/mpiexec.c:270): process manager error waiting for completion
 END
@@ -94,12 +96,14 @@ exit 255
 LAUNCH = "import sys; from wordrun.launch import cli, launchers; launchers.base.own_bin = str; sys.exit(cli.main())"
 
 
-def test_a_guardian_that_is_killed_before_it_connects_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [[], ["--hostfile", "hosts"]], ids=["one host", "two hosts"])
+def test_a_guardian_that_is_killed_before_it_connects_is_started_again(tmp_path: Path, where: list[str]) -> None:
     """Once: there may be nothing that would help."""
+    (tmp_path / "hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
     mpiexec = tmp_path / "mpiexec.hydra"
     mpiexec.write_text(CLEANS_UP)
     mpiexec.chmod(0o755)
-    words = [sys.executable, "-c", LAUNCH, "-n", "2", "--elastic", "--launcher", "hydra", "python", "x.py"]
+    words = [sys.executable, "-c", LAUNCH, "-n", "2", "--elastic", "--launcher", "hydra", *where, "python", "x.py"]
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_STATE_HOME": f"{tmp_path}/state"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 137, done.stderr

@@ -76,6 +76,10 @@ class Output:
     """The launcher's own stdout, such as MPICH's account of a failure, which is shown at the end or not at all."""
     interrupted: bool = False
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
+    killed: str = ""
+    """Regular expression for the launcher's line on a process that SIGKILL has ended."""
+    names_kill: bool = False
+    """The launcher has written such a line."""
     lost: str = ""
     """Why output could not be written, other than because its reader has gone."""
     stuck: dict[int, bytearray] = field(default_factory=dict)
@@ -168,6 +172,7 @@ class Output:
             patience_s: wait this long for whoever reads it; None: until it is read, or a signal arrives.
         """
         self.drain()
+        self._look_for_kill(self.report)
         if self.quiet:
             self._fold(self.report)
         else:
@@ -193,6 +198,8 @@ class Output:
 
     def _show(self, source: Source, text: bytes) -> bool:
         """Write whole lines; return whether our own output is still open."""
+        if source.rank is None:
+            self._look_for_kill(text)
         if source.own and self.quiet:
             self._fold(text)
             return True
@@ -210,6 +217,10 @@ class Output:
         if source.sink == 2:
             self.tail.add(text)
         return self._write(source.sink, text)
+
+    def _look_for_kill(self, text: bytes) -> None:
+        if self.killed and re.search(self.killed.encode(), text, re.MULTILINE):
+            self.names_kill = True
 
     def _fold(self, text: bytes) -> None:
         self.folded += [line for line in text.decode(errors="replace").splitlines() if line.strip()]

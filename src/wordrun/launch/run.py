@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -95,16 +94,15 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
 
 def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool) -> Outcome:
     """Return how the launch ended with ``status``; say if it was for lack of memory."""
-    rank, memory, guardians, pattern = None, "", job.guardians, job.plan.launcher.killed
-    lines = [*job.output.folded, *job.output.tail.lines()]
+    rank, memory, guardians = None, "", job.guardians
     if status not in (0, REQUEUE) and not job.stopped_by:
-        if not job.failed and pattern and any(re.match(pattern, line) for line in lines):
+        if not job.failed and job.output.names_kill:
             status = 128 + signal.SIGKILL
         rank = job.failed[0] if job.failed else 0 if job.plan.ranks.np == 1 else None
         memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
         say(memory, "plan.md#before-every-run")
-    kept = lines if keep_lines and not job.stopped_by else []
-    outcome = Outcome(status, rank, memory, kept, at=job.failed_at)
+    lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not job.stopped_by else []
+    outcome = Outcome(status, rank, memory, lines, at=job.failed_at)
     if guardians is None:
         return outcome
     early = "a guardian" if outcome.killed and not job.failed else ""  # before it has connected
@@ -119,7 +117,7 @@ def _output(plan: LaunchPlan, status_dir: str) -> Output:
     own = here and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
     # Under guardians the other ranks live on when rank 0 was killed, which launch says itself.
     noise = "|".join(filter(None, (launcher.noise, LOST_STORE if options.elastic else "")))
-    output = Output(noise, launcher.own_lines, status_dir if own else "")
+    output = Output(noise, launcher.own_lines, status_dir if own else "", killed=launcher.killed)
     if output.pipes:
         output.open_pipes(plan.ranks.np)
     return output

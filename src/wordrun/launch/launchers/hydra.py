@@ -30,7 +30,7 @@ class Hydra(Launcher):
         r"^.*HYDU_sock_write.*\n|^\[mpiexec@.*\] (Sending|Press) Ctrl-C.*\n"
         r"|^Abort\(\d+\) on node \d+ .*: application called MPI_Abort\(.*\n"
     )
-    killed = r"=   EXIT CODE: 9$"  # it returns 255 if one of its proxies fails while it cleans up
+    killed = r"^=   EXIT CODE: 9$"  # it returns 255 if one of its proxies fails while it cleans up
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
     may_die_of_input = True
     keep_going = ("-disable-auto-cleanup",)
