@@ -71,7 +71,9 @@ def train(words: list[str], world: dist.World) -> dict[str, float]:
         before = sent()
         summary = trainer.train()
         parameters = sum(p.numel() for part in trainer.backend.parts for p in part.parameters())
-        return {"loss": summary.val_loss or 0.0, "bytes": (sent() - before) / summary.steps, "parameters": parameters}
+        after = sent()
+        dist.share(None, world)  # the others have kept their ends of the connections until rank 0 has counted
+        return {"loss": summary.val_loss or 0.0, "bytes": (after - before) / summary.steps, "parameters": parameters}
 
 
 def draw(found: dict[str, dict[str, float]], path: Path) -> None:

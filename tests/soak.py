@@ -48,8 +48,10 @@ from soak_runs import (
     node_of,
     options,
     parent,
+    ranks_below,
     recovered,
     saving,
+    send,
     sources,
     wait_for,
     wait_until_gone,
@@ -70,18 +72,6 @@ ELASTIC_MOMENTS = ("step", "evaluation", "save", "start")
 # launch gives up when the same rank is killed twice at a step: the steps of two faults of one must be so far apart,
 # since some are taken between the soak's look and launch's.
 APART = 3
-
-
-def ranks_below(pid: int) -> list[int]:
-    """Return the Python processes that ``launch`` with this pid has started."""
-    found, todo = [], [pid]
-    while todo:
-        below = children(todo.pop())
-        todo += below
-        with contextlib.suppress(OSError):
-            found += [each for each in below if b"\0-m\0wordrun\0" in Path(f"/proc/{each}/cmdline").read_bytes()]
-    # launch's own command line holds the same words.
-    return [pid for pid in found if "python" in Path(f"/proc/{pid}/comm").read_text()]
 
 
 def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: random.Random) -> str:
@@ -220,13 +210,6 @@ class Elastic:
             return True
         self.struck.setdefault(step, set()).update(names)
         return False
-
-
-def send(pids: list[int], number: signal.Signals) -> None:
-    """Send a signal to those processes that have not ended."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def soak_elastic(

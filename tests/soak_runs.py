@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -161,6 +162,25 @@ def guardians_below(pid: int) -> list[int]:
             own = is_one and "python" in Path(f"/proc/{child}/comm").read_text()
             found += [child] if own else guardians_below(child)
     return found
+
+
+def ranks_below(pid: int) -> list[int]:
+    """Return the Python processes that ``launch`` with this pid has started."""
+    found, todo = [], [pid]
+    while todo:
+        below = children(todo.pop())
+        todo += below
+        with contextlib.suppress(OSError):
+            found += [each for each in below if b"\0-m\0wordrun\0" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    # launch's own command line holds the same words.
+    return [pid for pid in found if "python" in Path(f"/proc/{pid}/comm").read_text()]
+
+
+def send(pids: list[int], number: signal.Signals) -> None:
+    """Send a signal to those processes that have not ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def parent(pid: int) -> int:
