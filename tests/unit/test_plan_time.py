@@ -73,7 +73,9 @@ def test_tensor_parallelism_takes_time_for_each_block_and_pass() -> None:
     words = ("train.backend=TP", "optimizer.gas=3")
     more = step(2, *words, speeds=replace(both, split_s=5e-3)).total - step(2, *words, speeds=both).total
     assert more == pytest.approx(3 * 4 * 5e-3)
-    assert step(2, speeds=replace(both, split_s=5e-3)) == step(2, speeds=both)
+    more = step(2, *words, speeds=replace(both, rest_split_s=5e-3)).total - step(2, *words, speeds=both).total
+    assert more == pytest.approx(3 * 5e-3)
+    assert step(2, speeds=replace(both, split_s=5e-3, rest_split_s=5e-3)) == step(2, speeds=both)
 
 
 def test_fsdp_copies_what_it_gathers_and_averages() -> None:
@@ -84,6 +86,18 @@ def test_fsdp_copies_what_it_gathers_and_averages() -> None:
         found = [step(2, "train.backend=FSDP", *words, speeds=replace(both, copy_s=s)).total for s in (0.0, 1e-9)]
         assert found[1] - found[0] == pytest.approx(1e-9 * whole * copies)
     assert step(2, speeds=replace(both, copy_s=1e-9)) == step(2, speeds=both)
+
+
+@pytest.mark.parametrize(("stage", "copies"), [(1, 1.5 + 1), (2, 3 * 1.5 + 1), (3, 3 * (2.5 + 2) + 1)])
+def test_deepspeed_copies_gradients_and_what_it_gathers(stage: int, copies: float) -> None:
+    """Into buckets, twice at stage 3, and the rank's part; and the updated part for the optimizer and back."""
+    both, words = (
+        replace(SPEEDS, bandwidth=ALL),
+        ("train.backend=deepspeed", f"backend.stage={stage}", "optimizer.gas=3"),
+    )
+    whole = 4 * shapes_of(compose(MODEL).model, 128).parameters
+    found = [step(2, *words, speeds=replace(both, copy_s=each)).total for each in (0.0, 1e-9)]
+    assert found[1] - found[0] == pytest.approx(1e-9 * whole * copies)
 
 
 def test_ranks_that_share_cores_leave_them_to_others_while_they_wait() -> None:
@@ -173,4 +187,5 @@ def test_calibration_of_one_rank(command: Command, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = load_speeds(tmp_path / "speeds.json")
     assert min(found.block_s, found.update_s) > 0
-    assert (found.dtype, found.crowd, found.bandwidth, found.split_s, found.copy_s) == ("fp32", 1.0, [], 0, 0)
+    assert (found.dtype, found.crowd, found.bandwidth, found.copy_s) == ("fp32", 1.0, [], 0)
+    assert found.split_s == found.rest_split_s == 0

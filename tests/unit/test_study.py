@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import multiprocessing
 import os
 import resource
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,20 +84,27 @@ def test_two_studies_on_one_file_are_refused(tmp_path: Path) -> None:
     assert f"--out {tmp_path} is in use by process {os.getpid()} on " in message
 
 
-def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
-    """A limit for files raises the same kind of error."""
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file grow beyond ``size`` bytes, which raises the same kind of error as a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
     with opened(tmp_path) as points:
         points.put(A, DONE, speed=1)
         size = (tmp_path / "points.csv").stat().st_size
-        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            with pytest.raises(UserError, match="it has all rows except that of b"):
-                points.put(B, DONE, speed=2)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, ignored)
+        with largest_file(size), pytest.raises(UserError, match="it has all rows except that of b"):
+            points.put(B, DONE, speed=2)
+    with largest_file(0), pytest.raises(UserError, match=f"cannot write to {tmp_path}: "), opened(tmp_path):
+        pass
     assert {path.name for path in tmp_path.iterdir()} == {"points.csv", ".lock"}
     with opened(tmp_path) as again:
         assert list(again.rows) == ["a"]

@@ -45,8 +45,10 @@ class Speeds:
     rest_pass_s: float = 0.0
     """The same for everything else."""
     split_s: float = 0.0
-    """Seconds that tensor parallelism adds to both passes of a block, besides communication: each operation finds out
-    how its tensors are divided. 0 on accelerators, which compute meanwhile."""
+    """Seconds that tensor parallelism adds to both passes of a block, besides messages: each operation finds out how
+    its tensors are divided, and ranks wait for each other. 0 on accelerators, which compute meanwhile."""
+    rest_split_s: float = 0.0
+    """The same for everything else."""
     copy_s: float = 0.0
     """Seconds per byte to copy parameters or gradients into new memory; 0 on accelerators, as above."""
     crowd: float = 1.0
@@ -165,8 +167,9 @@ def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds:
     last = model.cfg.n_layer - 1
     parts = options.microbatches_of(strategy.cfg.model.batch_size, at.pp)
     tokens = strategy.tokens / parts
-    block = (1 + again) * (speeds.block_s * tokens + speeds.block_pass_s) / at.tp + (at.tp > 1) * speeds.split_s
-    rest = (speeds.rest_s * tokens + speeds.rest_pass_s) / at.tp
+    split = (speeds.split_s, speeds.rest_split_s) if at.tp > 1 else (0.0, 0.0)
+    block = (1 + again) * (speeds.block_s * tokens + speeds.block_pass_s) / at.tp + split[0]
+    rest = (speeds.rest_s * tokens + speeds.rest_pass_s) / at.tp + split[1]
 
     def of(layers: Sequence[int]) -> float:
         """Return the time of both passes of a micro-batch on a rank that holds the blocks ``layers``."""

@@ -16,6 +16,10 @@ from wordrun.plan.strategy import FP32, Strategy, on_island, stages_of
 
 Stages = Sequence[Sequence[int]]
 """The block indices in each pipeline stage of a rank."""
+TENSOR_PASSES = 8
+"""Messages of tensor parallelism in both passes of a block: as many all-gathers as reduce-scatters."""
+TENSOR_ENDS = 2
+"""The same for the embedding, and for the output layer."""
 DEEPSPEED_BUCKET = 500_000_000
 """Number of elements that DeepSpeed gathers or reduces at once by default."""
 
@@ -60,8 +64,10 @@ def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, pp_r
     bucket = strategy.compute * min(model.parameters, options.bucket_elements or DEEPSPEED_BUCKET)
     sums = ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
     gathers = ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
-    # Gradients go into buckets, a rank's part of them to its optimizer, and the updated part back.
-    copied = whole * ((1 + 1 / ranks) * (strategy.gas if stage >= 2 else 1) + 2 / ranks)
+    # Gradients go into buckets (at stage 3 from there into another, in the order of the ranks that get them), a rank's
+    # part of them to its optimizer, and the updated part back.
+    buckets = 2 if stage == 3 else 1
+    copied = whole * ((buckets + 1 / ranks) * (strategy.gas if stage >= 2 else 1) + 2 / ranks)
     return [
         Traffic("reduce_scatter", ranks, whole * sums, bucket, copied),
         Traffic("all_gather", ranks, whole * gathers, bucket, whole * 2 * strategy.gas if stage == 3 else 0.0),
@@ -151,7 +157,7 @@ def _tensor(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traf
     """
     tp = strategy.layout.tp
     ends = sum((0 in layers) + (model.cfg.n_layer - 1 in layers) for layers in stages)
-    passes = 8 * sum(len(layers) for layers in stages) + 2 * ends
+    passes = TENSOR_PASSES * sum(len(layers) for layers in stages) + TENSOR_ENDS * ends
     size = strategy.tokens * model.cfg.n_embd * strategy.compute
     half = passes / 2 * ring(1, tp) * size * strategy.gas
     return [Traffic("all_gather", tp, half, size), Traffic("reduce_scatter", tp, half, size)]

@@ -31,9 +31,10 @@ from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist.collectives import all_max
 from wordrun.launch.job import count_cores
-from wordrun.model import Transformer, build
+from wordrun.model import Transformer, materialise, meta_model
 from wordrun.plan.cli import vocabulary
 from wordrun.plan.time import Speeds
+from wordrun.plan.traffic import TENSOR_ENDS, TENSOR_PASSES
 from wordrun.registry import part_of
 
 ROUNDS = 9
@@ -42,6 +43,8 @@ TICK = 1e-12
 """Ranks compare times as integers of this unit [s]."""
 SIZES = "64KB..16MB"
 """Messages to measure."""
+PAIRS = 10
+"""All-gathers and reduce-scatters in a measurement of those of tensor parallelism."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,9 +71,9 @@ def measure(cfg: Config, world: dist.World, *, with_bandwidth: bool = True) -> S
     if with_bandwidth and world.size > 1:
         results = bandwidth.measure(world, bandwidth.sizes(SIZES), None, lambda text: None)["results"]
     crowd = max(1.0, world.local_size / count_cores()[0]) if ranks.on_cpu else 1.0
-    block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, copy_s = slowest.tolist()
+    block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, rest_split_s, copy_s = slowest.tolist()
     return Speeds(
-        block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, copy_s, crowd, ranks.dtype, results
+        block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, rest_split_s, copy_s, crowd, ranks.dtype, results
     )  # fmt: skip
 
 
@@ -99,23 +102,43 @@ class Ranks:
             lines = [(sequences * few - many) / (sequences - 1) for few, many in zip(least, most, strict=True)]
             fixed = [min(max(0.0, line), few) for line, few in zip(lines, least, strict=True)]
         per_token = [max(0.0, many - part) / sequences / tokens for many, part in zip(most, fixed, strict=True)]
-        update, split, copy = self._update(models[0]), 0.0, 0.0
+        update, split, copy = self._update(models[0]), [0.0, 0.0], 0.0
         if self.on_cpu and self.world.size > 1:
             copy = self._copy(models[0])
             if "tp" in self.cfg.model.divides:
-                divided = self._block_and_rest([self._divided(model) for model in models], sequences)
-                split = max(0.0, divided[0] - most[0])
-        return [*per_token, update, *fixed, split, copy]
+                split = self._split(most, sequences)
+        return [*per_token, update, *fixed, *split, copy]
 
-    def _model(self, layers: int) -> Transformer:
-        return build(replace(self.cfg.transformer.one_block(), n_layer=layers), self.vocab_size, device=self.device)
+    def _model(self, layers: int, multiple: int = 1) -> Transformer:
+        cfg = replace(self.cfg.transformer.one_block(), n_layer=layers)
+        return materialise(meta_model(cfg, self.vocab_size, multiple=multiple), 0, self.device)
 
-    def _divided(self, model: Transformer) -> Transformer:
-        """Make ``model`` tensor-parallel over this rank alone, so that nothing is sent, and return it."""
-        mesh = init_device_mesh(self.device.type, (self.world.size, 1), mesh_dim_names=("others", "tp"))
-        parallelize_module(model, mesh["tp"], model.tensor_parallel_plan())
-        model.tie()
-        return model
+    def _split(self, whole: Sequence[float], sequences: int) -> list[float]:
+        """Return what tensor parallelism adds to both passes of a block, and of the rest of the model [s].
+
+        The fewest neighbours that the model can be divided among compute it together. What that takes beyond their
+        share of the whole model's time, and beyond the messages alone, is the work of each operation to find out how
+        its tensors are divided, and the wait for the other ranks at each message, at which none is ever quite in time.
+        """
+        cfg, size = self.cfg.transformer, self.world.size
+        counts = [getattr(cfg, name) or 0 for name in cfg.tensor_parallel_options()]
+        degrees = (n for n in range(2, size + 1) if size % n == 0 and not any(count % n for count in counts))
+        tp = next(degrees, 0)
+        if not tp:  # no layout of these ranks divides the model either
+            return [0.0, 0.0]
+        mesh = init_device_mesh(self.device.type, (size // tp, tp), mesh_dim_names=("others", "tp"))["tp"]
+        models = [self._model(layers, tp) for layers in (1, 2)]
+        for model in models:
+            parallelize_module(model, mesh, model.tensor_parallel_plan())
+            model.tie()
+        divided = self._block_and_rest(models, sequences)
+        message = sequences * cfg.block_size * cfg.n_embd * TORCH_DTYPES[self.dtype].itemsize
+        ranks = tuple(td.get_process_group_ranks(mesh.get_group()))
+        calls = bandwidth.operations(self.world, bandwidth.Group("axis tp", ranks, mesh.get_group()))
+        both = [calls[name][0](message) for name in ("all_gather", "reduce_scatter")]
+        pair = self._seconds(lambda: [call() for call in both for _ in range(PAIRS)]) / PAIRS
+        sent = TENSOR_PASSES / 2 * pair, TENSOR_ENDS * pair
+        return [max(0.0, now - alone / tp - each) for now, alone, each in zip(divided, whole, sent, strict=True)]
 
     def _block_and_rest(self, models: Sequence[Transformer], sequences: int) -> tuple[float, float]:
         """Return the seconds of both passes of a block, and of the rest of the model.

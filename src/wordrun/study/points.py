@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import fcntl
@@ -84,8 +85,11 @@ class Points:
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
             self._lock.flush()
-        except BaseException:
-            self._lock.close()
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # it tries once more to write
+                self._lock.close()
+            if isinstance(error, OSError):
+                raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None
             raise
         return self
 

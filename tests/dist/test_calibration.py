@@ -1,0 +1,25 @@
+"""What tensor parallelism adds on each rank is measured on groups that divide the model, if these ranks can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wordrun.plan.time import load_speeds
+
+SMALL = [
+    "data=sample", "tokenizer=byte", "train.device=cpu", "train.dtype=fp32", "model.block_size=16",
+    "model.batch_size=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "divisible"), [(2, True), (3, False)])
+def test_what_tensor_parallelism_adds(heads: int, divisible: bool, ranks: Any, tmp_path: Path) -> None:
+    words = ("--no-bandwidth", *SMALL, f"model.n_head={heads}", f"model.n_embd={16 * heads}")
+    done = ranks(2, "-m", "wordrun.study.calibrate", "speeds.json", *words, under="fork")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = load_speeds(tmp_path / "speeds.json")
+    assert (found.split_s > 0, found.rest_split_s > 0) == (divisible, divisible)
+    assert found.copy_s > 0
