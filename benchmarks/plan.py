@@ -26,7 +26,7 @@ SMALL = ["model.n_layer=8", "model.n_embd=512", "model.n_head=8"]
 
 
 def main() -> int:
-    """Run the study, and return 1 if a ratio is beyond its limit or a point has failed."""
+    """Run the study, and return 1 if an estimate is missing or beyond its limit, or a point has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--small", action="store_true")
@@ -44,6 +44,9 @@ def main() -> int:
     beyond = []
     for row in rows:
         for name, limit in LIMITS.items():
+            if not row[f"planned_{name}"]:
+                beyond.append(f"{row['point']}: no estimate of {name}")
+                continue
             ratio = float(row[name]) / float(row[f"planned_{name}"])
             if not 1 / limit <= ratio <= limit:
                 beyond.append(f"{row['point']}: {name} is {ratio:.2f} times the estimate")
