@@ -116,15 +116,15 @@ class Ranks:
     def _split(self, whole: Sequence[float], sequences: int) -> list[float]:
         """Return what tensor parallelism adds to both passes of a block, and of the rest of the model [s].
 
-        The fewest neighbours that the model can be divided among compute it together. What that takes beyond their
+        As many neighbours on a node as the model can be divided among compute it together. What that takes beyond their
         share of the whole model's time, and beyond the messages alone, is the work of each operation to find out how
-        its tensors are divided, and the wait for the other ranks at each message, at which none is ever quite in time.
+        its tensors are divided, and the wait for the other ranks at each message.
         """
         cfg, size = self.cfg.transformer, self.world.size
+        local = -int(all_max(torch.tensor(-self.world.local_size, device=self.device)))  # nodes may differ
         counts = [getattr(cfg, name) or 0 for name in cfg.tensor_parallel_options()]
-        degrees = (n for n in range(2, size + 1) if size % n == 0 and not any(count % n for count in counts))
-        tp = next(degrees, 0)
-        if not tp:  # no layout of these ranks divides the model either
+        tp = next((n for n in range(local, 1, -1) if size % n == local % n == 0 and not any(c % n for c in counts)), 0)
+        if not tp:  # as in a run of so many ranks
             return [0.0, 0.0]
         mesh = init_device_mesh(self.device.type, (size // tp, tp), mesh_dim_names=("others", "tp"))["tp"]
         models = [self._model(layers, tp) for layers in (1, 2)]
