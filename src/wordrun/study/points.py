@@ -89,7 +89,9 @@ class Points:
             with contextlib.suppress(OSError):  # it tries once more to write
                 self._lock.close()
             if isinstance(error, OSError):
-                raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None
+                raise UserError(
+                    f"cannot write to {self.folder}: {error.strerror}. Start the study again when this is solved"
+                ) from None
             raise
         return self
 
