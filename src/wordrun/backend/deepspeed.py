@@ -102,14 +102,17 @@ class DeepSpeedBackend:
             group["params"] = [real[stand_in] for stand_in in group["params"]]
         return optimizer
 
+    def _cast(self, batch: Any) -> Any:
+        """Return ``batch`` in the precision of the weights, if it can do that; the engine does not use autocast."""
+        return batch.cast(self.dtype) if hasattr(batch, "cast") else batch
+
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``."""
         set_learning_rate(self.optimizer, learning_rate)
         losses = []
         norm: Any = None
         for batch in batches:
-            losses_of = self.engine(LossesOf(batch.cast(self.dtype)))
-            loss = checked(losses_of, batch, self.spec.cfg.model, self.device).mean()
+            loss = checked(self.engine(LossesOf(self._cast(batch))), batch, self.spec.cfg.model, self.device).mean()
             clock.lap("forward")
             self.engine.backward(loss)
             losses.append(loss.detach())
@@ -128,7 +131,7 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
-        return checked(self.engine(LossesOf(batch.cast(self.dtype), outputs)), batch, self.spec.cfg.model, self.device)
+        return checked(self.engine(LossesOf(self._cast(batch), outputs)), batch, self.spec.cfg.model, self.device)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
