@@ -208,6 +208,31 @@ def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: 
     assert together[:3] == [("p0", 0), ("p1", 1), ("p2", 0)]
 
 
+def test_a_point_without_room_on_the_disk_ends_the_study_and_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["OSError: No space left on device", "", "", ""]
+
+    def start(self: runner.Runner, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+        self._output(point).parent.mkdir(exist_ok=True)
+        self._output(point).write_text(texts.pop(0))
+        return subprocess.Popen(["sh", "-c", "exit 3"])
+
+    monkeypatch.setattr(runner.Runner, "_start", start)
+
+    def run() -> None:
+        with opened(tmp_path) as file:
+            runner.Runner(file, arguments(tmp_path), lambda point, run: {}).run([A, B])
+
+    with pytest.raises(UserError, match="a had no room on the disk"):
+        run()
+    assert len(texts) == 3, "the other point was not started"
+    run()
+    assert len(texts) == 1, "both were"
+    run()
+    assert len(texts) == 1, "other failures stay"
+
+
 @pytest.fixture
 def _sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sbatch = tmp_path / "bin" / "sbatch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import re
 import shlex
@@ -202,6 +203,11 @@ class Runner:
                         text = row["reason"] if row["state"] == FAILED else self.result(row)
                         LOGGER.info("[%d/%d] %s: %s", count, total, point.name, text)
                         bar.update(task, completed=count)
+                        if _lacked_room(row):  # so would the other points
+                            raise UserError(
+                                f"{point.name} had no room on the disk. Start the study again when there is some: it "
+                                "repeats this point"
+                            )
                 if not ended:
                     time.sleep(POLL_S)
 
@@ -232,7 +238,7 @@ class Runner:
                 return left or not self.args.retry_failed
             self._record(point, jobs.output(launch, ids[-1]))
             LOGGER.info("%s: %s", point.name, self.file.rows[point.name]["reason"])
-        return state in (FAILED, SUBMITTED) and not self.args.retry_failed
+        return state in (FAILED, SUBMITTED) and not (self.args.retry_failed or _lacked_room(self.file.rows[point.name]))
 
     def _start(self, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start launch for ``point`` on ``hosts``; empty: on this machine or the whole job."""
@@ -325,6 +331,11 @@ def _origin(run: RunRecord) -> dict[str, Any]:
         "versions": "; ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
         "hosts": " ".join(run.hosts[:8]),
     }  # fmt: skip
+
+
+def _lacked_room(row: Mapping[str, str]) -> bool:
+    """Return whether a point failed because the disk was full, or its user's quota was."""
+    return row["state"] == FAILED and any(os.strerror(code) in row["reason"] for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _last_line(file: Path) -> str:
