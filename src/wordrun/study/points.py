@@ -160,7 +160,7 @@ class Points:
         except OSError as error:
             raise UserError(
                 f"cannot write {self.path}: {error.strerror}; it has all rows except that of {point.name}. "
-                "Start the study again when this is solved: the run itself is not repeated"
+                "Start the study again when this is solved: a finished run is not repeated"
             ) from None
 
 
