@@ -97,7 +97,7 @@ def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool)
     rank, memory, guardians = None, "", job.guardians
     if status not in (0, REQUEUE) and not job.stopped_by:
         if not job.failed and job.output.names_kill:
-            status = 128 + signal.SIGKILL
+            status = int(signal.SIGKILL)  # as Hydra returns it when its cleaning up succeeds
         rank = job.failed[0] if job.failed else 0 if job.plan.ranks.np == 1 else None
         memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
         say(memory, "plan.md#before-every-run")
