@@ -71,11 +71,10 @@ def test_what_a_pass_takes_for_any_number_of_tokens_counts_for_each_micro_batch(
 def test_tensor_parallelism_takes_time_for_each_block_and_pass() -> None:
     both = replace(SPEEDS, bandwidth=ALL)
     words = ("train.backend=TP", "optimizer.gas=3")
-    more = step(2, *words, speeds=replace(both, split_s=5e-3)).total - step(2, *words, speeds=both).total
-    assert more == pytest.approx(3 * 4 * 5e-3)
-    more = step(2, *words, speeds=replace(both, rest_split_s=5e-3)).total - step(2, *words, speeds=both).total
-    assert more == pytest.approx(3 * 5e-3)
-    assert step(2, speeds=replace(both, split_s=5e-3, rest_split_s=5e-3)) == step(2, speeds=both)
+    split = [{"ranks": 2, "block_s": 5e-3, "rest_s": 7e-3}, {"ranks": 8, "block_s": 1.0, "rest_s": 1.0}]
+    more = step(2, *words, speeds=replace(both, split=split)).total - step(2, *words, speeds=both).total
+    assert more == pytest.approx(3 * (4 * 5e-3 + 7e-3))
+    assert step(2, speeds=replace(both, split=split)) == step(2, speeds=both)
 
 
 def test_fsdp_copies_what_it_gathers_and_averages() -> None:
@@ -188,4 +187,4 @@ def test_calibration_of_one_rank(command: Command, tmp_path: Path) -> None:
     found = load_speeds(tmp_path / "speeds.json")
     assert min(found.block_s, found.update_s) > 0
     assert (found.dtype, found.crowd, found.bandwidth, found.copy_s) == ("fp32", 1.0, [], 0)
-    assert found.split_s == found.rest_split_s == 0
+    assert found.split == []

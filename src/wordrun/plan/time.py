@@ -44,11 +44,10 @@ class Speeds:
     """Seconds that both passes of a block take for any number of tokens."""
     rest_pass_s: float = 0.0
     """The same for everything else."""
-    split_s: float = 0.0
-    """Seconds that tensor parallelism adds to both passes of a block, besides messages: each operation finds out how
-    its tensors are divided, and ranks wait for each other. 0 on accelerators, which compute meanwhile."""
-    rest_split_s: float = 0.0
-    """The same for everything else."""
+    split: list[dict[str, Any]] = field(default_factory=list)
+    """What tensor parallelism adds besides messages, as ``ranks`` in a group, ``block_s`` and ``rest_s`` [s] for both
+    passes: each operation finds out how its tensors are divided, and ranks wait for each other. Empty on accelerators,
+    which compute meanwhile."""
     copy_s: float = 0.0
     """Seconds per byte to copy parameters or gradients into new memory; 0 on accelerators, as above."""
     crowd: float = 1.0
@@ -57,6 +56,13 @@ class Speeds:
     """The dtype in which it was measured."""
     bandwidth: list[dict[str, Any]] = field(default_factory=list)
     """Results of ``test_dist --bench``."""
+
+    def split_of(self, tp: int) -> tuple[float, float]:
+        """Return the seconds that ``tp`` ranks add to a block and to the rest, by the nearest measured number."""
+        if tp == 1 or not self.split:
+            return 0.0, 0.0
+        nearest = min(self.split, key=lambda each: abs(math.log(each["ranks"] / tp)))
+        return nearest["block_s"], nearest["rest_s"]
 
     def save(self, file: Path) -> None:
         """Write the speeds as JSON."""
@@ -167,7 +173,7 @@ def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds:
     last = model.cfg.n_layer - 1
     parts = options.microbatches_of(strategy.cfg.model.batch_size, at.pp)
     tokens = strategy.tokens / parts
-    split = (speeds.split_s, speeds.rest_split_s) if at.tp > 1 else (0.0, 0.0)
+    split = speeds.split_of(at.tp)
     block = (1 + again) * (speeds.block_s * tokens + speeds.block_pass_s) / at.tp + split[0]
     rest = (speeds.rest_s * tokens + speeds.rest_pass_s) / at.tp + split[1]
 

@@ -30,6 +30,7 @@ from wordrun.composer import compose
 from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist.collectives import all_max
+from wordrun.dist.mesh import Layout
 from wordrun.launch.job import count_cores
 from wordrun.model import Transformer, materialise, meta_model
 from wordrun.plan.cli import vocabulary
@@ -37,8 +38,10 @@ from wordrun.plan.time import Speeds
 from wordrun.plan.traffic import TENSOR_ENDS, TENSOR_PASSES
 from wordrun.registry import part_of
 
-ROUNDS = 9
+ROUNDS = 7
 """Measurements of each kind, of which the median counts."""
+IN_A_ROW = 3
+"""Repetitions within a measurement: after the first, ranks wait for each other and for cores as in training."""
 TICK = 1e-12
 """Ranks compare times as integers of this unit [s]."""
 SIZES = "64KB..16MB"
@@ -66,14 +69,18 @@ def main(argv: Sequence[str]) -> int:
 def measure(cfg: Config, world: dist.World, *, with_bandwidth: bool = True) -> Speeds:
     """Return the speeds of these ranks for the model of ``cfg``; every rank calls this."""
     ranks = Ranks(cfg, world)
-    slowest = all_max(torch.tensor([round(each / TICK) for each in ranks.times()], device=ranks.device)) * TICK
+    groups = ranks.tensor_parallel_groups()
+    slowest = all_max(torch.tensor([round(each / TICK) for each in ranks.times(groups)], device=ranks.device)) * TICK
     results = []
     if with_bandwidth and world.size > 1:
-        results = bandwidth.measure(world, bandwidth.sizes(SIZES), None, lambda text: None)["results"]
+        axes = Layout(shard=world.size // groups[0], tp=groups[0]) if groups else None
+        results = bandwidth.measure(world, bandwidth.sizes(SIZES), axes, lambda text: None)["results"]
     crowd = max(1.0, world.local_size / count_cores()[0]) if ranks.on_cpu else 1.0
-    block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, rest_split_s, copy_s = slowest.tolist()
+    block_s, rest_s, update_s, block_pass_s, rest_pass_s, copy_s, *added = slowest.tolist()
+    each_group = zip(groups, added[::2], added[1::2], strict=True)
+    split = [{"ranks": tp, "block_s": block, "rest_s": rest} for tp, block, rest in each_group]
     return Speeds(
-        block_s, rest_s, update_s, block_pass_s, rest_pass_s, split_s, rest_split_s, copy_s, crowd, ranks.dtype, results
+        block_s, rest_s, update_s, block_pass_s, rest_pass_s, split, copy_s, crowd, ranks.dtype, results
     )  # fmt: skip
 
 
@@ -91,8 +98,18 @@ class Ranks:
         self.dtype = fast_dtype(cfg.train.dtype, self.device)
         self.vocab_size, _ = vocabulary(cfg)
 
-    def times(self) -> list[float]:
-        """Return the fields of ``Speeds`` that are times, from block_s to copy_s."""
+    def tensor_parallel_groups(self) -> list[int]:
+        """Return the numbers of neighbours on a node, least first, that can divide the model; none on accelerators."""
+        if not self.on_cpu or self.world.size == 1 or "tp" not in self.cfg.model.divides:
+            return []
+        cfg = self.cfg.transformer
+        local = -int(all_max(torch.tensor(-self.world.local_size, device=self.device)))  # nodes may differ
+        counts = [getattr(cfg, name) or 0 for name in cfg.tensor_parallel_options()]
+        sizes = [n for n in range(2, local + 1) if self.world.size % n == local % n == 0]
+        return [n for n in sizes if not any(count % n for count in counts)]
+
+    def times(self, groups: Sequence[int]) -> list[float]:
+        """Return the fields of ``Speeds`` that are times, then block and rest of each number of ranks in ``split``."""
         sequences, tokens = self.cfg.model.batch_size, self.cfg.transformer.block_size
         models = [self._model(layers) for layers in (1, 2)]
         most = self._block_and_rest(models, sequences)
@@ -102,31 +119,23 @@ class Ranks:
             lines = [(sequences * few - many) / (sequences - 1) for few, many in zip(least, most, strict=True)]
             fixed = [min(max(0.0, line), few) for line, few in zip(lines, least, strict=True)]
         per_token = [max(0.0, many - part) / sequences / tokens for many, part in zip(most, fixed, strict=True)]
-        update, split, copy = self._update(models[0]), [0.0, 0.0], 0.0
-        if self.on_cpu and self.world.size > 1:
-            copy = self._copy(models[0])
-            if "tp" in self.cfg.model.divides:
-                split = self._split(most, sequences)
-        return [*per_token, update, *fixed, *split, copy]
+        copy = self._copy(models[0]) if self.on_cpu and self.world.size > 1 else 0.0
+        split = [seconds for tp in groups for seconds in self._split(tp, most, sequences)]
+        return [*per_token, self._update(models[0]), *fixed, copy, *split]
 
     def _model(self, layers: int, multiple: int = 1) -> Transformer:
         cfg = replace(self.cfg.transformer.one_block(), n_layer=layers)
         return materialise(meta_model(cfg, self.vocab_size, multiple=multiple), 0, self.device)
 
-    def _split(self, whole: Sequence[float], sequences: int) -> list[float]:
+    def _split(self, tp: int, whole: Sequence[float], sequences: int) -> list[float]:
         """Return what tensor parallelism adds to both passes of a block, and of the rest of the model [s].
 
-        As many neighbours on a node as the model can be divided among compute it together. What that takes beyond their
-        share of the whole model's time, and beyond the messages alone, is the work of each operation to find out how
-        its tensors are divided, and the wait for the other ranks at each message.
+        Groups of ``tp`` neighbours compute the model together, all groups at the same time. What that takes beyond
+        their share of the whole model's time, and beyond the messages alone, is the work of each operation to find out
+        how its tensors are divided, and the wait for the other ranks at each message.
         """
-        cfg, size = self.cfg.transformer, self.world.size
-        local = -int(all_max(torch.tensor(-self.world.local_size, device=self.device)))  # nodes may differ
-        counts = [getattr(cfg, name) or 0 for name in cfg.tensor_parallel_options()]
-        tp = next((n for n in range(local, 1, -1) if size % n == local % n == 0 and not any(c % n for c in counts)), 0)
-        if not tp:  # as in a run of so many ranks
-            return [0.0, 0.0]
-        mesh = init_device_mesh(self.device.type, (size // tp, tp), mesh_dim_names=("others", "tp"))["tp"]
+        cfg = self.cfg.transformer
+        mesh = init_device_mesh(self.device.type, (self.world.size // tp, tp), mesh_dim_names=("others", "tp"))["tp"]
         models = [self._model(layers, tp) for layers in (1, 2)]
         for model in models:
             parallelize_module(model, mesh, model.tensor_parallel_plan())
@@ -136,7 +145,7 @@ class Ranks:
         ranks = tuple(td.get_process_group_ranks(mesh.get_group()))
         calls = bandwidth.operations(self.world, bandwidth.Group("axis tp", ranks, mesh.get_group()))
         both = [calls[name][0](message) for name in ("all_gather", "reduce_scatter")]
-        pair = self._seconds(lambda: [call() for call in both for _ in range(PAIRS)]) / PAIRS
+        (pair,) = (each / PAIRS for each in self._seconds(lambda: [call() for call in both for _ in range(PAIRS)]))
         sent = TENSOR_PASSES / 2 * pair, TENSOR_ENDS * pair
         return [max(0.0, now - alone / tp - each) for now, alone, each in zip(divided, whole, sent, strict=True)]
 
@@ -157,7 +166,7 @@ class Ranks:
                 torch.autograd.backward(full(model.losses(batch)).mean())
             model.zero_grad()
 
-        one, two = (self._seconds(partial(passes, model)) for model in models)
+        one, two = self._seconds(*(partial(passes, model) for model in models))
         block = max(two - one, 0.1 * one)
         return block, max(one - block, 0.0)
 
@@ -173,7 +182,7 @@ class Ranks:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
 
-        seconds = self._seconds(update)
+        (seconds,) = self._seconds(update)
         optimizer.zero_grad()
         return seconds / sum(each.numel() for each in parameters)
 
@@ -181,19 +190,25 @@ class Ranks:
         """Return the seconds per byte to copy the parameters of a block into new memory."""
         size = sum(each.numel() for each in model.blocks.parameters())
         source = torch.ones(size, device=self.device)
-        return self._seconds(source.clone) / source.nbytes
+        (seconds,) = self._seconds(source.clone)
+        return seconds / source.nbytes
 
-    def _seconds(self, action: Callable[[], Any]) -> float:
-        """Return how long ``action`` takes, begun by all ranks together: the median, after one round to warm up."""
-        times = []
+    def _seconds(self, *actions: Callable[[], Any]) -> list[float]:
+        """Return how long each action takes, begun by all ranks together: medians, after one round to warm up.
+
+        Actions are measured in turns, so that all are affected if the machine becomes slower meanwhile.
+        """
+        times: list[list[float]] = [[] for _ in actions]
         for _ in range(ROUNDS + 1):
-            td.barrier()
-            self._wait()
-            begin = time.perf_counter()
-            action()
-            self._wait()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+            for action, found in zip(actions, times, strict=True):
+                td.barrier()
+                self._wait()
+                begin = time.perf_counter()
+                for _ in range(IN_A_ROW):
+                    action()
+                self._wait()
+                found.append((time.perf_counter() - begin) / IN_A_ROW)
+        return [statistics.median(found[1:]) for found in times]
 
     def _wait(self) -> None:
         if not self.on_cpu:
