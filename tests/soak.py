@@ -154,6 +154,8 @@ class Elastic:
             of_guardian.setdefault(parent(pid), []).append(pid)
         guardian = self.dice.choice(sorted(of_guardian))
         node, of_node = node_of(guardian), of_guardian[guardian]
+        if node is None or 0 in of_guardian:  # ended meanwhile
+            return ""
         one = [self.dice.choice(ranks)]
         pids = {
             "a node's ranks": of_node, "a guardian": [guardian], "launch": [process.pid], NODE: [guardian, *of_node],

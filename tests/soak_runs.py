@@ -184,15 +184,18 @@ def send(pids: list[int], number: signal.Signals) -> None:
 
 
 def parent(pid: int) -> int:
-    """Return the process ID of a process's parent."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """Return the process ID of a process's parent; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
-def node_of(guardian: int) -> int:
-    """Return the number of a guardian's node, as RANK does."""
+def node_of(guardian: int) -> int | None:
+    """Return the number of a guardian's node, as RANK does; None if it has ended."""
     lines = environment(guardian).decode().split("\0")
     found = dict(line.partition("=")[::2] for line in lines)
-    return int([*found["WORDRUN_GUARDIAN_TOKEN"].split(), found.get("RANK", "0")][3])
+    token = found.get("WORDRUN_GUARDIAN_TOKEN")
+    return None if token is None else int([*token.split(), found.get("RANK", "0")][3])
 
 
 def finish(folder: Path, words: list[str]) -> None:
