@@ -238,6 +238,22 @@ def test_a_program_that_calls_mpi_is_left_to_the_launcher(command: Command) -> N
     assert "COMMAND calls MPI, so only a launcher can start its ranks: launching again without --elastic" in done.stderr
 
 
+def test_a_port_that_another_process_has_taken(command: Command) -> None:
+    act = """
+with open("ports", "a") as ports:
+    ports.write(f"{os.environ['MASTER_PORT']}\\n" * (rank == 0))
+taken = Path("ports").read_text().split()
+if rank == 0 and len(taken) == 1:
+    sys.exit(f"cannot listen on port {taken[-1]}: Address already in use")
+while len(Path("ports").read_text().split()) < 2:
+    time.sleep(0.01)
+"""
+    done = command(*ELASTIC, "-n", "2", "python", "act.py", act)
+    first, second = Path("ports").read_text().split()
+    assert (done.returncode, first != second) == (0, True), done.stderr
+    assert f"launch: port {first} was taken in the meantime: restarting the ranks with another" in done.stderr
+
+
 def test_nobody_else_can_connect(start: Start) -> None:
     """Whoever does not know the secret is turned away, and nothing changes for the ranks."""
     import socket

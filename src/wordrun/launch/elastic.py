@@ -72,8 +72,6 @@ class Guardians:
     nodes: Nodes = field(init=False)
     _links: dict[int, Link] = field(default_factory=dict)
     _hosts: dict[int, str] = field(default_factory=dict)
-    _ports: dict[int, int] = field(default_factory=dict)
-    """A free port on each node."""
     _before: tuple[int, ...] = ()
     """The ranks on each node in the generation before."""
     _saved: bool = False
@@ -101,7 +99,10 @@ class Guardians:
     def look(self) -> None:
         """Act on what has waited long enough."""
         now = time.monotonic()
-        if now > self._decide_at:
+        if now > self._decide_at and not self.stopping and self.nodes.port_taken(self.output.tail.lines()):
+            self.say(f"port {self.nodes.port} was taken in the meantime: restarting the ranks with another")
+            self._end()
+        elif now > self._decide_at:
             self._give_up()
         if self.state == "saving" and now > self._save_by:
             self._end()
@@ -177,7 +178,7 @@ class Guardians:
                 self._exited(node, message)
                 continue
             if "port" in message:
-                self._ports[node] = message["port"]
+                self.nodes.ports[node] = message["port"]
             if message["event"] == "ready":
                 self.nodes.ready.add(node)
                 if self.state == "meeting":
@@ -212,13 +213,11 @@ class Guardians:
         stay = those_that_stay(self._before or layout, layout, answers)
         self._before = layout
         self.kills.came_back(len(stay), sum(layout) - len(stay))
-        port = self._ports[next(node for node, ranks in enumerate(layout) if ranks)]
         self.state = "starting"
         self._living, self._failures = {*range(sum(layout))}, []
+        port = self.nodes.choose_port(first=not self.generation)
         if self.generation:
             env["WORDRUN_RESUME"] = "auto"
-        else:
-            port = int(self.plan.env["MASTER_PORT"])
         if self.kills.faults:
             env["WORDRUN_FAULTS"] = json.dumps(self.kills.faults)
         self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout, stay=stay)

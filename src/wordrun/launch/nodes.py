@@ -8,12 +8,13 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from wordrun.launch import address
 from wordrun.launch.job import short
 from wordrun.launch.plan import LaunchPlan, guardian_again
+from wordrun.launch.tail import port_taken
 
 # A guardian is started again on a lost node after the first of these times [s], then after twice as long, and so on.
 FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 300.0
@@ -26,8 +27,14 @@ class Nodes:
     plan: LaunchPlan
     ready: set[int] = field(default_factory=set)
     """The nodes whose guardians can start ranks."""
+    ports: dict[int, int] = field(default_factory=dict)
+    """A free port on each of them."""
+    port: int = 0
+    """At which the ranks meet."""
     launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """The launchers that were started for lost nodes, and have not ended."""
+    _can_move: bool = True
+    """Whether the ranks may meet at another port if theirs is taken, which they do once."""
     _start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]] | None = None
     _tries: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When to start a guardian again on each lost node, and how long to wait after that."""
@@ -50,6 +57,20 @@ class Nodes:
         best = self.best()
         assert best is not None
         self.layout = best
+
+    def choose_port(self, *, first: bool) -> int:
+        """Choose where the ranks of this layout meet; for those that start ``first`` the plan has done so."""
+        rank_0 = next(node for node, ranks in enumerate(self.layout) if ranks)
+        self.port = int(self.plan.env["MASTER_PORT"]) if first else self.ports[rank_0]
+        return self.port
+
+    def port_taken(self, lines: Iterable[str]) -> bool:
+        """Return whether another port would help, because ``lines`` say that theirs is in use; True only once."""
+        chosen = self.plan.reasons["MASTER_PORT"] == "--env" and self.port == int(self.plan.env["MASTER_PORT"])
+        if chosen or not self._can_move or not port_taken(lines, self.port):
+            return False
+        self._can_move = False
+        return True
 
     def begin(self, start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]]) -> None:
         """Bring back lost nodes from now on: ``start`` starts another launcher, whose guardian gets the text."""
