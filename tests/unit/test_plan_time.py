@@ -179,6 +179,12 @@ def test_files_of_something_else_are_refused(tmp_path: Path, text: str) -> None:
             load(tmp_path / "x.json")
 
 
+def test_speeds_of_another_version_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "speeds.json").write_text('{"block_s": 1.0, "rest_s": 1.0, "split_s": 0.0}')
+    with pytest.raises(ConfigError, match=r"speeds\.json was measured by another version of wordrun: remove it"):
+        load_speeds(tmp_path / "speeds.json")
+
+
 def test_calibration_of_one_rank(command: Command, tmp_path: Path) -> None:
     # Large enough that a block takes milliseconds: on a busy machine, others are lost in the noise.
     words = ("model.n_embd=128", "model.n_head=2", "model.block_size=64", "train.device=cpu", "train.dtype=fp32")

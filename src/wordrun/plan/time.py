@@ -77,6 +77,8 @@ def load_speeds(file: Path) -> Speeds:
     """
     found = _read(file)
     if found.keys() != {each.name for each in fields(Speeds)}:
+        if "block_s" in found:
+            raise ConfigError(f"{file} was measured by another version of wordrun: remove it, and measure again")
         raise ConfigError(f"{file} has no speeds: it should be a file written by wordrun.study.calibrate")
     return Speeds(**found)
 
