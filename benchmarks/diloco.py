@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import socket
@@ -82,12 +83,11 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, each in found.items():
-        axes.plot(each["bytes"] / 1000, each["loss"], "o", color="#f58518" if name == "DDP" else "#4c78a8")
-        axes.annotate(name, (each["bytes"] / 1000, each["loss"]), (5, 5), textcoords="offset points", fontsize=8)
+    for (name, each), marker in zip(found.items(), itertools.cycle("os^Dv<>P")):
+        axes.plot(each["bytes"] / 1000, each["loss"], marker, label=name)
+    axes.legend(frameon=False, fontsize=8)
     axes.set(xscale="log", xlabel="kB sent by each rank per step", ylabel="validation loss at the end")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(0.2)
     figure.savefig(path, dpi=130)
 
 

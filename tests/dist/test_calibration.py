@@ -15,12 +15,12 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("heads", "divisible"), [(2, True), (3, False)])
-def test_what_tensor_parallelism_adds(heads: int, divisible: bool, ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "heads", "groups"), [(4, 4, [2, 4]), (2, 3, [])])
+def test_what_tensor_parallelism_adds(count: int, heads: int, groups: list[int], ranks: Any, tmp_path: Path) -> None:
     words = ("--no-bandwidth", *SMALL, f"model.n_head={heads}", f"model.n_embd={16 * heads}")
-    done = ranks(2, "-m", "wordrun.study.calibrate", "speeds.json", *words, under="fork")
+    done = ranks(count, "-m", "wordrun.study.calibrate", "speeds.json", *words, under="fork")
     assert done.returncode == 0, done.stdout + done.stderr
     found = load_speeds(tmp_path / "speeds.json")
-    assert [each["ranks"] for each in found.split] == [2] * divisible
+    assert [each["ranks"] for each in found.split] == groups
     assert all(each["block_s"] > 0 for each in found.split)  # rest_s is little, and 0 in a measurement with noise
     assert found.copy_s > 0
