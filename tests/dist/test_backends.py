@@ -188,14 +188,11 @@ MASKED = [
     "data.path=documents.jsonl", "tokenizer=byte", "data.mask_documents=true",
     *MODELS["llama"], *SHORT, "optimizer.grad_clip=1.0", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
-EIGHT = {
-    "modern-3d": [
-        "train.backend=3D", f"backend.tp={TP}", "backend.replicate=-1", "backend.shard=1",
-        "train.activation_checkpointing=selective", *SHORT,
-    ],
-    "gpt-pp-tp": ["train.backend=PP", "backend.pp=4", f"backend.tp={TP}", FOUR, *SHORT],
-}  # fmt: skip
-# Whole matrices by owner, also of matrices of which a rank has no rows (5 of 10 on 4 ranks).
+THREE_D = [
+    "train.backend=3D", f"backend.tp={TP}", "backend.replicate=-1", "backend.shard=1",
+    "train.activation_checkpointing=selective", *SHORT,
+]  # fmt: skip
+# Whole matrices by owner, also of matrices of which a rank has no rows (1 of 2 on 2 ranks).
 MUON = [
     "optimizer=muon", "optimizer.learning_rate=5e-3", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5",
     "optimizer.grad_clip=0.85",
@@ -208,10 +205,8 @@ MUP = [
     "optimizer.grad_clip=0.5",
     "optimizer.learning_rate=8e-3",
 ]
-MUON_EIGHT = {
-    "muon-3d": ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT],
-    "muon-empty": ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=10", *MUON, *SHORT],
-}
+MUON_3D = ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT]
+MUON_EMPTY = ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=2", *MUON, *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -283,23 +278,19 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
                 assert each[what] == pytest.approx(one[what] / 2, rel=0.02), f"{model}: {what}"
 
 
-def test_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_and_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    alone = {"modern-alone-short": [*MODELS["modern"], *SHORT], "gpt-four-alone-short": [*MODELS["gpt"], FOUR, *SHORT]}
-    references = {name: f"{name}-alone{'-short' * (SHORT[0] in words)}" for name, words in MUON_EIGHT.items()}
-    alone |= {references[name]: words[2:] for name, words in MUON_EIGHT.items()}
-    train(ranks, 1, alone, home)
-    runs = {
-        name: [*MODELS[name.partition("-")[0]], *more, f"model.batch_size={(4 if FOUR in more else 2) * TP}"]
-        for name, more in EIGHT.items()
+    four = {"muon-empty": [*MUON_EMPTY, f"model.batch_size={2 * TP}"]}
+    eight = {
+        "modern-3d": [*MODELS["modern"], *THREE_D, f"model.batch_size={2 * TP}"],
+        "muon-3d": [*MUON_3D, f"model.batch_size={2 * TP}"],
     }
-    sizes = {"muon-3d": 2 * TP, "muon-empty": TP}
-    muon = {name: [*words, f"model.batch_size={sizes[name]}"] for name, words in MUON_EIGHT.items()}
-    train(ranks, 8, runs | muon, home)
-    for name, reference in references.items():
-        compare(home, name, reference)
-    for name, words in runs.items():
-        compare(home, name, "gpt-four-alone-short" if FOUR in words else f"{name.partition('-')[0]}-alone-short")
+    alone = {"modern": [*MODELS["modern"], *SHORT], "muon-3d": MUON_3D[2:], "muon-empty": MUON_EMPTY[2:]}
+    train(ranks, 1, {f"{name}-alone-short": words for name, words in alone.items()}, home)
+    train(ranks, 4, four, home)
+    train(ranks, 8, eight, home)
+    for name in four | eight:
+        compare(home, name, "modern-alone-short" if name == "modern-3d" else f"{name}-alone-short")
 
 
 BUILD = """

@@ -47,16 +47,16 @@ FSDP = ["train.backend=FSDP"]
 LAYOUTS = {
     "DDP": ["train.backend=DDP"],
     "FSDP": FSDP,
-    "TP": ["train.backend=TP", "backend.tp=2"],
-    "PP": ["train.backend=PP", "backend.pp=2", "model.batch_size=2"],
+    "TP": ["train.backend=TP", "backend.tp=2", "model.batch_size=4"],
+    "PP": ["train.backend=PP", "backend.pp=2", "model.batch_size=4"],
     "3D": ["train.backend=3D", "backend.pp=2", "backend.tp=2", "model.batch_size=4"],
     "cp, heads": [*FSDP, "backend.cp=2", "backend.cp_attention=heads", "model.batch_size=4"],
     "cp, ring": [*FSDP, "backend.cp=4", "backend.cp_attention=ring", "model.batch_size=4"],
     "LoRA": [*FSDP, "model.lora_rank=2", "train.init_from=weights"],
     "DeepSpeed": ["train.backend=deepspeed", "backend.stage=2"],
 }
-ON_TWO = ("DDP", "FSDP", "cp, heads", "LoRA", "DeepSpeed")
-"""Layouts with a single axis, for which two ranks are enough; the others have four."""
+ON_FOUR = ("3D", "cp, ring")
+"""Layouts with two axes, or whose ranks do not all receive from each other; for the others two ranks are enough."""
 SCRIPT = """
 import json, pickle, sys
 from functools import partial
@@ -105,7 +105,7 @@ def on_ranks(ranks: Any) -> dict[str, dict[str, bool]]:
     runs: dict[int, dict[str, Config]] = {2: {}, 4: {}}
     for family, model in FAMILIES.items():
         for layout, words in LAYOUTS.items():
-            n = 2 if layout in ON_TWO else 4
+            n = 4 if layout in ON_FOUR else 2
             with contextlib.suppress(ConfigError):  # refused
                 cfg = compose([*SMALL, *model, *batch(words, n)], ranks=n)
                 check(cfg, n)

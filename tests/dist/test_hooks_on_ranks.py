@@ -22,7 +22,7 @@ SMALL = [
     "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
     "train.max_iters=6", "train.log_interval=1", "train.eval_interval=3", "train.eval_iters=1", "train.sample_tokens=0",
     "train.global_batch_size=8", "optimizer.warmup_iters=0", "optimizer.learning_rate=1e-3", "train.save_best=false",
-    "train.checkpoint_interval=3", "train.keep_checkpoints=9", "model.n_layer=4", "model.n_head=2", "model.n_embd=16",
+    "train.checkpoint_interval=3", "train.keep_checkpoints=9", "model.n_layer=2", "model.n_head=2", "model.n_embd=16",
     "model.block_size=16", "model.bias=true",
     "hooks=[ema,statistics,spikes]", "hooks.ema.decay=0.8", "hooks.statistics.interval=2", "hooks.spikes.window=2",
 ]  # fmt: skip
@@ -52,7 +52,7 @@ TWO = {
     "tp": ["train.backend=TP", "model.batch_size=8"],
     "pp": ["train.backend=PP", "model.batch_size=8"],
     # The first stage and the last one, with the two copies of the tied weight, are on one rank.
-    "zero-bubble": ["train.backend=PP", "model.batch_size=8", f"backend.schedule={ZBV}"],
+    "zero-bubble": ["train.backend=PP", "model.batch_size=8", f"backend.schedule={ZBV}", "model.n_layer=4"],
     "ddp-to-fsdp": [*FSDP, resume("ddp")],
     "fsdp-to-fsdp": [*FSDP, resume("fsdp")],
     "fsdp-to-ddp": ["train.backend=DDP", "model.batch_size=4", resume("fsdp")],
@@ -204,14 +204,16 @@ def test_ranks_that_wait_in_a_hook_that_has_failed_on_another_do_not_wait_for_ev
 
 def test_hooks_see_one_model_under_every_layout(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train(ranks, 1, {"whole": ["model.batch_size=8"]})
+    train(ranks, 1, {"whole": ["model.batch_size=8"], "deep": ["model.batch_size=8", "model.n_layer=4"]})
     train(ranks, 2, TWO)
     train(ranks, 4, FOUR)
-    whole, mean = lines(tmp_path / "whole"), averages(tmp_path / "whole")
-    assert {"ema_val_loss", "grad_norm/blocks.3", "activation_rms/blocks.3", "grad_norm/norm", "spike_score"} <= {
+    whole = lines(tmp_path / "whole")
+    assert {"ema_val_loss", "grad_norm/blocks.1", "activation_rms/blocks.1", "grad_norm/norm", "spike_score"} <= {
         name for line in whole for name in line
     }
     for name in (*TWO, *FOUR):
+        reference = tmp_path / ("deep" if name == "zero-bubble" else "whole")
+        whole, mean = lines(reference), averages(reference)
         theirs = averages(tmp_path / name)
         assert theirs.keys() == mean.keys()
         for weight, value in mean.items():

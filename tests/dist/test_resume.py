@@ -21,14 +21,15 @@ STEPS = 12
 SMALL = [
     "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
     f"train.max_iters={STEPS}", f"optimizer.lr_decay_iters={STEPS}", "train.log_interval=1", "train.eval_interval=4",
-    "train.eval_iters=2", "train.sample_tokens=0", "train.global_batch_size=8", "optimizer.warmup_iters=2",
+    "train.eval_iters=1", "train.sample_tokens=0", "train.global_batch_size=8", "optimizer.warmup_iters=2",
     "optimizer.learning_rate=2e-3", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "train.save_best=false",
-    "model.n_layer=4", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
 ]  # fmt: skip
 # wordrun refuses these with an older torch, as test_compat.py shows.
 ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
 TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
 GPT = ["model.bias=true"]
+FOUR = "model.n_layer=4"  # a block for each of two ranks' stages
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]
 MUP = ["model.mup=true", "model.mup_base_width=4"]
 
@@ -60,7 +61,7 @@ SAME = {
     "tp": ["train.backend=TP", "model.batch_size=8", *MUP],
     "muon": ["train.backend=FSDP", "model.batch_size=4", "optimizer=muon", "optimizer.momentum_warmup=9"],
     "pp": ["train.backend=PP", "model.batch_size=8"],
-    "zero-bubble": ["train.backend=PP", "model.batch_size=8", f"backend.schedule={ZBV}"],
+    "zero-bubble": ["train.backend=PP", "model.batch_size=8", f"backend.schedule={ZBV}", FOUR],
 }
 if importlib.util.find_spec("deepspeed"):
     SAME |= {
@@ -180,22 +181,24 @@ def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch:
         return {f"{m}-{name}": [*model, *words, resume(f"{m}-{source}", step)] for m, model in models.items()}
 
     whole = {f"{m}-whole": [*model, "model.batch_size=8"] for m, model in models.items()}
+    whole |= {f"{m}-deep": [*model, "model.batch_size=8", FOUR] for m, model in models.items()}
     train(ranks, 1, whole | {"muon-whole": ["model.batch_size=8", *muon]})
     # 31 characters, padded to 32 and 128 rows, of which a checkpoint has none.
     schedule = f"backend.schedule={ZBV}"
     two = runs("tp", "whole", 2, "TP", 8) | runs("aligned", "whole", 2, "FSDP", 4) | runs("pp", "whole", 2, "PP", 8)
-    two |= runs("zero-bubble", "whole", 2, "PP", 8, schedule)
+    two |= runs("zero-bubble", "deep", 2, "PP", 8, schedule, FOUR)
     two["muon-tp"] = ["train.backend=TP", "model.batch_size=8", *muon, resume("muon-whole", 2)]
     train(ranks, 2, two)
     four = runs("3d", "aligned", 4, "3D", 4 * TP, f"backend.tp={TP}")
     train(ranks, 4, four)
-    back = runs("3d-back", "3d", 6, "DDP", 8) | runs("zero-bubble-back", "zero-bubble", 6, "DDP", 8)
+    back = runs("3d-back", "3d", 6, "DDP", 8) | runs("zero-bubble-back", "zero-bubble", 6, "DDP", 8, FOUR)
     for name in (*two, *four):
         (newest,) = find(tmp_path / name, check=False).weights()["tokens.weight"].shape[:1]
         assert newest == 31
     train(ranks, 1, back)
     for name in two | four | back:
-        whole, found = figures(tmp_path / f"{name.partition('-')[0]}-whole"), figures(tmp_path / name)
+        reference = f"{name.partition('-')[0]}-{'deep' if 'zero-bubble' in name else 'whole'}"
+        whole, found = figures(tmp_path / reference), figures(tmp_path / name)
         assert whole[0][1] > whole[-2][1] + 0.1, "the model should have learned something to compare"
         assert [line[0] for line in found] == [line[0] for line in whole], f"{name}: one curve without gaps"
         for ours, theirs in zip(found, whole, strict=True):
