@@ -776,10 +776,12 @@ def test_a_port_that_was_taken_in_the_meantime_is_survived(tmp_path: Path) -> No
 def test_a_port_that_the_user_named_is_not_changed(tmp_path: Path) -> None:
     from wordrun.launch.address import free_port
 
-    run = launch(tmp_path, "--env", f"MASTER_PORT={free_port()}", "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
-    assert run.returncode == 1
-    assert "EADDRINUSE" in run.stderr
-    assert "launching again" not in run.stderr
+    says = script(tmp_path, "import os, sys; sys.exit(f'EADDRINUSE, port: {os.environ[\"MASTER_PORT\"]}')")
+    for words, again in (["--env", f"MASTER_PORT={free_port()}"], False), ([], True):
+        run = launch(tmp_path, *words, "-n", "2", "python", says)
+        assert run.returncode == 1
+        assert "EADDRINUSE" in run.stderr
+        assert ("launching again" in run.stderr) == again
 
 
 def test_a_hostfile_of_one_host(tmp_path: Path) -> None:

@@ -125,8 +125,10 @@ def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
 def test_a_signal_ends_the_run_after_a_whole_step(
     number: signal.Signals, status: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTHONPATH")  # draws the plots
-    words = [*SMOKE, "train.max_iters=100000", "train.eval_interval=0", "profiler=pyinstrument"]
+    words = [*SMOKE, "train.max_iters=100000", "train.eval_interval=0"]
+    if drawn := number == signal.SIGINT:  # both signals take the same way out
+        monkeypatch.delenv("PYTHONPATH")  # draws the plots
+        words += ["profiler=pyinstrument"]
     job = start("launch", "-n", "2", "python", "-m", "wordrun", *words, stderr=subprocess.STDOUT)
     while not ((found := run_dirs(tmp_path)) and '"step": 5,' in (found[0] / "metrics.jsonl").read_text()):
         assert job.poll() is None
@@ -140,8 +142,9 @@ def test_a_signal_ends_the_run_after_a_whole_step(
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert record["steps"] >= 5
     assert lines[-1]["step"] == record["steps"]  # log_interval=1: every step that was done is there
-    assert (run_dir / "plots" / "loss.png").stat().st_size > 5000
-    assert "Trainer.train" in (run_dir / "profile" / "pyinstrument.txt").read_text()
+    if drawn:
+        assert (run_dir / "plots" / "loss.png").stat().st_size > 5000
+        assert "Trainer.train" in (run_dir / "profile" / "pyinstrument.txt").read_text()
     assert "Traceback" not in rest
     # The launch's record has moved into the run directory.
     launched = json.loads((run_dir / "launch.json").read_text())

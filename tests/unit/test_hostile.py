@@ -201,7 +201,7 @@ def test_damage_is_one_message(
     manifest = json.loads(files["manifest.json"])
     rng, told = random.Random(form), list[str]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(5000 if form == "ours" else 1500):
+    for number in range(3000 if form == "ours" else 1000):
         name, forged = rng.choice([*files]), number % 2 == 0
         length = struct.unpack("<Q", files[name][:8])[0] + 8 if name.endswith("safetensors") else 2**20
         content = damaged(files[name], rng, length)

@@ -266,7 +266,7 @@ import torch, wordrun.train.trainer
 from wordrun.train.cli import main
 
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (now + 2**31, now + 2**31))
+resource.setrlimit(resource.RLIMIT_AS, (now + 2**29, now + 2**29))
 sys.exit(main())
 """
 
@@ -274,11 +274,11 @@ sys.exit(main())
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_memory_that_runs_out_is_one_message(command: Command, tmp_path: Path) -> None:
     (tmp_path / "limited.py").write_text(LIMITED)
-    words = [*SMALL, "model.batch_size=50000", "train.check_memory=false", f"hydra.run.dir={tmp_path / 'run'}"]
+    words = [*SMALL, "model.batch_size=12500", "train.check_memory=false", f"hydra.run.dir={tmp_path / 'run'}"]
     done = command(sys.executable, "limited.py", *words)
     assert done.returncode == 1, done.stderr
     lines = done.stderr.splitlines()
-    assert re.match(r"out of memory on \S+: cannot allocate [\d.]+ GiB$", lines[0]), done.stderr
+    assert re.match(r"out of memory on \S+: cannot allocate [\d.]+ [GM]iB$", lines[0]), done.stderr
     assert "  activations " in done.stderr
     assert "; model.batch_size=" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
