@@ -247,6 +247,8 @@ def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | N
     while rest:
         # Bisection: the first ``count`` of the rest can be applied, and the first ``refused`` cannot.
         count, tried, refused = 0, len(rest), len(rest) + 1
+        if rest == overrides:  # of which all together have just been refused
+            tried, refused, why = len(rest) // 2, len(rest), cause
         while count + 1 < refused:
             try:
                 base, count = _compose([*good, *rest[:tried]], tree), tried

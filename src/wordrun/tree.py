@@ -55,7 +55,10 @@ def composed_tree(overrides: Sequence[str], tree: Tree) -> DictConfig:
             if value.is_sweep_override():
                 return _by_hydra(overrides, tree)
             OmegaConf.update(cfg, value.key_or_group, value.value(), merge=True)
-    except Exception:  # for the error that names the override
+    except Exception:
+        if not values:  # Hydra would say the same again
+            raise
+        # For the error that names the override.
         return _by_hydra(overrides, tree)
     return cfg
 
