@@ -126,10 +126,10 @@ def test_ranks_in_different_collectives_are_named(hang: Any) -> None:
     assert "waiting in all_reduce of float32 [77] of another group" in message
 
 
-def test_a_wait_in_mpi_is_named(hang: Any) -> None:
-    """DDP averages the gradients of CPUs over MPI, of which torch knows nothing."""
-    message, report = hang("loop", under="mpiexec")
-    assert re.search(r"rank 1 has not come to MPI_Allreduce number \d+ of float32 \[3872\] of 3 ranks; ", message)
+def test_a_wait_in_mpi_is_named(ranks: Any) -> None:
+    """DDP averages the gradients of CPUs over MPI, of which torch knows nothing and for which ranks poll."""
+    message, report = hanging.run(ranks, 2, CULPRIT, "loop", under="mpiexec")
+    assert re.search(r"rank 1 has not come to MPI_Allreduce number \d+ of float32 \[3872\] of 2 ranks; ", message)
     assert f"hang.py:{line_of('endless')} in loop_forever" in message
     assert "waits for MPI_Allreduce" in report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -248,9 +249,14 @@ def test_launchs_record_moves_into_the_run_directory(
 # Commands
 
 
+@pytest.fixture(scope="module")
+def listed() -> str:
+    """What ``wordrun --help`` prints."""
+    return subprocess.run([sys.executable, "-m", "wordrun", "--help"], capture_output=True, text=True).stdout
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_has_its_help(name: str, command: Command) -> None:
-    listed = command("wordrun", "--help").stdout
+def test_each_command_has_its_help(name: str, listed: str, command: Command) -> None:
     assert re.search(rf"^  {name} +\S", listed, re.MULTILINE)
     done = command(sys.executable, "-m", "wordrun", name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
