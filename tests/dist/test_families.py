@@ -57,6 +57,8 @@ LAYOUTS = {
 }
 ON_FOUR = ("3D", "cp, ring")
 """Layouts with two axes, or whose ranks do not all receive from each other; for the others two ranks are enough."""
+SHARDED = {"Gemma 3", "`modern`"}
+"""The two families with most kinds of weights: under TP and PP, on four ranks, theirs are sharded as well."""
 SCRIPT = """
 import json, pickle, sys
 from functools import partial
@@ -105,7 +107,9 @@ def on_ranks(ranks: Any) -> dict[str, dict[str, bool]]:
     runs: dict[int, dict[str, Config]] = {2: {}, 4: {}}
     for family, model in FAMILIES.items():
         for layout, words in LAYOUTS.items():
-            n = 4 if layout in ON_FOUR else 2
+            shards = family in SHARDED and layout in ("TP", "PP")
+            n = 4 if shards or layout in ON_FOUR else 2
+            words = [*words, "model.batch_size=2"] if shards else words
             with contextlib.suppress(ConfigError):  # refused
                 cfg = compose([*SMALL, *model, *batch(words, n)], ranks=n)
                 check(cfg, n)
