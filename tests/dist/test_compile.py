@@ -52,7 +52,7 @@ compiling.LEAST_S, compiling.FASTER = 0, float("inf")  # auto compiles, however 
 os.environ["CXX"] = sys.executable  # only its existence matters
 
 whole = torch.nn.Module.compile
-torch.nn.Module.compile = lambda module: whole(module, backend="aot_eager")  # as far as g++, which takes minutes
+torch.nn.Module.compile = lambda module, options: whole(module, backend="aot_eager")  # without g++: minutes
 with dist.session() as world:
     torch.set_num_threads(1)
     for words in json.load(open(sys.argv[1])):

@@ -99,7 +99,7 @@ def test_compiling_the_model_leaves_the_loss_to_its_own_kernel(monkeypatch: pyte
     monkeypatch.setattr(kernels, "CHUNK", 100)
     monkeypatch.setattr(loss, "_compiled", lambda: kernel)
     whole = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: whole(module, backend="eager"))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: whole(module, backend="eager"))
     model, usual = models.build(cfg.model, 50), models.build(cfg.model, 50)
     prepare(model, cfg)
     tokens = torch.randint(50, (4, 8))

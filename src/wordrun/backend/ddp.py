@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
-from wordrun.backend.transforms import prepare
+from wordrun.backend.transforms import compile_options, prepare
 from wordrun.config import DDPConfig
 from wordrun.dist import mpi
 from wordrun.dist.mpi_calls import CALLS
@@ -36,7 +36,7 @@ class DDPBackend(NativeBackend):
     def __init__(self, spec: BackendSpec) -> None:
         options = spec.options_of(DDPConfig)
         model = materialise(spec.make_model(), spec.cfg.train.seed, spec.device)
-        prepare(model, spec.cfg)
+        prepare(model, spec.cfg, compile_options(spec.device, spec.layout))
         super().__init__(spec, [model])
         # A single process has nothing to average.
         self.replica = None if self.alone else self._replicate(spec, options, model)

@@ -20,7 +20,7 @@ from wordrun.backend.native import average
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.transforms import prepare
+from wordrun.backend.transforms import compile_options, prepare
 from wordrun.checkpoint.saved import ENGINE
 from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
@@ -51,7 +51,7 @@ class DeepSpeedBackend:
                 else:
                     materialise(model, cfg.train.seed, self.device)
                     self._fill(model, "")
-                prepare(model, cfg)
+                prepare(model, cfg, compile_options(self.device, spec.layout))
                 optimizer = self._make_optimizer(model, shapes)
                 self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
             except Exception as error:

@@ -19,7 +19,7 @@ from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import local
 from wordrun.backend.precision import TORCH_DTYPES
-from wordrun.backend.transforms import prepare_block, prepare_rest
+from wordrun.backend.transforms import compile_options, prepare_block, prepare_rest
 from wordrun.config import FSDPConfig
 from wordrun.errors import ConfigError
 from wordrun.model import Model
@@ -61,13 +61,14 @@ class Splitter:
         plan = model.tensor_parallel_plan() if spec.layout.tp > 1 else {}
         inside = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.")}
         outside = {name: style for name, style in plan.items() if not name.startswith("blocks.")}
+        options = compile_options(spec.device, spec.layout)
         for at, (key, block) in enumerate(model.blocks.named_children()):
             self._fill(model, block, f"blocks.{key}.")
             self._split(block, inside)
             if self.experts_mesh is not None:
                 for experts in [module for module in block.modules() if isinstance(module, Experts)]:
                     self._divide(experts, self.experts_mesh)
-            prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg)
+            prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg, options)
             if self.sharded:
                 self._shard(block, self.mesh)
         for name, child in model.named_children():
@@ -77,7 +78,7 @@ class Splitter:
         model.tie()
         self._split(model, {name: style for name, style in outside.items() if hasattr(model, name.partition(".")[0])})
         model.tie()  # splitting untied the parameters
-        prepare_rest(model, spec.cfg)
+        prepare_rest(model, spec.cfg, options)
         if self.sharded:
             self._shard(model, self.mesh)
             self._prefetch([block for block in model.blocks.children() if isinstance(block, FSDPModule)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -12,38 +13,52 @@ from wordrun import compat
 from wordrun.backend import float8
 from wordrun.backend.offload import offloaded
 from wordrun.config import Config, checkpointing_of
+from wordrun.dist.mesh import Layout
 from wordrun.model import Model
 
+Options = dict[str, Any] | None
+"""Options of inductor, torch's compiler."""
 
-def prepare(model: Model, cfg: Config) -> None:
+
+def compile_options(device: torch.device, layout: Layout) -> Options:
+    """Return how models are compiled for ``device``, with ranks as in ``layout``.
+
+    On CPUs, the code that calls the kernels is C++ as well: Python would take 5 % of a small model's step. It cannot
+    communicate, as ranks do within a block if they divide products, sequences or experts.
+    """
+    divided = layout.tp * layout.cp * layout.ep > 1
+    return {"cpp_wrapper": True} if device.type == "cpu" and not divided else None
+
+
+def prepare(model: Model, cfg: Config, options: Options = None) -> None:
     """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
     for number, block in enumerate(model.blocks.children()):
-        prepare_block(block, number, cfg)
-    prepare_rest(model, cfg)
+        prepare_block(block, number, cfg, options)
+    prepare_rest(model, cfg, options)
 
 
-def prepare_rest(model: Model, cfg: Config) -> None:
+def prepare_rest(model: Model, cfg: Config, options: Options = None) -> None:
     """Apply torch.compile to what is outside the blocks, or to the complete ``model``, as set in ``cfg``."""
     if cfg.train.compile is True:
-        compile_rest(model, cfg.train.compile_scope)
+        compile_rest(model, cfg.train.compile_scope, options)
 
 
-def compile_rest(model: Model, scope: str) -> None:
+def compile_rest(model: Model, scope: str, options: Options = None) -> None:
     """Compile what is outside the blocks or, if ``scope`` is "model", the complete ``model``."""
     model.compile_loss()
     if scope == "model":
-        compile_module(model)
+        compile_module(model, options)
 
 
-def compile_module(module: nn.Module) -> None:
+def compile_module(module: nn.Module, options: Options = None) -> None:
     """Compile ``module``, except for what the modules in it want to leave uncompiled."""
     for each in module.modules():
         if hasattr(each, "leave_uncompiled"):
             each.leave_uncompiled()  # type: ignore[operator]
-    module.compile()
+    module.compile(options=options)
 
 
-def prepare_block(block: Any, number: int, cfg: Config) -> None:
+def prepare_block(block: Any, number: int, cfg: Config, options: Options = None) -> None:
     """Apply float8, activation checkpointing, offloading and torch.compile to one block, as set in ``cfg``."""
     if cfg.train.float8 != "none":
         float8.convert(block, cfg.train.float8)
@@ -56,7 +71,7 @@ def prepare_block(block: Any, number: int, cfg: Config) -> None:
     if cfg.train.activation_offload:
         block.forward = offloaded(block.forward, block)
     if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
-        compile_module(block)  # per block: they are alike, so torch compiles only one
+        compile_module(block, options)  # per block: they are alike, so torch compiles only one
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
