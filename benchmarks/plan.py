@@ -1,6 +1,6 @@
 """How close ``wordrun plan`` comes to measurements, over the backends on 1, 2 and 4 ranks of this machine.
 
-    python benchmarks/plan.py DIR            # 250 million parameters: ten times the memory and time
+    python benchmarks/plan.py DIR            # 250 million parameters
     python benchmarks/plan.py DIR --small    # 25 million: 3 GB, and 4 minutes on 2 cores
     python benchmarks/plan.py DIR --small --rounds 3
     python benchmarks/plan.py DIR --small --ranks 2 --backends deepspeed:stage=1,deepspeed:stage=3,diloco,3D:tp=1

@@ -38,6 +38,8 @@ def test_a_compiled_model_has_the_same_losses(command: Command, ranks: Command, 
     ):
         assert done.returncode == 0, done.stderr
     assert list((tmp_path / "cache").rglob("*.so"))  # it has compiled something
+    sources = [path.read_text() for path in (tmp_path / "cache").rglob("*.cpp")]
+    assert any("inductor_entry_cpp" in text for text in sources), "what calls the kernels is not compiled"
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
 
 

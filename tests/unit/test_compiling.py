@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import wordrun
+from wordrun.backend.transforms import compile_options
+from wordrun.dist.mesh import Layout
 from wordrun.train.hooks import compiling
 from wordrun.train.hooks.compiling import STEPS, WARM
 from wordrun.train.trainer import Trainer
@@ -19,6 +21,15 @@ from wordrun.train.trainer import Trainer
 Words = Callable[..., list[str]]
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # in torch's compiler
 ENOUGH = 2 * (WARM + STEPS) + 2
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "compiled"),
+    [("cpu", Layout(), True), ("cpu", Layout(pp=2, shard=2), True), ("cuda", Layout(), False)]
+    + [("cpu", Layout(shard=2, **{axis: 2}), False) for axis in ("tp", "cp", "ep")],
+)
+def test_what_calls_the_kernels_is_compiled_unless_it_communicates(device: str, layout: Layout, compiled: bool) -> None:
+    assert compile_options(torch.device(device), layout) == ({"cpp_wrapper": True} if compiled else None)
 
 
 @pytest.fixture(autouse=True)

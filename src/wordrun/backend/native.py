@@ -18,7 +18,7 @@ from wordrun import compat
 from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked, require_shards
 from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.transforms import compile_module, compile_options, compile_rest
+from wordrun.backend.transforms import compile_model, compile_options
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
@@ -310,14 +310,11 @@ class NativeBackend:
         """Compile the model, as train.compile_scope says, from the next pass on, or no longer."""
         options = compile_options(self.device, self.layout)
         for part in self.parts:
-            blocks = [*part.blocks.children()] if self.compile_scope == "blocks" else []
             if on:
-                compile_rest(part, self.compile_scope, options)
-                for block in blocks:
-                    compile_module(block, options)
+                compile_model(part, self.compile_scope, options)
                 continue
             part.compile_loss(on=False)
-            for module in (part, *blocks):
+            for module in (part, *part.blocks.children()):
                 compat.uncompile(module)
 
     def close(self) -> None:

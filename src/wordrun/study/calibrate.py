@@ -145,7 +145,8 @@ class Ranks:
         ranks = tuple(td.get_process_group_ranks(mesh.get_group()))
         calls = bandwidth.operations(self.world, bandwidth.Group("axis tp", ranks, mesh.get_group()))
         both = [calls[name][0](message) for name in ("all_gather", "reduce_scatter")]
-        (pair,) = (each / PAIRS for each in self._seconds(lambda: [call() for call in both for _ in range(PAIRS)]))
+        (seconds,) = self._seconds(lambda: [call() for call in both for _ in range(PAIRS)])
+        pair = seconds / PAIRS
         sent = TENSOR_PASSES / 2 * pair, TENSOR_ENDS * pair
         return [max(0.0, now - alone / tp - each) for now, alone, each in zip(divided, whole, sent, strict=True)]
 
