@@ -47,6 +47,19 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor)
 
 
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or a plain copy if a collective that computes it may not have ended.
+
+    A compiled function sends the gradient of such a tensor past the operation that made it from a DTensor, and torch
+    fails in the backward pass (2.8 to 2.13).
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 def mesh_axes(tensor: Any) -> tuple[str, ...]:
     """Return the names of the axes of the mesh over which ``tensor`` is divided; none for a plain tensor."""
     return tuple(tensor.device_mesh.mesh_dim_names or ()) if is_sharded(tensor) else ()

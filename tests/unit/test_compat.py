@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import pipelining
+from torch.distributed import _functional_collectives, pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
@@ -43,6 +43,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (torch.ops.mkldnn, "_is_mkldnn_bf16_supported", "cpu_is_fast_at_bf16"),
         (torch, "_foreach_mul_", "scale"),
         (torch.autograd.Variable._execution_engine, "queue_callback", "after_gradients"),
+        (_functional_collectives, "AsyncCollectiveTensor", "waited"),
         (_fsdp_collectives, "DefaultAllGather", "time_collectives"),
         (_fsdp_collectives, "DefaultReduceScatter", "time_collectives"),
         (_python_dispatch, "_disable_current_modes", "hide_hooks"),

@@ -231,6 +231,7 @@ class Transformer(Model):
         if self.is_first:
             tokens = x
             x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents, **given))
+            x = compat.waited(x)
         mask = None
         if documents is not None:
             cfg, p = self.cfg, self.cfg.dropout if self.training else 0.0
