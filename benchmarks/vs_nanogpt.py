@@ -7,6 +7,8 @@
 Quality: both train to the end of nanoGPT's CPU schedule and are evaluated by the mean loss over every window of the
 validation split, nanoGPT with the checkpoint that it kept. Speed: both programs are started, then paused and resumed
 alternately for several steps, so that other load slows both; reports the median wall time per step, including logging.
+With --compile both are also started with torch.compile (wordrun with train.compile_scope=model), and take turns with
+the two that are not compiled. The time of compiling is not in the figures.
 """
 
 from __future__ import annotations
@@ -58,10 +60,11 @@ SHAPES = (
 )
 
 
-def nanogpt_command(out: Path, options: list[str], steps: int) -> list[str]:
+def nanogpt_command(out: Path, options: list[str], steps: int, compiled: bool = False) -> list[str]:
     """Return the command that trains nanoGPT, to run in its folder."""
-    return [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False",
-            f"--out_dir={out}", "--log_interval=1", f"--max_iters={steps}", *options]  # fmt: skip
+    return [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py", "--device=cpu",
+            f"--compile={compiled}", f"--out_dir={out}", "--log_interval=1", f"--max_iters={steps}",
+            *options]  # fmt: skip
 
 
 def nanogpt_steps(text: str) -> list[float]:
@@ -119,26 +122,48 @@ def in_turns(commands: list[tuple[list[str], Path | None, Path]], turn_s: float)
             raise SystemExit(log.read_text())
 
 
-def speed(nanogpt: Path, shape: Shape, rounds: int, scratch: Path) -> tuple[float, float, list[float]]:
-    """Return the median tokens/s of wordrun and of nanoGPT, and the ratio of each round."""
-    no_extras = ["train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0"]
-    ours: list[float] = []
-    theirs: list[float] = []
-    ratios = []
-    for number in range(rounds):
-        out, log = scratch / f"w{number}-{shape.n_layer}", scratch / "nanogpt.log"
-        options = [*shape.nanogpt(), "--eval_interval=100000", "--eval_iters=1"]
-        in_turns(
-            [(wordrun_command(out, [*shape.wordrun(), *no_extras], shape.steps), None, scratch / "wordrun.log"),
-             (nanogpt_command(scratch / "n", options, shape.steps), nanogpt, log)],
-            shape.turn_s,
-        )  # fmt: skip
-        a, b = wordrun_steps(out), nanogpt_steps(log.read_text())
-        ours, theirs = ours + a, theirs + b
-        ratios.append(statistics.median(b) / statistics.median(a))
-        print(f"  round {number + 1}: wordrun / nanoGPT = {ratios[-1]:.3f}", flush=True)
+def speed(
+    nanogpt: Path, shape: Shape, rounds: int, scratch: Path, compiled: bool
+) -> dict[tuple[bool, bool], list[tuple[float, float]]]:
+    """Time both programs in turns.
+
+    Args:
+        nanogpt: the clone.
+        shape: the setting.
+        rounds: how often.
+        scratch: a folder for what the programs write.
+        compiled: time both programs with torch.compile, too.
+
+    Returns:
+        For each pair (wordrun compiled, nanoGPT compiled): the median tokens/s of wordrun and of nanoGPT in each round.
+    """
+    ways = (False, True) if compiled else (False,)
+    ours_options = [*shape.wordrun(), "train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0"]
+    theirs_options = [*shape.nanogpt(), "--eval_interval=100000", "--eval_iters=1"]
+    pairs: dict[tuple[bool, bool], list[tuple[float, float]]] = {(a, b): [] for a in ways for b in ways}
     tokens = shape.batch_size * shape.block_size
-    return tokens / statistics.median(ours), tokens / statistics.median(theirs), ratios
+    for number in range(rounds):
+        outs = {way: scratch / f"w{number}-{shape.n_layer}-{way}" for way in ways}
+        logs = {way: scratch / f"nanogpt-{way}.log" for way in ways}
+        commands: list[tuple[list[str], Path | None, Path]] = []
+        for way in ways:
+            options = [*ours_options, *(["train.compile=true", "train.compile_scope=model"] if way else [])]
+            commands.append((wordrun_command(outs[way], options, shape.steps), None, scratch / f"wordrun-{way}.log"))
+            theirs = nanogpt_command(scratch / f"n-{way}", theirs_options, shape.steps, way)
+            commands.append((theirs, nanogpt, logs[way]))
+        in_turns(commands, shape.turn_s)
+        for a, b in pairs:
+            fast = tokens / statistics.median(wordrun_steps(outs[a]))
+            pairs[a, b].append((fast, tokens / statistics.median(nanogpt_steps(logs[b].read_text()))))
+            ratio = pairs[a, b][-1][0] / pairs[a, b][-1][1]
+            print(f"  round {number + 1}: {label(a, b)}: wordrun / nanoGPT = {ratio:.3f}", flush=True)
+    return pairs
+
+
+def label(ours: bool, theirs: bool) -> str:
+    """Return which of the two programs are compiled, in words."""
+    names = [name for name, compiled in (("wordrun", ours), ("nanoGPT", theirs)) if compiled]
+    return f"{' and '.join(names)} compiled" if names else "not compiled"
 
 
 def quality(nanogpt: Path, shape: Shape, scratch: Path, seeds: list[int]) -> tuple[list[float], list[float]]:
@@ -191,6 +216,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[1337], help="seeds of the quality runs")
     numbers = [*range(1, len(SHAPES) + 1)]
     parser.add_argument("--settings", type=int, nargs="+", default=numbers, choices=numbers, help="default: all")
+    parser.add_argument("--compile", action="store_true", help="time both with torch.compile, too")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per program")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -200,10 +226,11 @@ def main() -> None:
         rows = []
         for shape in [SHAPES[number - 1] for number in args.settings]:
             print(shape.name, flush=True)
-            ours, theirs, ratios = speed(nanogpt, shape, args.rounds, scratch)
-            ratio = statistics.median(ratios)
-            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-            rows.append(f"| tokens/s, {shape.name} | {ours:,.0f} | {theirs:,.0f} | {ratio:.3f} ({spread}) |")
+            for ways, rates in speed(nanogpt, shape, args.rounds, scratch, args.compile).items():
+                ours, theirs = (statistics.median(side) for side in zip(*rates, strict=True))
+                ratios = [a / b for a, b in rates]
+                ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+                rows.append(f"| tokens/s, {shape.name}, {label(*ways)} | {ours:,.0f} | {theirs:,.0f} | {ratio} |")
         if args.seeds:
             print("validation loss after 2000 steps", flush=True)
             a, b = quality(nanogpt, SHAPES[0], scratch, args.seeds)
