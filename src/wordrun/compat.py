@@ -50,8 +50,8 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or a plain copy if a collective that computes it may not have ended.
 
-    A compiled function sends the gradient of such a tensor past the operation that made it from a DTensor, and torch
-    fails in the backward pass (2.8 to 2.13).
+    torch.compile gives the gradient of such an input to the DTensor that it came from as a plain tensor, and the
+    backward pass fails (seen with torch 2.13).
     """
     if type(tensor) is torch.Tensor:
         return tensor
