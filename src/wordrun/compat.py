@@ -267,6 +267,25 @@ def ddp_without_compiler() -> Iterator[None]:
             del torch._dynamo  # torch imports the real one when somebody asks for it
 
 
+def settle_buckets(replica: Any) -> None:
+    """Let DistributedDataParallel choose its final buckets of gradients before the first step, by a pass with zeros.
+
+    It regroups the gradients once, after its first backward pass, in the order in which they arrived there. Where in a
+    bucket a gradient lies decides in which order an all-reduce adds more than two ranks, so the first step after a
+    restart would round differently from the same step of a run that was not interrupted. Without the name, it does.
+    """
+    prepare = getattr(replica.reducer, "prepare_for_backward", None)
+    if prepare is None:
+        return
+    prepare([])
+    # The last layers' gradients come first in a backward pass, too, so that they travel while others are computed.
+    parameters = [each for each in replica.module.parameters() if each.requires_grad]
+    for each in reversed(parameters):
+        torch.autograd.backward(each, torch.zeros((), dtype=each.dtype, device=each.device).expand_as(each))
+    for each in parameters:
+        each.grad = None
+
+
 def release_reducer(replica: Any) -> None:
     """Release DistributedDataParallel's process group; harmless if torch has renamed the attributes."""
     replica.reducer = replica.logger = None

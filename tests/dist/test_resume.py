@@ -70,8 +70,10 @@ if importlib.util.find_spec("deepspeed"):
     }
 
 
-# Two copies of two shards; shards of shards that do not divide, and a rank without some of them.
+# Sums of more than two ranks' gradients, in several buckets; two copies of two shards; shards of shards that do not
+# divide, and a rank without some of them.
 SAME_ON_FOUR = {
+    "sums": ["train.backend=DDP", "model.batch_size=2", "model.n_embd=256", "backend.bucket_cap_mb=1"],
     "copies": ["train.backend=FSDP", "model.batch_size=2", "backend.replicate=2"],
     "uneven": ["train.backend=FSDP", "model.batch_size=4", "backend.tp=2", "model.vocab_size=50"],
 }

@@ -55,6 +55,11 @@ def test_torch_still_has_the_name(owner: object, name: str, function: str) -> No
     assert hasattr(owner, name), REMEDY.format(torch.__version__, name, function)
 
 
+def test_the_buckets_of_gradients_can_be_settled_before_the_first_step() -> None:
+    remedy = REMEDY.format(torch.__version__, "Reducer.prepare_for_backward", "settle_buckets")
+    assert hasattr(torch._C._distributed_c10d.Reducer, "prepare_for_backward"), remedy
+
+
 def test_the_reducer_is_an_attribute_that_can_be_released() -> None:
     names = DistributedDataParallel.__init__.__code__.co_names
     names += DistributedDataParallel._ddp_init_helper.__code__.co_names
