@@ -95,7 +95,10 @@ def test_a_residual_network_learns_from_a_folder_of_images(ranks: Any, tmp_path:
     data += ["train.checkpoint_interval=0"]  # 130 MB
     one = figures(ranks, 1, tmp_path / "one", "model.batch_size=16", data=data)
     two = figures(ranks, 2, tmp_path / "two", "model.batch_size=8", data=data)
-    assert [value for _, value in two[:2]] == pytest.approx([value for _, value in one[:2]], rel=1e-5)
+    assert [name for name, _ in two[:2]] == ["loss", "grad_norm"]
+    assert two[0][1] == pytest.approx(one[0][1], rel=1e-5)
+    # One process is off by 3e-4 from fp64 here with oneDNN's convolutions for AVX2, and by 2e-7 with those for AVX-512.
+    assert two[1][1] == pytest.approx(one[1][1], rel=1e-3)
     for run in (one, two):
         losses = [value for name, value in run if name == "loss"]
         assert losses[-1] < 0.2 * losses[0]
