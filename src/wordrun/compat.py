@@ -272,7 +272,8 @@ def settle_buckets(replica: Any) -> None:
 
     It regroups the gradients once, after its first backward pass, in the order in which they arrived there. Where in a
     bucket a gradient lies decides in which order an all-reduce adds more than two ranks, so the first step after a
-    restart would round differently from the same step of a run that was not interrupted. Without the name, it does.
+    restart would round differently from the same step of a run that was not interrupted. That remains so with a version
+    of torch without the method.
     """
     prepare = getattr(replica.reducer, "prepare_for_backward", None)
     if prepare is None:

@@ -22,7 +22,5 @@ def test_what_tensor_parallelism_adds(count: int, heads: int, groups: list[int],
     assert done.returncode == 0, done.stdout + done.stderr
     found = load_speeds(tmp_path / "speeds.json")
     assert [each["ranks"] for each in found.split] == groups
-    # Differences of two times: noise leaves 0 of rest_s, which is little, and beside other load also of one block_s.
-    assert any(each["block_s"] > 0 for each in found.split) == bool(groups)
-    assert all(each["block_s"] >= 0 and each["rest_s"] >= 0 for each in found.split)
+    assert all(each["block_s"] > 0 for each in found.split)  # rest_s is little, and 0 in a measurement with noise
     assert found.copy_s > 0

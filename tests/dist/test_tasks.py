@@ -17,14 +17,29 @@ SMALL = [
     "optimizer.warmup_iters=2", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 CONVNET = ["model=convnet", "model.channels=4", "model.hidden=32"]
+# Trains without ReLU: some of its inputs are so near 0 that their signs depend on how a processor rounds,
+# and one sign changes the norm of the gradients by up to 1e-3.
+SMOOTH = """
+import sys
+import torch
+from wordrun.cli import main
+
+class Smooth(torch.nn.GELU):
+    def __init__(self, inplace):
+        super().__init__()
+
+torch.nn.ReLU = Smooth
+raise SystemExit(main(sys.argv[1:]))
+"""
 KEYS = ("loss", "grad_norm", "val_loss", "val_accuracy")
 
 
 def figures(
-    ranks: Any, n: int, run_dir: Path, *words: str, data: Sequence[str] = ("data=digits", *CONVNET)
-) -> list[tuple[str, float]]:
+    ranks: Any, n: int, run_dir: Path, *words: str,
+    data: Sequence[str] = ("data=digits", *CONVNET), program: Sequence[str] = ("-m", "wordrun"),
+) -> list[tuple[str, float]]:  # fmt: skip
     """Train on ``n`` ranks and return all figures in their order."""
-    done = ranks(n, "-m", "wordrun", *SMALL, *data, f"hydra.run.dir={run_dir}", *words, under="fork", timeout=150)
+    done = ranks(n, *program, *SMALL, *data, f"hydra.run.dir={run_dir}", *words, under="fork", timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert not any("tps" in line or "tokens" in line for line in lines)
@@ -93,12 +108,10 @@ def test_a_residual_network_learns_from_a_folder_of_images(ranks: Any, tmp_path:
             image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
     data = ["data=imagefolder", "data.path=pets", "data.size=16", "model=resnet18", "model.norm=sync"]
     data += ["train.checkpoint_interval=0"]  # 130 MB
-    one = figures(ranks, 1, tmp_path / "one", "model.batch_size=16", data=data)
-    two = figures(ranks, 2, tmp_path / "two", "model.batch_size=8", data=data)
-    assert [name for name, _ in two[:2]] == ["loss", "grad_norm"]
-    assert two[0][1] == pytest.approx(one[0][1], rel=1e-5)
-    # One process is off by 3e-4 from fp64 here with oneDNN's convolutions for AVX2, and by 2e-7 with those for AVX-512.
-    assert two[1][1] == pytest.approx(one[1][1], rel=1e-3)
+    Path("smooth.py").write_text(SMOOTH)
+    one = figures(ranks, 1, tmp_path / "one", "model.batch_size=16", data=data, program=["smooth.py"])
+    two = figures(ranks, 2, tmp_path / "two", "model.batch_size=8", data=data, program=["smooth.py"])
+    assert [value for _, value in two[:2]] == pytest.approx([value for _, value in one[:2]], rel=1e-5)
     for run in (one, two):
         losses = [value for name, value in run if name == "loss"]
         assert losses[-1] < 0.2 * losses[0]

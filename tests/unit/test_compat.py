@@ -44,6 +44,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (torch, "_foreach_mul_", "scale"),
         (torch.autograd.Variable._execution_engine, "queue_callback", "after_gradients"),
         (_functional_collectives, "AsyncCollectiveTensor", "waited"),
+        (torch._C._distributed_c10d.Reducer, "prepare_for_backward", "settle_buckets"),
         (_fsdp_collectives, "DefaultAllGather", "time_collectives"),
         (_fsdp_collectives, "DefaultReduceScatter", "time_collectives"),
         (_python_dispatch, "_disable_current_modes", "hide_hooks"),
@@ -53,11 +54,6 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
 )
 def test_torch_still_has_the_name(owner: object, name: str, function: str) -> None:
     assert hasattr(owner, name), REMEDY.format(torch.__version__, name, function)
-
-
-def test_the_buckets_of_gradients_can_be_settled_before_the_first_step() -> None:
-    remedy = REMEDY.format(torch.__version__, "Reducer.prepare_for_backward", "settle_buckets")
-    assert hasattr(torch._C._distributed_c10d.Reducer, "prepare_for_backward"), remedy
 
 
 def test_the_reducer_is_an_attribute_that_can_be_released() -> None:

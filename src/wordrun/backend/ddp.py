@@ -56,7 +56,7 @@ class DDPBackend(NativeBackend):
         elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI's communicator has all
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
             replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
-        if not options.static_graph:  # else torch counts in the first pass how often each gradient is added to
+        if not options.static_graph:  # torch records a static graph in the first pass, so that must be a real one
             compat.settle_buckets(replica)
         return replica
 
