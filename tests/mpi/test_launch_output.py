@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.output import LOST_STORE, Output, Source
+from wordrun.launch.output import LOST_STORE, MIXED_S, PARTIAL_S, Output, Source
 from wordrun.launch.tail import Tail
 
 if TYPE_CHECKING:
@@ -71,6 +71,32 @@ def test_lines_do_not_mix_in_a_job_of_one_host(command: Command, tmp_path: Path)
     job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
     done = command("launch", "--ppn", "2", "--oversubscribe", "python", "-c", HALVES, **job)
     assert sorted(done.stdout.splitlines()) == sorted(f"rank {rank} line {i}" for rank in range(2) for i in range(40))
+
+
+def test_a_line_in_two_halves_is_not_split_while_others_print(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank may pause within a line for longer than a prompt waits, where other processes have its core."""
+    output, pipes = Output(), [os.pipe() for _ in range(2)]
+    for rank, (reader, _) in enumerate(pipes):
+        output.add(Source(reader, 1, rank))
+    (_, slow), (_, busy) = pipes
+
+    def lines_for(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            os.write(busy, b"a line\n")
+            for key in output.select(0):
+                output.pump(key.data)
+            output.forward_partial()
+            time.sleep(PARTIAL_S / 10)
+
+    os.write(slow, b"one ")
+    lines_for(3 * PARTIAL_S)
+    os.write(slow, b"line\nname? ")
+    lines_for(MIXED_S + 2 * PARTIAL_S)
+    shown = capfd.readouterr().out
+    assert "\none line\n" in shown
+    assert "\nname? a line\n" in shown  # a prompt does not wait forever
+    output.close()
 
 
 def test_a_prompt_and_a_bar_do_not_wait_for_the_end_of_their_line(start: Start, tmp_path: Path) -> None:

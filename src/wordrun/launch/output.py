@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from wordrun.launch.tail import Tail
 
-# The beginning of a line, such as a prompt, is forwarded on its own after this long.
-PARTIAL_S = 0.1
+# The beginning of a line, such as a prompt, is forwarded on its own once nothing else was for this long, so that other
+# ranks' lines do not end up in it, and after the longer time in any case.
+PARTIAL_S, MIXED_S = 0.1, 1.0
 # More ranks than this share the launcher's pipes: a process may have 1024 files open.
 MOST_RANKS = 200
 # The record keeps this many lines of what was not shown.
@@ -84,6 +85,8 @@ class Output:
     """Why output could not be written, other than because its reader has gone."""
     stuck: dict[int, bytearray] = field(default_factory=dict)
     """What waits until the reader of our stdout (1) or stderr (2) goes on, such as a paused pager."""
+    wrote: dict[int, float] = field(default_factory=lambda: {1: 0.0, 2: 0.0})
+    """When something was last forwarded to stdout (1) and stderr (2)."""
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -150,7 +153,10 @@ class Output:
         """Forward beginnings of lines that have waited long enough; return whether others still wait."""
         waiting = False
         for source in self._sources():
-            if source.pending and (at_once or time.monotonic() - source.since > PARTIAL_S):
+            now, since = time.monotonic(), source.since
+            if source.pending and (
+                at_once or now > min(max(since, self.wrote[source.sink]) + PARTIAL_S, since + MIXED_S)
+            ):
                 part, source.pending = source.pending, b""
                 if not self._show(source, part):
                     self._close(source)
@@ -229,6 +235,8 @@ class Output:
     def _write(self, sink: int, text: bytes) -> bool:
         """Write as much as possible without waiting, and keep the rest; return whether our own output is still open."""
         rest = self.stuck.pop(sink, bytearray()) + text
+        if text:
+            self.wrote[sink] = time.monotonic()
         done = 0
         try:
             while done < len(rest) and select.select([], [sink], [], 0)[1]:
