@@ -99,6 +99,23 @@ def test_a_line_in_two_halves_is_not_split_while_others_print(capfd: pytest.Capt
     output.close()
 
 
+@pytest.mark.parametrize("late_s", [2 * PARTIAL_S, MIXED_S + PARTIAL_S])
+def test_a_line_whose_end_has_arrived_is_not_split(late_s: float, capfd: pytest.CaptureFixture[str]) -> None:
+    """Launch itself may not get a core for longer than a prompt waits."""
+    output, (reader, writer) = Output(), os.pipe()
+    source = Source(reader, 1, 0)
+    output.add(source)
+    os.write(writer, b"one ")
+    output.pump(source)
+    os.write(writer, b"line\n")
+    time.sleep(late_s)
+    assert output.forward_partial()
+    assert capfd.readouterr().out == ""
+    output.pump(source)
+    assert capfd.readouterr().out == "one line\n"
+    output.close()
+
+
 def test_a_prompt_and_a_bar_do_not_wait_for_the_end_of_their_line(start: Start, tmp_path: Path) -> None:
     code = "printf 'rank %s? ' $RANK; printf '\\r50%%\\r' >&2; while [ ! -e go ]; do sleep 0.1; done; echo done"
     job = start("launch", "-n", "2", "sh", "-c", code)

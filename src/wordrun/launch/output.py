@@ -152,11 +152,13 @@ class Output:
     def forward_partial(self, *, at_once: bool = False) -> bool:
         """Forward beginnings of lines that have waited long enough; return whether others still wait."""
         waiting = False
+        # Perhaps the end of such a line has arrived, if this process had to wait for a core.
+        unread = set() if at_once else {key.fd for key, _ in self.selector.select(0)}
         for source in self._sources():
             now, since = time.monotonic(), source.since
-            if source.pending and (
-                at_once or now > min(max(since, self.wrote[source.sink]) + PARTIAL_S, since + MIXED_S)
-            ):
+            quiet_since = now if unread else max(since, self.wrote[source.sink])
+            due = at_once or now > min(quiet_since + PARTIAL_S, since + MIXED_S)
+            if source.pending and due and source.fd not in unread:
                 part, source.pending = source.pending, b""
                 if not self._show(source, part):
                     self._close(source)
