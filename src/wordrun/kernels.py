@@ -6,6 +6,8 @@ from importlib.util import find_spec
 
 SHORT = 512
 """Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
+SHORT_COMPILED = 128
+"""The same for compiled models in fp32 (measured: 64 and 128, at 256 equal)."""
 LARGE = 2**24
 """Number of logits above which ``model.loss.cross_entropy`` is used; below, their memory does not matter."""
 CHUNK = 2**25
@@ -27,15 +29,19 @@ def skips_blocks(device: str, values: int, p: float, head_size: int) -> bool:
     return suits and device == "cuda" and TRITON
 
 
-def keeps_weights(p: float, tokens: int, *, bf16: bool) -> bool:
+def keeps_weights(p: float, tokens: int, *, bf16: bool, compiled: bool = False) -> bool:
     """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
 
     torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
-    longer to set up its many small products than to compute them, except for long sequences.
+    longer to set up its many small products than to compute them, except for long sequences. torch's compiler joins
+    what surrounds the products of unfused attention, which then is faster in fp32 as well, for short sequences.
 
     Args:
         p: dropout probability of the attention weights.
         tokens: length of the sequences.
         bf16: whether the computation is in bf16.
+        compiled: whether the model is compiled; then dropout and bf16 are left to the fused kernel.
     """
+    if compiled:
+        return p == 0 and not bf16 and tokens <= SHORT_COMPILED
     return p > 0 or (bf16 and tokens <= SHORT)

@@ -94,9 +94,10 @@ def causal_attention(
         return flex.attention(q, k, v, mask[min(window or k.shape[2], k.shape[2])], scale)
     if window is not None and window < k.shape[2]:
         return _windowed(q, k, v, p, mask, scale, window)
+    bf16, compiled = q.dtype == torch.bfloat16, torch.compiler.is_compiling()
     by_hand = (
-        keeps_weights(p, q.shape[2], bf16=q.dtype == torch.bfloat16)
-        and q.device.type == "cpu" and q.shape[2] == k.shape[2] and not torch.compiler.is_compiling()
+        q.device.type == "cpu" and q.shape[2] == k.shape[2]
+        and keeps_weights(p, q.shape[2], bf16=bf16, compiled=compiled)
     )  # fmt: skip
     grouped = q.shape[1] != k.shape[1]
     if grouped and (by_hand or not _shares_heads(q, mask)):
