@@ -112,27 +112,33 @@ class Ranks:
         """Return the fields of ``Speeds`` that are times, then block and rest of each number of ranks in ``split``."""
         sequences, tokens = self.cfg.model.batch_size, self.cfg.transformer.block_size
         models = [self._model(layers) for layers in (1, 2)]
-        most = self._block_and_rest(models, sequences)
+        most = block_and_rest(*self._seconds(*self._passes(models, sequences)))
         fixed = [0.0, 0.0]
         if sequences > 1:  # a line through the times of two sizes
-            least = self._block_and_rest(models, 1)
+            least = block_and_rest(*self._seconds(*self._passes(models, 1)))
             lines = [(sequences * few - many) / (sequences - 1) for few, many in zip(least, most, strict=True)]
             fixed = [min(max(0.0, line), few) for line, few in zip(lines, least, strict=True)]
         per_token = [max(0.0, many - part) / sequences / tokens for many, part in zip(most, fixed, strict=True)]
         copy = self._copy(models[0]) if self.on_cpu and self.world.size > 1 else 0.0
-        split = [seconds for tp in groups for seconds in self._split(tp, most, sequences)]
+        split = [seconds for tp in groups for seconds in self._split(tp, models, sequences)]
         return [*per_token, self._update(models[0]), *fixed, copy, *split]
 
     def _model(self, layers: int, multiple: int = 1) -> Transformer:
         cfg = replace(self.cfg.transformer.one_block(), n_layer=layers)
         return materialise(meta_model(cfg, self.vocab_size, multiple=multiple), 0, self.device)
 
-    def _split(self, tp: int, whole: Sequence[float], sequences: int) -> list[float]:
+    def _split(self, tp: int, whole: Sequence[Transformer], sequences: int) -> list[float]:
         """Return what tensor parallelism adds to both passes of a block, and of the rest of the model [s].
 
         Groups of ``tp`` neighbours compute the model together, all groups at the same time. What that takes beyond
         their share of the whole model's time, and beyond the messages alone, is the work of each operation to find out
-        how its tensors are divided, and the wait for the other ranks at each message.
+        how its tensors are divided, and the wait for the other ranks at each message. All are measured in the same
+        turns, because it is a difference.
+
+        Args:
+            tp: ranks in a group.
+            whole: models with one and with two blocks.
+            sequences: in the batch.
         """
         cfg = self.cfg.transformer
         mesh = init_device_mesh(self.device.type, (self.world.size // tp, tp), mesh_dim_names=("others", "tp"))["tp"]
@@ -140,23 +146,19 @@ class Ranks:
         for model in models:
             parallelize_module(model, mesh, model.tensor_parallel_plan())
             model.tie()
-        divided = self._block_and_rest(models, sequences)
         message = sequences * cfg.block_size * cfg.n_embd * TORCH_DTYPES[self.dtype].itemsize
         ranks = tuple(td.get_process_group_ranks(mesh.get_group()))
         calls = bandwidth.operations(self.world, bandwidth.Group("axis tp", ranks, mesh.get_group()))
         both = [calls[name][0](message) for name in ("all_gather", "reduce_scatter")]
-        (seconds,) = self._seconds(lambda: [call() for call in both for _ in range(PAIRS)])
+        passes = self._passes([*whole, *models], sequences)
+        *times, seconds = self._seconds(*passes, lambda: [call() for call in both for _ in range(PAIRS)])
+        undivided, divided = block_and_rest(*times[:2]), block_and_rest(*times[2:])
         pair = seconds / PAIRS
         sent = TENSOR_PASSES / 2 * pair, TENSOR_ENDS * pair
-        return [max(0.0, now - alone / tp - each) for now, alone, each in zip(divided, whole, sent, strict=True)]
+        return [max(0.0, now - alone / tp - each) for now, alone, each in zip(divided, undivided, sent, strict=True)]
 
-    def _block_and_rest(self, models: Sequence[Transformer], sequences: int) -> tuple[float, float]:
-        """Return the seconds of both passes of a block, and of the rest of the model.
-
-        Args:
-            models: with one and with two blocks.
-            sequences: in the batch.
-        """
+    def _passes(self, models: Sequence[Transformer], sequences: int) -> list[Callable[[], None]]:
+        """Return what takes both passes of each of ``models`` on a batch of ``sequences``."""
         shape = (sequences, self.cfg.transformer.block_size)
         random = torch.randint(self.vocab_size, shape, device=self.device)
         batch = Batch(random, random)
@@ -167,9 +169,7 @@ class Ranks:
                 torch.autograd.backward(full(model.losses(batch)).mean())
             model.zero_grad()
 
-        one, two = self._seconds(*(partial(passes, model) for model in models))
-        block = max(two - one, 0.1 * one)
-        return block, max(one - block, 0.0)
+        return [partial(passes, model) for model in models]
 
     def _update(self, model: Transformer) -> float:
         """Return the seconds per parameter of clipping and the optimizer."""
@@ -214,6 +214,12 @@ class Ranks:
     def _wait(self) -> None:
         if not self.on_cpu:
             torch.get_device_module(self.device).synchronize()
+
+
+def block_and_rest(one: float, two: float) -> tuple[float, float]:
+    """Return the seconds of a block and of the rest of a model, from those of it with one block and with two."""
+    block = max(two - one, 0.1 * one)
+    return block, max(one - block, 0.0)
 
 
 if __name__ == "__main__":
