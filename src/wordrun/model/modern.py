@@ -121,11 +121,15 @@ class Modern(llama.Llama):
         """Return how tensor-parallel ranks shard the matrices; value embeddings are divided as the heads are."""
         from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
-        plan = {
-            **super().tensor_parallel_plan(),
-            "ngrams.*": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "values.*": tp.ColwiseParallel(),
+        tables = {
+            "ngrams": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "values": tp.ColwiseParallel(),
         }
+        plan = super().tensor_parallel_plan()
+        # By their names, because torch 2.8 would apply the style of "ngrams.*" to all modules of the model.
+        for name, module in self.named_children():
+            if name in tables:
+                plan |= {f"{name}.{key}": tables[name] for key, _ in module.named_children()}
         if not self.cfg.norm_weights:  # a norm of heads then has nothing to shard
             plan = {name: style for name, style in plan.items() if not name.endswith(("q_norm", "k_norm"))}
         return plan
