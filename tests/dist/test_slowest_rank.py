@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SLEEP_S = 0.2
 SMALL = [
@@ -39,7 +40,8 @@ def delay(trainer, where):
 
 with dist.session() as world:
     torch.set_num_threads(1)
-    for backend in ("DDP", "FSDP"):
+    # FSDP's collectives are not timed with torch 2.8 (compat.time_collectives).
+    for backend in ("DDP", "FSDP") if torch.__version__ >= "2.9" else ("DDP",):
         for rank, where in enumerate(("data", "forward", "backward")):
             words = [*sys.argv[2:], f"train.backend={backend}", f"hydra.run.dir={backend}-{where}"]
             cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
@@ -54,7 +56,8 @@ def test_the_slowest_rank_is_named(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = ranks(3, "script.py", str(SLEEP_S), *SMALL, under="fork")
     assert done.returncode == 0, done.stdout + done.stderr
-    for backend in ("DDP", "FSDP"):
+    # FSDP's collectives are not timed with torch 2.8 (compat.time_collectives).
+    for backend in ("DDP", "FSDP") if torch.__version__ >= "2.9" else ("DDP",):
         for rank, where in enumerate(("data", "forward", "backward")):
             text = (tmp_path / f"{backend}-{where}/metrics.jsonl").read_text()
             line = json.loads(text.splitlines()[2])  # in the first steps, DDP also exchanges its buckets' contents

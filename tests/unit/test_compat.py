@@ -31,6 +31,12 @@ from wordrun.model.batch_norm import SyncBatchNorm
 if TYPE_CHECKING:
     from conftest import Command
 
+TIMED = (
+    (_fsdp_collectives, "DefaultAllGather"),
+    (_fsdp_collectives, "DefaultReduceScatter"),
+    (FSDPModule, "set_custom_reduce_scatter"),
+)
+"""Which torch 2.8 does not have: FSDP's collectives are then not timed."""
 REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in the module's docstring"
 
 
@@ -45,10 +51,8 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (torch.autograd.Variable._execution_engine, "queue_callback", "after_gradients"),
         (_functional_collectives, "AsyncCollectiveTensor", "waited"),
         (torch._C._distributed_c10d.Reducer, "prepare_for_backward", "settle_buckets"),
-        (_fsdp_collectives, "DefaultAllGather", "time_collectives"),
-        (_fsdp_collectives, "DefaultReduceScatter", "time_collectives"),
         (_python_dispatch, "_disable_current_modes", "hide_hooks"),
-        (FSDPModule, "set_custom_reduce_scatter", "time_collectives"),
+        *((owner, name, "time_collectives") for owner, name in TIMED if torch.__version__ >= "2.9"),
         *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],
 )

