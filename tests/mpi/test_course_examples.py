@@ -157,7 +157,10 @@ def test_digits_are_learned_as_under_ddp(name: str, n: int, run: Run) -> None:
     before, after, accuracy = ends(run("mnist_ddp.py"), 2)
     assert after < before / 3
     assert accuracy > 0.9
-    assert ends(out, n)[:2] == pytest.approx((before, after), abs=2e-4)
+    found = ends(out, n)
+    assert found[0] == pytest.approx(before, abs=2e-4)
+    # 110 steps in fp32 amplify rounding: by 6e-4 on a Zen 3, where fp64 gives the same five digits on one rank and two.
+    assert found[1] == pytest.approx(after, abs=2e-3)
     assert out.count(" holds 19141 of 38282 weights") == (2 if name == "mnist_fsdp.py" else 0)
 
 
