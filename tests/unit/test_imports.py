@@ -71,9 +71,10 @@ MAY_USE: dict[str, set[str]] = {
     "compat": {"errors"},
     "compat_context": set(),
     "compat_experts": set(),
+    "compat_tensor": set(),
     "compat_deepspeed": {"errors"},
     "checkpoint": {"errors", "files", "cgroup", "log", "dist", "config", "model", "compat", "compat_deepspeed"},
-    "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed", "heap"},
+    "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed", "compat_tensor", "heap"},
     "prepare": CONFIG | {"data"},
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
@@ -89,7 +90,7 @@ MAY_USE: dict[str, set[str]] = {
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"choices", "arguments", "backend", "launch", "devices", "kernels"},
-    "study": PARALLEL | {"backend", "bandwidth", "launch", "plan", "prepare", "runs", "version"},
+    "study": PARALLEL | {"backend", "bandwidth", "compat_tensor", "launch", "plan", "prepare", "runs", "version"},
     "completion": {"errors", "project", "registry", "config", "launch", "train"},
     "cli": {"errors", "dist", "interrupts", "version", "completion"},
     "__main__": {"cli", "interrupts"},

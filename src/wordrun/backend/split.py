@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
 
-from wordrun import compat
+from wordrun import compat, compat_tensor
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import local
 from wordrun.backend.precision import TORCH_DTYPES
@@ -92,8 +91,7 @@ class Splitter:
 
     def _split(self, module: nn.Module, plan: dict[str, Any]) -> None:
         if plan:
-            # Every rank has drawn the same values and keeps its own shard, so nothing has to be sent.
-            parallelize_module(module, self.mesh["tp"], plan, src_data_rank=None)
+            compat_tensor.parallelize(module, self.mesh["tp"], plan)
 
     def _divide(self, experts: Experts, mesh: DeviceMesh) -> None:
         """Keep this rank's experts, sharded over the ranks that have the same ones."""

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as td
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel
 
-from wordrun import bandwidth, dist
+from wordrun import bandwidth, compat_tensor, dist
 from wordrun.backend.native import full
 from wordrun.backend.precision import TORCH_DTYPES, fast_dtype
 from wordrun.checks import require_transformer
@@ -144,7 +144,7 @@ class Ranks:
         mesh = init_device_mesh(self.device.type, (self.world.size // tp, tp), mesh_dim_names=("others", "tp"))["tp"]
         models = [self._model(layers, tp) for layers in (1, 2)]
         for model in models:
-            parallelize_module(model, mesh, model.tensor_parallel_plan())
+            compat_tensor.parallelize(model, mesh, model.tensor_parallel_plan())
             model.tie()
         message = sequences * cfg.block_size * cfg.n_embd * TORCH_DTYPES[self.dtype].itemsize
         ranks = tuple(td.get_process_group_ranks(mesh.get_group()))
