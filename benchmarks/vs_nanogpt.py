@@ -101,22 +101,25 @@ def in_turns(commands: list[tuple[list[str], Path | None, Path]], turn_s: float)
         commands: each with its working directory and the file for its output.
         turn_s: long enough for many steps.
     """
-    jobs = []
-    for command, cwd, log in commands:
-        with log.open("w") as file:
-            jobs.append(
-                subprocess.Popen(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-            )
-        os.killpg(jobs[-1].pid, signal.SIGSTOP)
-    running = jobs
-    while running:
-        for job in running:
-            os.killpg(job.pid, signal.SIGCONT)
-            try:
-                job.wait(turn_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGSTOP)
-        running = [job for job in running if job.returncode is None]
+    jobs: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, cwd, log in commands:
+            with log.open("w") as file:
+                jobs.append(
+                    subprocess.Popen(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+                )
+            os.killpg(jobs[-1].pid, signal.SIGSTOP)
+        while running := [job for job in jobs if job.returncode is None]:
+            for job in running:
+                os.killpg(job.pid, signal.SIGCONT)
+                try:
+                    job.wait(turn_s)
+                except subprocess.TimeoutExpired:
+                    os.killpg(job.pid, signal.SIGSTOP)
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
     for job, (_, _, log) in zip(jobs, commands, strict=True):
         if job.returncode:
             raise SystemExit(log.read_text())
@@ -219,6 +222,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="time both with torch.compile, too")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per program")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no paused program remains
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     nanogpt = args.nanogpt.resolve()
     with tempfile.TemporaryDirectory() as folder:
